@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact, widen
-from jfi.operands import MAX_BUCKETS, JaggedAttentionInputs
 from jfi.reference import unpack_digits
+from jfi.utils.operands import MAX_BUCKETS, JaggedAttentionInputs
 
 #: The most queries of a chunk: more meet more keys that are hidden, fewer read keys more often.
 CHUNK_QUERIES = 96

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.batches import Rows, Shapes
-from jfi.operands import MAX_BUCKETS
+from jfi.utils.operands import MAX_BUCKETS
 
 #: Padding a batch of samples up to this many pairs of query and key costs less than another batch.
 PADDED_PAIRS = 2**13

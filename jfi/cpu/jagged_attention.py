@@ -5,7 +5,7 @@ no padding; where only a few samples of a batch differ in length, padding them c
 padding is masked.
 
 Flash attention for CPUs has no gradient for a bias nor any for the log-sum-exp, needs E = D and makes NaN of a query
-that sees no key: jfi/plan.py sends such problems to `jfi.cpu.attention_chunks`.
+that sees no key: jfi/kernels/plan.py sends such problems to `jfi.cpu.attention_chunks`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from torch import Tensor
 from jfi.cpu import attention_chunks
 from jfi.cpu.attention_chunks import keys_and_values
 from jfi.cpu.batches import Rows, Shapes
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import cpu_flash_refusal
+from jfi.kernels.plan import cpu_flash_refusal
 from jfi.utils.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from jfi.utils.operands import JaggedAttentionInputs
 
 #: The most elements of a batch of samples: 1 MB of float32, so that it stays in the L2 cache.
 BATCH_ELEMENTS = 2**18

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.operands import RowOptimizer, SortedRows
+from jfi.utils.operands import RowOptimizer, SortedRows
 
 #: Elements of a table that are stepped together.
 _BLOCK = 2**17

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
-from jfi.plan import cpu_is_dense
+from jfi.kernels.plan import cpu_is_dense
 
 with warnings.catch_warnings():
     # The first sparse matrix of a process warns that they are in beta; only sampled_addmm is used here.

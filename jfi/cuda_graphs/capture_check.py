@@ -16,6 +16,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from jfi.cuda_graphs.static_batch import UnsupportedBatch, describe
+from jfi.kernels.plan import SINGLE_TILE_ROWS, TABLE_ROWS
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -24,7 +25,6 @@ from jfi.modules import (
     SemanticIDEmbedding,
 )
 from jfi.modules.sequence_configs import FeatureGroup
-from jfi.plan import SINGLE_TILE_ROWS, TABLE_ROWS
 
 _MANAGED = ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection
 

@@ -21,6 +21,7 @@ from jfi.distributed.exchange import Exchange
 from jfi.distributed.input_dist import SortedIds, check_ids, counts_for_owners, payload_of, sort_by_owner
 from jfi.distributed.planning import TableGroup
 from jfi.ops import partition_ids as kernels
+from jfi.utils.operands import MAX_SHARDS
 from jfi.utils.padding import padded_to_capacity
 
 #: Batches that are on their way while a step runs.
@@ -312,7 +313,7 @@ def collect(arrived: Tensor, lengths: Tensor, padding: Tensor, num_ranks: int, c
     """
     slots = arrived.size(0) // num_ranks
     ends = lengths.view(num_ranks, -1).sum(1).cumsum(0)
-    if arrived.is_cuda and num_ranks <= kernels.plan.MAX_SHARDS:
+    if arrived.is_cuda and num_ranks <= MAX_SHARDS:
         return kernels.collect(arrived, ends, padding, slots, capacity)
     index = torch.arange(capacity, device=ends.device)
     source = torch.searchsorted(ends, index, right=True).clamp_(max=num_ranks - 1)

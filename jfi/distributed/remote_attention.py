@@ -19,7 +19,6 @@ from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.modules import WeightBias
 from jfi.modules.remote_rows import RemoteAttention
-from jfi.operands import TargetAttentionInputs
 from jfi.ops.partial_target_attention import (
     add_parts,
     attend_to_part,
@@ -31,6 +30,7 @@ from jfi.ops.partial_target_attention import (
 )
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
+from jfi.utils.operands import TargetAttentionInputs
 
 
 class AttentionAtOwners(RemoteAttention):

@@ -20,8 +20,8 @@ from jfi.modules.events import Events, is_by_pair
 from jfi.modules.projections import linear
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
-from jfi.operands import MAX_BUCKETS
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
+from jfi.utils.operands import MAX_BUCKETS
 from jfi.utils.padding import padding_state
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from jfi.operands import MAX_BUCKETS
 from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
+from jfi.utils.operands import MAX_BUCKETS
 
 
 @dataclass(frozen=True)

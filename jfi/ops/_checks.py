@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from jfi.ops._dispatch import PLAIN
-from jfi.plan import interprets
 from jfi.utils.arguments import check_ascending
-from jfi.utils.context import is_traced
+from jfi.utils.context import interprets, is_traced
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from jfi.operands import DIGITS_PER_WORD
 from jfi.ops._checks import check_dense, check_dim, check_size, may_read
 from jfi.ops.gather_rows import check_indices
-from jfi.plan import ceil_div
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import DIGITS_PER_WORD
 
 
 def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jfi.operands import TargetAttentionInputs
+from jfi.kernels.plan import plan_absorbed_target_attention
 from jfi.ops._checks import (
     FLOATING,
     check_all_dense,
@@ -47,10 +47,10 @@ from jfi.ops.absorb_weights import (
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_id
-from jfi.ops.target_attention import prepare_target_attention, table_bias, target_attention
-from jfi.plan import fits_single_tile, plan_absorbed_target_attention
+from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, table_bias, target_attention
 from jfi.utils import compat
 from jfi.utils.context import is_traced, without_autocast
+from jfi.utils.operands import TargetAttentionInputs
 
 
 @public

@@ -13,8 +13,8 @@ Digits have no gradient.  Neither direction makes [S, L].
 
 from torch import Tensor
 
-from jfi import plan, reference
-from jfi.operands import TargetAttentionInputs
+from jfi import reference
+from jfi.kernels import plan
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -29,6 +29,7 @@ from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.target_attention import table_bias, target_attention_fwd
+from jfi.utils.operands import TargetAttentionInputs
 
 
 @public

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jfi.plan import AttentionPlan, Device, device_of
+from jfi.kernels.plan import AttentionPlan, Device, device_of
 
 #: By operator: the arguments of `explains`.
 _planners: dict[Callable, tuple[Callable, Callable, str]] = {}
@@ -33,8 +33,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
         device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of
-            `jfi.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever they begin.
-            None means the tensors' own device, which must not be meta; plain tensors count with their addresses.
+            `jfi.kernels.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever they
+            begin.  None means their own device, which must not be meta; plain tensors count with their addresses.
 
     Returns:
         The plan.  It prints the family of kernels, why it was chosen, and the tiles of each kernel, forward and
@@ -43,12 +43,12 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         whether kernels absorb the weights or PyTorch does, as it always does under a compiler or a tracer.
 
     Raises:
-        TypeError: an operator without a plan, or a device that is no `jfi.plan.Device`.
+        TypeError: an operator without a plan, or a device that is no `jfi.kernels.plan.Device`.
         ValueError, TypeError: an argument that the operator refuses.
 
     Example:
         >>> import torch, jfi
-        >>> from jfi.plan import H200
+        >>> from jfi.kernels.plan import H200
         >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
         >>> offsets = torch.tensor([0, 2, 2, 5])
         >>> jfi.ops.explain(jfi.ops.target_attention, query, history, offsets=offsets).family
@@ -61,7 +61,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         known = ", ".join(x.__name__ for x in _planners)
         raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
     if not (device is None or isinstance(device, Device)):
-        raise TypeError(f"device must be a Device of jfi.plan or None, got {type(device).__name__}")
+        raise TypeError(f"device must be a Device of jfi.kernels.plan or None, got {type(device).__name__}")
     prepare, plan, decisive = _planners[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()

@@ -17,9 +17,9 @@ from jfi import reference
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
 from jfi.ops.step_rows import sort_rows
-from jfi.plan import MAX_STEPPED_WIDTH, interprets
 from jfi.utils import compat
-from jfi.utils.context import is_traced
+from jfi.utils.context import interprets, is_traced
+from jfi.utils.operands import MAX_STEPPED_WIDTH
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.operands import JaggedAttentionInputs, is_packed
+from jfi.kernels.plan import plan_jagged_attention
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -39,7 +39,7 @@ from jfi.ops._visibility import visibility
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
-from jfi.plan import plan_jagged_attention
+from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
 def _forward(

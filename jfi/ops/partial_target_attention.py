@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jfi.operands import TargetAttentionInputs
 from jfi.ops._dispatch import operators
+from jfi.utils.operands import TargetAttentionInputs
 
 
 def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:

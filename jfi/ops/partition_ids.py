@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi import plan
+from jfi.utils import operands
 
 
 class OwnedIds(NamedTuple):
@@ -36,8 +36,8 @@ class OwnedIds(NamedTuple):
 def takes_ids(sequences: list[OwnedIds], num_ranks: int) -> bool:
     """Returns whether the kernels take these sequences: few ranks and shards, ids on a GPU."""
     shards = max([num_ranks, *[one.ranks.size(0) for one in sequences]])
-    blocks = sum([one.ids.size(0) // plan.PARTITIONED_IDS + 1 for one in sequences])
-    return sequences[0].ids.is_cuda and shards <= plan.MAX_SHARDS and blocks <= plan.MAX_PARTITIONS
+    blocks = sum([one.ids.size(0) // operands.PARTITIONED_IDS + 1 for one in sequences])
+    return sequences[0].ids.is_cuda and shards <= operands.MAX_SHARDS and blocks <= operands.MAX_PARTITIONS
 
 
 def partition_ids(

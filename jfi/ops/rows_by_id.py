@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, table_gradient
-from jfi.plan import MAX_TABLES
+from jfi.utils.operands import MAX_TABLES
 from jfi.utils.padding import padding_state
 
 

@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from jfi.operands import DIGITS_PER_WORD
-from jfi.plan import ceil_div
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import DIGITS_PER_WORD
 
 #: The ID of an item without content; all of its bytes are 255, which no digits give.
 _UNKNOWN = -1

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jfi import plan, reference
-from jfi.operands import TargetAttentionInputs
+from jfi import reference
+from jfi.kernels import plan
+from jfi.kernels.plan import fits_single_tile
 from jfi.ops._checks import (
     check_count,
     check_dim,
@@ -33,7 +34,7 @@ from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
-from jfi.plan import fits_single_tile
+from jfi.utils.operands import TargetAttentionInputs
 
 
 def _on_cpu(function: Callable, *args):

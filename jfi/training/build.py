@@ -34,9 +34,9 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
 )
-from jfi.operands import MAX_BUCKETS
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 from jfi.utils import compat
+from jfi.utils.operands import MAX_BUCKETS
 
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536

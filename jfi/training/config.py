@@ -11,7 +11,6 @@ from typing import Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
-from jfi.operands import MAX_BUCKETS
 from jfi.training.metrics import MONITORS
 from jfi.training.model_config import (
     ConfigError,
@@ -24,6 +23,7 @@ from jfi.training.model_config import (
     check_bias,
     require,
 )
+from jfi.utils.operands import MAX_BUCKETS
 from jfi.utils.suggest import suggest
 
 __all__ = [

@@ -31,3 +31,10 @@ def not_scriptable(name: str) -> Callable:
         )
 
     return refuse
+
+
+def interprets() -> bool:
+    """Returns whether the kernels run through Triton's interpreter, which takes CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

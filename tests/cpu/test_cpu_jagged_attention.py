@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import jfi.ops
 from jfi import reference
 from jfi.cpu import attention_chunks
-from jfi.operands import JaggedAttentionInputs
+from jfi.utils.operands import JaggedAttentionInputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

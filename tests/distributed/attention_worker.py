@@ -41,9 +41,9 @@ from jfi.distributed import (
 from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
-from jfi.operands import TargetAttentionInputs
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
+from jfi.utils.operands import TargetAttentionInputs
 
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}

@@ -13,7 +13,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
@@ -21,14 +21,14 @@ from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import execute as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
+from jfi.kernels.plan import A100, H200, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.tables import step as tables_step
 from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.tables.gather import gather_rows
 from jfi.kernels.target_attention import execute as target_attention
 from jfi.kernels.target_attention import partials_message
-from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
 from jfi.ops.step_rows import RowOptimizer, sort_rows
-from jfi.plan import A100, H200, Device, plan_jagged_attention, plan_target_attention
+from jfi.utils.operands import MAX_STEPPED_WIDTH, JaggedAttentionInputs, TargetAttentionInputs
 
 
 def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -299,7 +299,7 @@ def main() -> None:
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)
-    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", plan.MAX_STEPPED_WIDTH, None)):
+    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", MAX_STEPPED_WIDTH, None)):
         step_tables(name, width, torch.float32, torch.float32, average)
     for dtype, num_ranks, columns in ((half, 2, 1), (torch.float32, 1, 3), (half, 8, 2)):
         exchange(dtype, num_ranks, columns)

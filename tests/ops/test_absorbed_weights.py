@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]

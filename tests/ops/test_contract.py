@@ -378,7 +378,7 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
 
 def test_a_million_queries_fit_the_grid(device, monkeypatch):
     """A catalogue scored for one user whose history is split."""
-    from jfi import plan
+    from jfi.kernels import plan
     from jfi.kernels.common.launch import Launcher
 
     grids = []

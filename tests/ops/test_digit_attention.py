@@ -5,8 +5,9 @@ import torch
 from ops.ragged import LENGTHS, offsets_of
 
 from jfi import ops as jfi_ops
-from jfi import plan, reference
-from jfi.plan import A100, H200
+from jfi import reference
+from jfi.kernels import plan
+from jfi.kernels.plan import A100, H200
 from jfi.sid import pack_words, unpack_trits
 
 IMPLEMENTATIONS = ["triton", "torch"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import jfi.ops
-from jfi import plan
 from jfi.ops import gather_rows
+from jfi.utils.operands import MAX_TABLES
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 IMPLS = [("torch", x) for x in DTYPES] + [("triton", x) for x in DTYPES[1:]]
@@ -43,7 +43,7 @@ def test_rows_and_dense_gradients(count, impl, dtype, index_dtype, device):
 @pytest.mark.parametrize("width", [1, 17, 64, 256, 3000])
 def test_more_tables_than_a_launch_takes(width, impl, device):
     """Indices from an address that 16 bytes do not divide, among them padding; the result in another dtype."""
-    tables = tuple(torch.randn(9, width, device=device).half() for _ in range(plan.MAX_TABLES + 2))
+    tables = tuple(torch.randn(9, width, device=device).half() for _ in range(MAX_TABLES + 2))
     indices = tuple(torch.randint(-1, 9, (40,), device=device)[1:] for _ in tables)
     out = gather_rows(tables, indices, dtype=torch.float32, impl=impl)
     torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=1e-6, atol=1e-5)

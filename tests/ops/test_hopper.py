@@ -17,10 +17,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import jfi.ops
 from jfi.kernels.common.combine import SplitPartials
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.jagged_attention import sm90_primitives
+from jfi.kernels.jagged_attention import sm90_primitives, visibility
+from jfi.kernels.plan import A100, H200, override, plan_jagged_attention, plan_target_attention
 from jfi.kernels.target_attention import execute as target_attention
-from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
-from jfi.plan import A100, H200, override, plan_jagged_attention, plan_target_attention
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
 def test_the_kernels_compile():
@@ -63,8 +63,8 @@ def test_a_part_of_the_query_rows_has_its_sums_by_bucket_at_a_time(monkeypatch):
         launches.append((self.kernel.fn.__name__, given, numbers))
 
     monkeypatch.setattr(Launcher, "__call__", record)
-    with override(MAX_BUCKET_SUMS=100 * 4 * 32):
-        attend_by_time(*tensors(300, 4, 64), "ages", H200)
+    monkeypatch.setattr(visibility, "MAX_BUCKET_SUMS", 100 * 4 * 32)
+    attend_by_time(*tensors(300, 4, 64), "ages", H200)
     parts = [(given[2][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
     assert [sums.shape for sums, _ in parts] == [(100, 4, 32)] * 3
     assert [first for _, first in parts] == [0, 100, 200] and len({sums.data_ptr() for sums, _ in parts}) == 1

@@ -13,7 +13,7 @@ from ops.ragged import CASES, LENGTHS, ON_HOPPER, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
-from jfi.plan import override
+from jfi.kernels.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops, plan
+from jfi import ops
+from jfi.kernels import plan
 from jfi.sid import pack_words
 
 IMPLS = ["triton", "torch"]

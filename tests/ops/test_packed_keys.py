@@ -8,7 +8,7 @@ from ops.ragged import LENGTHS, SLOW_HERE, offsets_of
 import jfi.ops
 from jfi import reference
 from jfi.cpu import attention_chunks
-from jfi.plan import H200
+from jfi.kernels.plan import H200
 from jfi.sid import pack_words
 
 pytestmark = pytest.mark.usefixtures("poisoned")

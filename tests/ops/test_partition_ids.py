@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jfi import plan
 from jfi.ops.partition_ids import OwnedIds, collect, count_samples, partition_ids
+from jfi.utils import operands
 
 #: By name: the number of ranks, first rows and ranks of the shards, lengths of each sequence and padding behind it.
 CASES = {
@@ -94,10 +94,10 @@ def test_what_arrived_is_moved_together(counts, capacity, device, poisoned):
     assert (found[:, rows.size(0) :] == padding.unsqueeze(1)).all()
 
 
-def test_blocks_of_any_size_give_the_same(device):
+def test_blocks_of_any_size_give_the_same(device, monkeypatch):
     num_ranks, sequences, _ = owned("many blocks", device)
     padding = torch.full((1, 1), -1, dtype=torch.int32, device=device)
     found = [partition_ids(sequences, None, num_ranks, 5000, padding)]
-    with plan.override(PARTITIONED_IDS=64):
-        found.append(partition_ids(sequences, None, num_ranks, 5000, padding))
+    monkeypatch.setattr(operands, "PARTITIONED_IDS", 64)
+    found.append(partition_ids(sequences, None, num_ranks, 5000, padding))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import jfi.ops
-from jfi import plan
-from jfi.plan import A100, CPU, H200, Split
+from jfi.kernels import plan
+from jfi.kernels.plan import A100, CPU, H200, Split
 
 HALF = torch.bfloat16
 

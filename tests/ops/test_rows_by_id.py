@@ -9,8 +9,10 @@ from ops.ragged import offsets_of
 from ops.test_absorbed_target_attention import problem
 
 import jfi.ops as ops
-from jfi import plan, reference
-from jfi.plan import H200, MAX_TABLES
+from jfi import reference
+from jfi.kernels import plan
+from jfi.kernels.plan import H200
+from jfi.utils.operands import MAX_TABLES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]

@@ -5,9 +5,11 @@ import torch
 from ops.ragged import SLOW_HERE
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.tables import step as kernels
 from jfi.ops.step_rows import RowOptimizer, flush_average, sort_rows, step_rows
+from jfi.utils.integers import power_of_two
+from jfi.utils.operands import MAX_STEPPED_WIDTH
 
 SIZES = [7, 1, 40]
 IMPLS = ["triton", "torch"]
@@ -152,7 +154,7 @@ def step_beside_torch(optimizer, sizes, parts, rows, width, dtype, device, grad_
 @pytest.mark.parametrize("width", [1, 17, *(pytest.param(width, marks=SLOW_HERE) for width in (64, 256))])
 def test_widths(width, name, device):
     """Popular rows fill chunks of their own, and others lie across the border of two; the last places are padding."""
-    block = plan.step_tiles(plan.power_of_two(width)).block_n
+    block = kernels.step_tiles(power_of_two(width))[0]
     rows = torch.cat([torch.full((5 * block,), 3), torch.full((block // 2,), 5), torch.randint(0, 49, (4 * block,))])
     rows = rows[torch.randperm(len(rows))]
     with plan.override(NUM_SMS=2):
@@ -164,7 +166,7 @@ def test_widths(width, name, device):
 @pytest.mark.parametrize("of", ["one row", "its first place", "its last place", "all but one"])
 def test_rows_of_many_chunks(of, num_sms, device):
     """One row fills all chunks, or begins or ends where a chunk does; the row after and before it have their own."""
-    chunk = plan.step_tiles(16).block_n
+    chunk = kernels.step_tiles(16)[0]
     count = {"one row": 700, "its first place": 3 * chunk, "its last place": 3 * chunk - 1, "all but one": 699}[of]
     rows = torch.full((700,), 4)
     rows[count:] = 5
@@ -216,7 +218,7 @@ def test_tables_and_gradients_in_half_precision(dtype, name, device):
 
 
 def test_rows_wider_than_a_tile_are_refused(device):
-    table = torch.zeros(2, plan.MAX_STEPPED_WIDTH + 1, device=device)
+    table = torch.zeros(2, MAX_STEPPED_WIDTH + 1, device=device)
     rows = sort_rows(torch.tensor([1], device=device), 2)
     one = torch.tensor(1, device=device)
     with pytest.raises(ValueError, match=r"tables must be at most 2048 wide for impl='triton', got 2049"):

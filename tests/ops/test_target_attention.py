@@ -10,7 +10,8 @@ from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 from triton import language as tl
 
 import jfi.ops
-from jfi import plan, reference
+from jfi import reference
+from jfi.kernels import plan
 from jfi.kernels.common.stream_k import RANKS, longest_first
 
 pytestmark = pytest.mark.usefixtures("poisoned")

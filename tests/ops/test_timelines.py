@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
-from jfi.plan import MAX_BUCKET_SUMS, override
+from jfi.kernels.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -325,6 +325,7 @@ def test_the_same_inputs_give_the_same_bits(impl, device):
 def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, device, monkeypatch):
     """Query rows are taken in parts, however many there are, and in the same order every time."""
     from jfi.kernels.common.launch import Launcher
+    from jfi.kernels.jagged_attention import visibility
 
     lengths, num_buckets, rows_of_a_part = [20, 0, 3, 21, 1], 8, 16
     offsets, rows = offsets_of(lengths, device), sum(lengths)
@@ -337,12 +338,12 @@ def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, de
     given = {"causal": True} if bias == "position" else {"query_time": times, "key_time": times}
 
     def gradients(most: int) -> list[torch.Tensor]:
-        with override(MAX_BUCKET_SUMS=most):
-            out = jfi.ops.jagged_attention(
-                *leaves[:2], query_offsets=offsets, **given, **{f"{bias}_bias": leaves[2]}, impl="triton"
-            )
-            sizes.clear()
-            return torch.autograd.grad(out.square().sum(), leaves)
+        monkeypatch.setattr(visibility, "MAX_BUCKET_SUMS", most)
+        out = jfi.ops.jagged_attention(
+            *leaves[:2], query_offsets=offsets, **given, **{f"{bias}_bias": leaves[2]}, impl="triton"
+        )
+        sizes.clear()
+        return torch.autograd.grad(out.square().sum(), leaves)
 
     launch, sizes = Launcher.__call__, []
 
@@ -351,7 +352,7 @@ def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, de
         return launch(self, grid, tensors, *rest)
 
     monkeypatch.setattr(Launcher, "__call__", record)
-    want = gradients(MAX_BUCKET_SUMS)
+    want = gradients(visibility.MAX_BUCKET_SUMS)
     assert sizes == [rows * 2 * num_buckets]
     got = gradients(rows_of_a_part * 2 * num_buckets)
     assert sizes == [count * 2 * num_buckets for count in (16, 16, rows - 32)]

@@ -11,8 +11,8 @@ from ops.test_compiled import cases
 from torch import Tensor
 
 from jfi import ops
+from jfi.kernels.plan import H200
 from jfi.ops.absorb_weights import WEIGHTS
-from jfi.plan import H200
 
 CPU = torch.device("cpu")
 NAMES = list(cases(CPU, 1))

@@ -21,13 +21,14 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime import driver
 
 import jfi.ops
-from jfi import plan
 from jfi.cpu.bucket_edges import bucket_edges
+from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import triton_fwd
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import A100, Device, plan_jagged_attention
+from jfi.kernels.plan import A100, Device, plan_jagged_attention
+from jfi.ops import _visibility
 from jfi.serving.attention import Segments, attend
+from jfi.utils.operands import JaggedAttentionInputs
 
 operator = sys.modules[jfi.ops.jagged_attention.__module__]
 TARGET = GPUTarget("cuda", 90, 32)
@@ -89,7 +90,8 @@ class Encoding(torch.nn.Module):
 def exported_operators() -> list[str]:
     """Of an encoder's attention with a relative bias, as if these were tensors on a GPU."""
     # Patched by functions with names: torch looks for Triton kernels in the sources of all functions it reaches.
-    plan.device_of, operator.check_impl, operator._is_exported = a100, as_given, always
+    plan.device_of, operator.check_impl = a100, as_given
+    operator.is_exported = _visibility.is_exported = always
     arguments = torch.randn(8, 4, 24), torch.tensor([0, 3, 3, 8]), torch.randn(5, 4)
     dynamic = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():

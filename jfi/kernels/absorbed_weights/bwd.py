@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.absorbed_weights.products import (
     SIDE,
     add_product,
@@ -38,7 +38,11 @@ from jfi.kernels.absorbed_weights.products import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import ceil_div, precision_of
+from jfi.kernels.plan import precision_of
+from jfi.utils.integers import ceil_div
+
+#: Programs per SM that the sums over a batch are split for, and the fewest samples of a chunk.
+BATCH_PROGRAMS_PER_SM, MIN_BATCH_CHUNK = 2, 512
 
 
 @triton.jit
@@ -233,6 +237,13 @@ def _gradient_kernels_of(
     )
 
 
+def _split_batch(batch: int, programs: int, num_sms: int) -> tuple[int, int]:
+    """Returns (samples of a chunk, chunks) of a sum over a batch that takes so many programs per chunk."""
+    most = max(1, BATCH_PROGRAMS_PER_SM * num_sms // programs)
+    chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
+    return chunk, max(1, ceil_div(batch, chunk))
+
+
 def gradients(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     weights: tuple[Tensor, ...],
@@ -251,7 +262,7 @@ def gradients(
     features, batch, width = dquery.shape
     kernels = _gradient_kernels_of(*sizes_of(weights, num_queries, num_heads), precision_of(grad.dtype), grad.dtype)
     launch, tiles = kernels.batch
-    chunk, splits = plan.split_batch(batch, features * tiles, plan.device_of(grad.device).num_sms)
+    chunk, splits = _split_batch(batch, features * tiles, plan.device_of(grad.device).num_sms)
     sizes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
     sums = [torch.empty(splits, features, *size, dtype=torch.float32, device=grad.device) for size in sizes]
     launch((features, tiles, splits), (rows, tuple(sums)), (batch, chunk))

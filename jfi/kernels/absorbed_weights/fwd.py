@@ -24,7 +24,8 @@ from jfi.kernels.absorbed_weights.products import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import ceil_div, power_of_two, precision_of
+from jfi.kernels.plan import precision_of
+from jfi.utils.integers import ceil_div, power_of_two
 
 
 @triton.jit

@@ -57,7 +57,7 @@ class AttentionSpec(NamedTuple):
 
     @classmethod
     def of(cls, problem, block_m: int, block_n: int) -> "AttentionSpec":
-        """The spec of a `jfi.plan.AttentionProblem` on such tiles."""
+        """The spec of a `jfi.kernels.plan.AttentionProblem` on such tiles."""
         fields = {name: getattr(problem, name) for name in cls._fields[:12]}
         blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
         return cls(**{name: Constant(x) for name, x in (fields | blocks).items()})

@@ -2,7 +2,7 @@
 
 On a line where sample b takes its length and WEIGHT more (its cost in addition to its rows), program p owns positions
 p · chunk to (p+1) · chunk and walks over the samples that it finds there, BLOCK_N rows a step.  So 64 users of 16,384
-events fill the GPU as well as 4,096 of 500.  `jfi.plan.stream_k` chooses the chunk.
+events fill the GPU as well as 4,096 of 500.  `jfi.kernels.plan.stream_k` chooses the chunk.
 
 A range begins inside at most one sample and ends inside at most one; those two leave partial results, which
 `jfi.kernels.common.combine` combines.
@@ -16,7 +16,7 @@ Where one program handles one sample, `longest_first` gives programs their sampl
 import triton
 import triton.language as tl
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.common.primitives import find_sample
 
 WEIGHT = tl.constexpr(plan.SAMPLE_WEIGHT)

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.digit_attention.registers_bwd import digit_attention_registers_bwd_kernel
 from jfi.kernels.digit_attention.registers_fwd import digit_attention_registers_fwd_kernel
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 from jfi.kernels.target_attention.single_tile_bwd import empty_dbias, sum_dbias
 from jfi.kernels.target_attention.single_tile_events import query_tiles, sizes
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.utils.operands import TargetAttentionInputs
 
 _KERNELS = {
     "digit_attention_registers_fwd": digit_attention_registers_fwd_kernel,

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.operands import DIGITS_PER_WORD
-from jfi.plan import cached, ceil_div
+from jfi.kernels.plan import cached
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import DIGITS_PER_WORD
 
 _BLOCK = 512
 

@@ -1,7 +1,7 @@
 """Ids by owner rank: each goes to the next slot of its owner's part of a buffer, in their order.
 
 A block of ids counts those of each rank; then every block finds where its own begin from the counts of the blocks
-before it, and writes them. Ranks and shards are few (`jfi.plan.MAX_SHARDS`), so that an id is compared with all.
+before it, and writes them. Ranks and shards are few (`MAX_SHARDS`), so that an id is compared with all.
 """
 
 import torch
@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import cached, ceil_div, power_of_two
+from jfi.kernels.plan import cached
+from jfi.utils import operands
+from jfi.utils.integers import ceil_div, power_of_two
 
 #: Events of a sample that a program counts at a time, and events that a program collects.
 COUNTED_EVENTS, COLLECTED_EVENTS = 256, 1024
@@ -190,9 +191,9 @@ def partition(
     slots: Tensor | None,
 ) -> Tensor:
     """Computes `jfi.ops.partition_ids.partition_ids`: fills buffer and slots and returns the counts [W, blocks]."""
-    blocks = [max(ceil_div(ids.size(0), plan.PARTITIONED_IDS), 1) for ids, *_ in sequences]
+    blocks = [max(ceil_div(ids.size(0), operands.PARTITIONED_IDS), 1) for ids, *_ in sequences]
     counts = torch.empty(num_ranks, sum(blocks), dtype=torch.int32, device=buffer.device)
-    sizes = {"NUM_RANKS": num_ranks, "BLOCK": plan.PARTITIONED_IDS}
+    sizes = {"NUM_RANKS": num_ranks, "BLOCK": operands.PARTITIONED_IDS}
     first_block = 0
     for own, (ids, offsets, boundaries, ranks, _, num_rows, outside) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_count_kernel, NUM_SHARDS=ranks.size(0), **sizes)

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import cached, ceil_div
+from jfi.kernels.plan import cached
+from jfi.utils.integers import ceil_div
 
 #: Words that a program writes to another GPU, and its warps.
 PUSHED_WORDS, PUSH_WARPS = 2048, 8

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS, bucket_of
-from jfi.plan import cached, ceil_div, power_of_two
+from jfi.kernels.plan import cached
+from jfi.utils.integers import ceil_div, power_of_two
 
 #: Elements of a program's tile of searches: a warp, so that a few hundred rows fill a GPU too. One size for any number
 #: of rows, so that no new number compiles the kernel again.
@@ -106,7 +107,7 @@ def bucket_edges(
     num_buckets: int,
     by_time: bool,
 ) -> Tensor:
-    """Arguments and result as those of the operator in jfi/ops/_bucket_edges.py."""
+    """Arguments and result as those of the operator in jfi/ops/_visibility.py."""
     edges = torch.empty(rows, num_buckets + 1, dtype=torch.int32, device=query_offsets.device)
     if rows:
         launcher = _launcher(num_buckets, is_causal, by_time)

@@ -1,7 +1,7 @@
 """The bias of buckets of age or distance in a tile of scores, and the sums of its gradient.
 
 A row of a tile is a query and a head.  Its state is the bucket of the newest key that it has not passed, that bucket's
-bias and its edge: its first key and the bucket before that (jfi/ops/_bucket_edges.py; 0 where the bucket has no end).
+bias and its edge: its first key and the bucket before that (jfi/ops/_visibility.py; 0 where the bucket has no end).
 A loop over tiles of keys, newest first, only ever moves rows to older buckets, and where no row of a tile moves, the
 bias of a row is one number.  What a row enters next is loaded ahead.  Sums of the gradient need no atomics: the loop
 passes each bucket of a row once, and stores its sum as it leaves it.
@@ -10,8 +10,8 @@ passes each bucket of a row once, and stores its sum as it leaves it.
 import triton
 import triton.language as tl
 
-from jfi import operands
 from jfi.kernels.common.primitives import LOG2E
+from jfi.utils import operands
 
 MAX_BUCKETS = tl.constexpr(operands.MAX_BUCKETS)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.jagged_attention import triton_bwd, triton_fwd
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import AttentionPlan
+from jfi.kernels.plan import AttentionPlan
+from jfi.utils.operands import JaggedAttentionInputs
 
 
 def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:

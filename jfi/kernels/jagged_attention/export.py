@@ -9,8 +9,8 @@ from torch.library import triton_op, wrap_triton
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import triton_fwd
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import plan_exported_jagged_attention
+from jfi.kernels.plan import plan_exported_jagged_attention
+from jfi.utils.operands import JaggedAttentionInputs
 
 
 def _launch(launcher: Launcher, grid: tuple, tensors: tuple[Tensor | None, ...], numbers: tuple) -> None:

@@ -19,8 +19,8 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.visibility import Visibility, add_totals, bounds, query_parts
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.utils.operands import JaggedAttentionInputs
 
 
 class Sm90Spec(NamedTuple):

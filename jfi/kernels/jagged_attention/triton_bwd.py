@@ -37,8 +37,9 @@ from jfi.kernels.jagged_attention.visibility import (
     seeing_queries,
     visible_keys,
 )
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached, ceil_div, power_of_two
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import JaggedAttentionInputs
 
 
 @triton.jit(do_not_specialize=["rows"])

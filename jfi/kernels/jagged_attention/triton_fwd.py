@@ -26,8 +26,8 @@ from jfi.kernels.jagged_attention.visibility import (
     load_keys,
     visible_keys,
 )
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.utils.operands import JaggedAttentionInputs
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])

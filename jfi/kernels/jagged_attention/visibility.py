@@ -4,7 +4,7 @@ Query heads that share a key head are packed into one tile: its rows are (query,
 a sample has position i + shift among its keys, where shift = num_keys - num_queries puts the last query at the last
 key.  It sees the keys from position - left to position + right.
 
-With edges (see jfi/ops/_bucket_edges.py) each query says itself which keys it sees.
+With edges (see jfi/ops/_visibility.py) each query says itself which keys it sees.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_digits, load_rows
 from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
-from jfi.operands import JaggedAttentionInputs
-from jfi.plan import AttentionProblem, KernelPlan
+from jfi.kernels.plan import AttentionProblem, KernelPlan
+from jfi.utils.operands import JaggedAttentionInputs
+
+#: Sums by query row, head and bucket that the gradient of such a table is added up from at a time, 64 MB.
+MAX_BUCKET_SUMS = 2**24
 
 
 class Visibility(NamedTuple):
@@ -85,7 +87,7 @@ def query_parts(x: JaggedAttentionInputs, by_bucket: bool) -> Iterator[tuple[int
     if not by_bucket:
         yield 0, rows, x.query_offsets, None
         return
-    most = min(rows, max(1, plan.MAX_BUCKET_SUMS // (num_heads * x.num_buckets)))
+    most = min(rows, max(1, MAX_BUCKET_SUMS // (num_heads * x.num_buckets)))
     sums = x.query.new_empty(most, num_heads, x.num_buckets, dtype=torch.float32)
     for first in range(0, rows, most):
         count = min(most, rows - first)

@@ -11,7 +11,7 @@ from triton.runtime import JITFunction
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_sample, most_tiles
 from jfi.kernels.table1.products import pair_offsets
-from jfi.plan import ceil_div, power_of_two
+from jfi.utils.integers import ceil_div, power_of_two
 
 #: Elements of a program of `jagged2_softmax`.
 CHUNK = 4096

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.launch import Launcher
+from jfi.kernels.plan import cached
 from jfi.kernels.tables.gather import INDICES
-from jfi.plan import cached, ceil_div
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import MAX_TABLES
 
 _BLOCK = 1024
 
@@ -65,14 +66,14 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None) -> lis
     lengths = [one.shape[0] for one in ids]
     out = torch.empty(sum(lengths), dtype=dtype, device=ids[0].device)
     bounded = list(out.split(lengths))
-    for first in range(0, len(ids), plan.MAX_TABLES):
-        some = slice(first, first + plan.MAX_TABLES)
+    for first in range(0, len(ids), MAX_TABLES):
+        some = slice(first, first + MAX_TABLES)
         if not any(lengths[some]):
             continue
         own, ends = ids[some], []
         for length in lengths[some]:
             ends.append(length + (ends[-1] if ends else 0))
-        absent = plan.MAX_TABLES - len(own)
+        absent = MAX_TABLES - len(own)
         to = out[sum(lengths[:first]) :]
         tensors = (*own, *[None] * absent, to, None if counts is None else counts[some])
         numbers = (*ends, *[0] * absent, *sizes[some], *[0] * absent)

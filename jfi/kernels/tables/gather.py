@@ -5,11 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS
+from jfi.kernels.plan import cached
 from jfi.kernels.tables import rows
-from jfi.plan import cached, ceil_div
+from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import MAX_TABLES
 
 #: Parameters that begin anywhere: features' ids are packed.
 INDICES = ["index_0", "index_1", "index_2", "index_3"]
@@ -49,7 +50,7 @@ def gather_rows_kernel(
 
 @cached
 def _launcher(width: int, num_tables: int, adds: bool) -> Launcher:
-    block_d = plan.power_of_two(width, 1)
+    block_d = power_of_two(width, 1)
     constants = {"D": width, "BLOCK_D": block_d, "NUM_TABLES": num_tables, "ADDS": adds}
     block_s = max(COPY_ELEMENTS // block_d, 1)
     return Launcher(gather_rows_kernel, **constants, BLOCK_S=block_s, num_warps=COPY_WARPS)
@@ -67,9 +68,9 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
     out = torch.empty(indices[0].shape[0], width, dtype=dtype, device=tables[0].device)
     if not out.numel():
         return out
-    for first in range(0, len(tables), plan.MAX_TABLES):
-        some, ids = tables[first : first + plan.MAX_TABLES], list(indices[first : first + plan.MAX_TABLES])
-        ids += [None] * (plan.MAX_TABLES - len(ids))
+    for first in range(0, len(tables), MAX_TABLES):
+        some, ids = tables[first : first + MAX_TABLES], list(indices[first : first + MAX_TABLES])
+        ids += [None] * (MAX_TABLES - len(ids))
         launcher = _launcher(width, len(some), first > 0)
         grid = (ceil_div(out.shape[0], launcher.constants["BLOCK_S"]), 1, 1)
         launcher(grid, (tuple(some), *ids, out), (out.shape[0],))

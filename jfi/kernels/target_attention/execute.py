@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from jfi.kernels.common.launch import empty_like
+from jfi.kernels.plan import AttentionPlan, plan_target_attention
 from jfi.kernels.target_attention import multi_tile_bwd, multi_tile_fwd, single_tile_bwd, single_tile_fwd
-from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
-from jfi.plan import AttentionPlan, plan_target_attention
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import most_tiles
 from jfi.kernels.common.spec import AttentionSpec
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 from jfi.kernels.target_attention.multi_tile_chunks import (
     STATISTICS,
     history_descriptor,
@@ -24,8 +24,8 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
 )
 from jfi.kernels.target_attention.multi_tile_dhistory import target_attention_multi_tile_dhistory_kernel
 from jfi.kernels.target_attention.multi_tile_dquery import target_attention_multi_tile_dquery_kernel
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import TargetAttentionInputs
 
 
 @cached
@@ -57,7 +57,7 @@ def backward(
     statistics = tile_samples = None
     if dhistory_plan:
         history_tiles = most_tiles(num_keys, batch, dhistory_plan[0].block_n)
-        padded = plan.ceil_div(num_rows, STATISTICS.value) * STATISTICS.value
+        padded = ceil_div(num_rows, STATISTICS.value) * STATISTICS.value
         statistics = lse.new_empty(batch * num_kv_heads * 2 * padded)
         tile_samples = x.offsets.new_empty(history_tiles, dtype=torch.int32)
     descriptors = (None, None, None)

@@ -12,15 +12,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jfi import plan
-from jfi.kernels.common.combine import ChunkPartials
+from jfi.kernels import plan
+from jfi.kernels.common.combine import UNSPLIT, ChunkPartials
 from jfi.kernels.common.primitives import find_sample
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionProblem, power_of_two
+from jfi.kernels.plan import AttentionProblem
+from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import TargetAttentionInputs
 
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATISTICS = tl.constexpr(64)
+#: Chunks are a multiple of this, so that all but a sample's last consist of full tiles.
+CHUNK_MULTIPLE = 128
+
+
+def _chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max_seqlen: int | None) -> int:
+    """Returns the rows of a chunk; UNSPLIT where no sample needs two."""
+    chunk, _ = plan.stream_k(rows * programs_per_chunk, batch, num_sms, plan.CHUNKED_PROGRAMS_PER_SM)
+    chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return chunk if chunk < (rows if max_seqlen is None else max_seqlen) else UNSPLIT
 
 
 def split_into_chunks(
@@ -35,8 +45,8 @@ def split_into_chunks(
     batch, num_queries, num_heads, _ = x.query.shape
     num_keys, num_kv_heads = x.key.shape[0], problem.num_kv_heads
     num_rows = num_queries * problem.qheads_per_kvhead
-    tiles = plan.ceil_div(num_rows, block_m)
-    chunk = plan.chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
+    tiles = ceil_div(num_rows, block_m)
+    chunk = _chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
     partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, width, x.query.device)
     # Work items that no chunk needs are empty.
     grid = ((batch + num_keys // chunk) * tiles, num_kv_heads, 1)

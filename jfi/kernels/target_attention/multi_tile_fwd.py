@@ -16,6 +16,7 @@ from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 from jfi.kernels.target_attention.multi_tile_chunks import (
     find_chunk,
     history_descriptor,
@@ -23,8 +24,7 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     query_places,
     split_into_chunks,
 )
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.utils.operands import TargetAttentionInputs
 
 
 @triton.jit

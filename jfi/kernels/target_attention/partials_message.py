@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
 from jfi.kernels.common.combine import add_partial, weighted_sum
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
-from jfi.plan import cached, ceil_div
+from jfi.kernels.plan import cached
+from jfi.utils.integers import ceil_div, power_of_two
 
 
 def fits_message(width: int, dtype: torch.dtype) -> bool:
@@ -125,7 +125,7 @@ def _combine_kernel(
 
 @cached
 def _launcher(kernel: triton.JITFunction, width: int, **constants: object) -> Launcher:
-    block_d = plan.power_of_two(width, 1)
+    block_d = power_of_two(width, 1)
     block_m = max(COPY_ELEMENTS // block_d, 1)
     sizes = {"WIDTH": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
     return Launcher(kernel, **constants, **sizes, num_warps=COPY_WARPS)

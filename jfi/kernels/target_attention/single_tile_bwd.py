@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan, reference
+from jfi import reference
+from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec, Constant
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     event_pointers,
@@ -35,8 +37,7 @@ from jfi.kernels.target_attention.single_tile_events import (
     sizes,
     weights_and_gradient,
 )
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.utils.operands import TargetAttentionInputs
 
 #: `AttentionSpec`, then: the power of two that covers the query heads of a key head; that of the rows of a table of
 #: biases whose gradient each program sums, 0 where dbias is by event; whether a program takes a sample rather than a

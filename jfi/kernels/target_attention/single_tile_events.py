@@ -11,10 +11,11 @@ import triton.language as tl
 from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_digits, load_rows
+from jfi.kernels.plan import AttentionProblem
 from jfi.kernels.tables import gather
 from jfi.kernels.tables.rows import load_rows_by_id
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import MAX_TABLES, AttentionProblem, ceil_div
+from jfi.utils.integers import ceil_div
+from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
 EVENTS = ["bias_index_ptr", "value_scale_ptr", *gather.INDICES]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
+from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
@@ -17,6 +17,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     event_pointers,
@@ -29,8 +30,7 @@ from jfi.kernels.target_attention.single_tile_events import (
     query_tiles,
     sizes,
 )
-from jfi.operands import TargetAttentionInputs
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.utils.operands import TargetAttentionInputs
 
 
 @triton.jit

@@ -2,9 +2,8 @@
 
 A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
 ``jfi.ops.explain`` shows the plan of a call.  Not here but in jfi/cpu are the block sizes of a CPU's batched products
-and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200
-unless a line says otherwise.  Imports no kernel.  One file on purpose, long as it is: a choice can be read and
-changed in one place.
+and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200 unless
+a line says otherwise.  One file on purpose, long as it is: a choice can be read and changed in one place.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property
-from importlib.util import find_spec
 
 import torch
 
-from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs, is_packed
+from jfi.utils.context import interprets
+from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, is_packed
 
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
 #: The cost of a sample in addition to its rows, in rows.  Kernels are compiled with it.
@@ -40,14 +40,8 @@ TABLE_ROWS = 64
 MAX_TABLE_ELEMENTS = 2**22
 #: Programs per SM that the chunks of the kernels for many query rows are cut for.
 CHUNKED_PROGRAMS_PER_SM = 2
-#: Chunks are a multiple of this, so that all but a sample's last consist of full tiles.
-CHUNK_MULTIPLE = 128
-#: A chunk longer than any sample: nothing is split.
-UNSPLIT = 2**30
 #: Bytes of the widest row that fits a tile, and up to which tiles leave shared memory for 3xTF32.
 MAX_WIDTH_BYTES, MAX_WIDTH_BYTES_TF32X3 = 2048, 1024
-#: Programs per SM that the sums of the absorbed weights' gradients are split for, and the fewest samples of a chunk.
-BATCH_PROGRAMS_PER_SM, MIN_BATCH_CHUNK = 2, 512
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
 #: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
@@ -86,29 +80,16 @@ SM90_SPLIT_KEYS, SM90_MAX_SPLITS = 1024, 8
 SM90_MIN_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
 SM90_MAX_ROWS = 2**31 - 256
-#: Sums by query row, head and bucket that the gradient of such a table is added up from at a time, 64 MB.
-MAX_BUCKET_SUMS = 2**24
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
 
-# --- Thresholds: rows by id -------------------------------------------------------------------------------------------
-#: Tables whose rows a kernel sums, one for each aligned field.
-MAX_TABLES = 4
-#: Ids that a program partitions by owner; the most ranks and the most shards of a table that an id is compared with,
-#: and the most programs that partition.
-PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
-#: Widest row that the optimizer's step takes: a warp holds several at once.
-MAX_STEPPED_WIDTH = 2048
-
 # --- Overrides --------------------------------------------------------------------------------------------------------
-#: Number of SMs instead of the device's own; for `override`.
+#: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest (over packed
+#: digits "target_single_tile" or "digits_registers"), and splits of the keys in the sm90 forward of jagged attention.
 NUM_SMS: int | None = None
-#: Kernel family of target attention and of jagged attention instead of the fastest; for `override`.
 TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
-#: "target_single_tile" or "digits_registers" instead of the faster over packed digits; for `override`.
 DIGIT_FAMILY: str | None = None
-#: Splits of the keys in the sm90 forward of jagged attention, whatever the sizes; for `override`.
 SM90_SPLITS: int | None = None
 
 _caches: list[Callable] = []
@@ -158,7 +139,7 @@ class Device:
     type: str
     capability: tuple[int, int] = (0, 0)
     num_sms: int = 1
-    has_gluon: bool = False  # Triton brings the language that the sm90 kernels are written in
+    has_gluon: bool = False  # the language of the sm90 kernels compiles for it
 
 
 #: Both have 132 SMs of capability 9.0, and plans read nothing else.
@@ -169,7 +150,7 @@ CPU = Device("cpu")
 
 @cached
 def device_of(device: torch.device) -> Device:
-    """The properties of a device of this host."""
+    """Returns the properties of a device of this host."""
     if device.type != "cuda":
         return Device(device.type, num_sms=NUM_SMS or 1)
     properties = torch.cuda.get_device_properties(device)
@@ -177,32 +158,7 @@ def device_of(device: torch.device) -> Device:
     if torch.version.hip is not None or interprets():
         return Device("cuda", num_sms=num_sms)
     capability = (properties.major, properties.minor)
-    return Device("cuda", capability, num_sms, capability[0] == 9 and _has_gluon())
-
-
-def interprets() -> bool:
-    """Returns whether the kernels run through Triton's interpreter, which takes CPU tensors."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-def _has_gluon() -> bool:
-    try:
-        return find_spec("triton.experimental.gluon") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
-    """The power of two that covers width, but at least the 16 that tensor cores take, and at most ``most``."""
-    size = max(least, 1 << (width - 1).bit_length())
-    return size if most is None else min(size, most)
-
-
-def ceil_div(number: int, size: int) -> int:
-    """Returns how many tiles of a size cover the number."""
-    return -(-number // size)
+    return Device("cuda", capability, num_sms, has_gluon=capability[0] == 9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +196,7 @@ class AttentionProblem:
     @cached_property
     def width_bytes(self) -> int:
         """Bytes of the wider of a key and a value row, padded to a tile's width."""
-        itemsize = (
-            self.dtype.itemsize if self.table_dtype is None else max(self.dtype.itemsize, self.table_dtype.itemsize)
-        )
+        itemsize = max(self.dtype.itemsize, (self.table_dtype or self.dtype).itemsize)
         return itemsize * max(self.block_d, self.block_e)
 
     @cached_property
@@ -254,27 +208,6 @@ class AttentionProblem:
     def reads_halves_by_id(self) -> bool:
         """True if rows are read by id for products of half precision, of a width that has tiles of its own."""
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
-
-    @cached_property
-    def max_rows_per_program(self) -> int:
-        """Longest history that one program handles."""
-        return min(PROGRAM_PER_SAMPLE_ROWS, PROGRAM_PER_SAMPLE_BYTES // self.row_bytes)
-
-    @cached_property
-    def history_by_tma(self) -> bool:
-        """True if TMA can load tiles of whole heads of [S, G, width], if the tensors are aligned."""
-        return self._by_tma(self.head_dim, self.num_kv_heads) and self._by_tma(self.value_dim, self.num_kv_heads)
-
-    @cached_property
-    def queries_by_tma(self) -> bool:
-        """The same of a key head's queries [B, T · H/G, width]."""
-        num_heads = self.num_kv_heads * self.qheads_per_kvhead
-        whole = self.num_kv_heads in (1, num_heads)
-        return whole and self._by_tma(self.head_dim, num_heads) and self._by_tma(self.value_dim, num_heads)
-
-    def _by_tma(self, width: int, num_heads: int) -> bool:
-        fits = (num_heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
-        return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
 
 
 @cached
@@ -291,11 +224,7 @@ def _problem(*values: object) -> AttentionProblem:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Returns how tl.dot rounds float32: as torch.set_float32_matmul_precision says.
-
-    "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a multiple
-    of its speed.
-    """
+    """Returns tl.dot's input_precision for torch.get_float32_matmul_precision(); "tf32x3" has the error of float32."""
     highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return "tf32x3" if highest else "tf32"
 
@@ -321,8 +250,7 @@ class KernelPlan:
     Attributes:
         kernel: name of the kernel.
         split: how rows are distributed over programs.
-        block_m: query rows of a tile.
-        block_n: history rows of a tile.
+        block_m, block_n: query rows and history rows of a tile.
         num_warps, num_stages, max_registers: Triton's options.
         programs_per_sm: programs per SM that ranges or chunks are cut for, or that run at once.
         options: further compile-time constants of the kernel, by name.
@@ -395,38 +323,15 @@ def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
 
 
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
-    """(positions of a range, number of ranges) of a line of all rows and SAMPLE_WEIGHT more for each sample."""
+    """Splits a batch's rows, and SAMPLE_WEIGHT more for each sample, into ranges; returns (their length, number)."""
     line = rows + batch * SAMPLE_WEIGHT
     chunk = max(MIN_CHUNK, ceil_div(line, num_sms * programs_per_sm))
     return chunk, ceil_div(line, chunk)
 
 
-def split_batch(batch: int, programs: int, num_sms: int) -> tuple[int, int]:
-    """(samples of a chunk, chunks) of a sum over a batch that takes so many programs per chunk."""
-    most = max(1, BATCH_PROGRAMS_PER_SM * num_sms // programs)
-    chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
-    return chunk, max(1, ceil_div(batch, chunk))
-
-
-def chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max_seqlen: int | None) -> int:
-    """Rows of a chunk of the kernels for many query rows; UNSPLIT where no sample needs two."""
-    chunk, _ = stream_k(rows * programs_per_chunk, batch, num_sms, CHUNKED_PROGRAMS_PER_SM)
-    chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    return chunk if chunk < (rows if max_seqlen is None else max_seqlen) else UNSPLIT
-
-
-def step_tiles(width: int) -> KernelPlan:
-    """The optimizer's step of the rows of a batch, of that padded width: block_n sorted events at a time.
-
-    A warp takes whole rows.  At D = 64 blocks of 16 rows, or 128 registers at most, take 1.3 to 3.4 times as long.
-    """
-    block, programs = (32, 8) if width <= 64 else (8, 16)
-    return _kernel("step_rows", Split.TILES, width, block, 1, 1, None, programs)
-
-
 # --- Target attention -------------------------------------------------------------------------------------------------
 def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
-    """The plan of `jfi.ops.target_attention`.
+    """Returns the plan of `jfi.ops.target_attention`.
 
     Args:
         x: the operands; of tensors, shapes, dtypes and addresses are read.
@@ -442,33 +347,23 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu_digits() if packed else _plan_cpu(cpu_is_dense(num_keys * query_rows, batch))
+            return _plan_cpu(packed, cpu_is_dense(num_keys * query_rows, batch))
         formula = f"jfi.reference.{'digit' if packed else 'target'}_attention"
         return _torch_plan("reference", formula, "impl='torch' on a GPU: the plain formula")
-    problem = _problem(
-        num_kv_heads,
-        qheads_per_kvhead,
-        head_dim,
-        head_dim if value is None else value.shape[2],
-        value is None,
-        bias is not None,
-        bias_index is not None,
-        value_scale is not None,
-        1 if second is None else 2,
-        len(tables),
-        key.shape[2] if packed else 0,
-        precision_of(query.dtype),
-        0 if packed else 1 << (query_rows - 1).bit_length(),
-        query.dtype,
-        tables[0].dtype if tables and not packed else None,
-        device,
-    )
+    sizes = (num_kv_heads, qheads_per_kvhead, head_dim, head_dim if value is None else value.shape[2])
+    flags = (value is None, bias is not None, bias_index is not None, value_scale is not None)
+    rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
+    padded_queries = 0 if packed else 1 << (query_rows - 1).bit_length()
+    dtypes = (query.dtype, tables[0].dtype if tables and not packed else None)
+    problem = _problem(*sizes, *flags, *rows, precision_of(query.dtype), padded_queries, *dtypes, device)
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
-        return _plan_digits(problem, x, block_r)
+        min_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
+        return _plan_digits(problem, block_r, num_queries == 1, None if scale > min_scale else min_scale)
     if fits_single_tile(query_rows):
-        whole = max_seqlen is not None and max_seqlen <= problem.max_rows_per_program
+        whole = max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
+        whole = whole and max_seqlen <= PROGRAM_PER_SAMPLE_BYTES // problem.row_bytes
         tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS
         ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
         return _plan_single_tile(
@@ -477,7 +372,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
-        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False, Split.TILE_SCHEDULER, 1)
+        return _plan_sm90(problem, num_keys <= SM90_SHORT_KEYS[head_dim] * batch, False, Split.TILE_SCHEDULER, 1)
     forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
     reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
     return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
@@ -486,11 +381,9 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
 def plan_absorbed_target_attention(
     operands: tuple[TargetAttentionInputs, bool], impl: str, device: Device | None = None
 ) -> AttentionPlan:
-    """The plan of `jfi.ops.absorbed_target_attention`: that of its target attention, and how its weights are absorbed.
+    """Returns the plan of `jfi.ops.absorbed_target_attention`.
 
-    Args:
-        operands: of the target attention, and whether kernels absorb the weights.
-        impl, device: as those of `plan_target_attention`.
+    ``operands`` are those of its target attention, and whether kernels absorb the weights.
     """
     x, in_kernel = operands
     return _with_absorbed_weights(plan_target_attention(x, impl, device), in_kernel)
@@ -517,7 +410,7 @@ def fits_single_tile(query_rows: int) -> bool:
 def _jagged_refusal(
     problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale: float, aligned: bool
 ) -> str | None:
-    """Why jagged attention's sm90 kernels cannot run, or are slower than the kernels for many query rows; or None."""
+    """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
     if TARGET_FAMILY not in (None, "jagged_sm90"):
         return f"TARGET_FAMILY is {TARGET_FAMILY}"
     refusal = sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
@@ -532,14 +425,11 @@ def _jagged_refusal(
     return None
 
 
-def _plan_cpu(dense: bool) -> AttentionPlan:
-    if dense:
-        return _torch_plan("cpu", "dense products", f"more than {CPU_DENSE_SCORES} scores per sample and key head")
-    return _torch_plan("cpu", "sparse products", f"at most {CPU_DENSE_SCORES} scores per sample and key head")
-
-
-def _plan_cpu_digits() -> AttentionPlan:
-    return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
+def _plan_cpu(packed: bool, dense: bool) -> AttentionPlan:
+    if packed:
+        return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
+    kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
+    return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
 
 
 def cpu_is_dense(scores: int, batch: int) -> bool:
@@ -551,215 +441,208 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
 def _plan_single_tile(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
-    """Few query rows: one tile of them; every history row is read once."""
-    forward = _single_tile_forward_per_sample(problem, short) if whole else _single_tile_forward(problem)
-    options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
-    backward = _single_tile_backward(problem, whole_backward, ordered, tuple(options.items()))
+    """Plans few query rows: one tile of them; every history row is read once."""
+    name, how = "target_attention_single_tile_fwd", Split.STREAM_K
+    block_n, warps, stages, programs = _single_tile_forward(problem)
+    if whole:
+        name, how, programs = f"{name}_per_sample", Split.SAMPLE, 0
+        block_n, warps, stages = _per_sample_forward(problem, short) or (block_n, warps, stages)
+    forward = _kernel(name, how, SINGLE_TILE_ROWS, block_n, warps, stages, None, programs)
+    name, how = "target_attention_single_tile_bwd", Split.STREAM_K
+    options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
+    *tiles, programs = _single_tile_backward(problem, whole_backward)
+    if whole_backward:
+        how, programs = Split.LONGEST_FIRST if ordered else Split.SAMPLE, 0
+    backward = _kernel(name, how, SINGLE_TILE_ROWS, *tiles, None, programs, options)
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
     return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
 
 
-def _single_tile_forward(problem: AttentionProblem) -> KernelPlan:
-    def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
-        name = "target_attention_single_tile_fwd"
-        return _kernel(name, Split.STREAM_K, SINGLE_TILE_ROWS, block_n, warps, stages, None, programs)
-
-    if problem.width_bytes > 1024:
-        return plan(16, 8, 1, 1)
+# The tiles below are (block_n, warps, stages), and programs per SM where no program handles a whole sample.
+def _single_tile_forward(problem: AttentionProblem) -> tuple[int, ...]:
     if problem.row_bytes > 1024:
-        return plan(16, 4, 1, 1)
+        return 16, 8 if problem.width_bytes > 1024 else 4, 1, 1
     if problem.reads_halves_by_id:
-        return plan(64, 1, 3, 8) if problem.block_d <= 64 else plan(64, 2, 3, 4)
+        return (64, 1, 3, 8) if problem.block_d <= 64 else (64, 2, 3, 4)
     if problem.row_bytes <= 128:
-        return plan(64, 1, 3, 8)
+        return 64, 1, 3, 8
     if problem.row_bytes <= 256:
         # A step loads the queries again: fewer steps where they are many.
-        return plan(128, 4, 3, 2) if problem.padded_queries > 4 else plan(64, 2, 3, 4)
-    return plan(32, 4, 3, 2) if problem.shared_kv else plan(32, 2, 3, 3)
+        return (128, 4, 3, 2) if problem.padded_queries > 4 else (64, 2, 3, 4)
+    return (32, 4, 3, 2) if problem.shared_kv else (32, 2, 3, 3)
 
 
-def _single_tile_forward_per_sample(problem: AttentionProblem, short: bool) -> KernelPlan:
-    def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
-        return _kernel(
-            "target_attention_single_tile_fwd_per_sample", Split.SAMPLE, SINGLE_TILE_ROWS, block_n, warps, stages
-        )
-
+def _per_sample_forward(problem: AttentionProblem, short: bool) -> tuple[int, ...] | None:
+    """Returns tiles of a program per sample; None for those of stream-K."""
     if problem.width_bytes == 512:
-        return plan(16, 1 if problem.shared_kv else 2, 3)
+        return 16, 1 if problem.shared_kv else 2, 3
     if short and problem.width_bytes <= 256:
-        return plan(16, 1, 4)
+        return 16, 1, 4
     if problem.row_bytes <= 256:
-        return plan(32, 1, 4) if problem.row_bytes <= 128 else plan(64, 2, 3)
-    split = _single_tile_forward(problem)
-    return plan(split.block_n, split.num_warps, split.num_stages)
+        return (32, 1, 4) if problem.row_bytes <= 128 else (64, 2, 3)
+    return None
 
 
-def _single_tile_backward(
-    problem: AttentionProblem, whole: bool, ordered: bool, options: tuple[tuple[str, object], ...]
-) -> KernelPlan:
-    def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
-        how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
-        tiles = (SINGLE_TILE_ROWS, block_n, warps, stages)
-        return _kernel("target_attention_single_tile_bwd", how, *tiles, None, 0 if whole else programs, options)
-
+def _single_tile_backward(problem: AttentionProblem, whole: bool) -> tuple[int, ...]:
     if problem.reads_halves_by_id:
-        return plan(32, 1, 3, 8) if problem.block_d <= 64 else plan(32, 2, 3, 4)
+        return (32, 1, 3, 8) if problem.block_d <= 64 else (32, 2, 3, 4)
     if whole and problem.width_bytes == 512:
-        return plan(16, 2, 3, 0)
+        return 16, 2, 3, 0
     if whole and problem.width_bytes <= 256:
-        return plan(16, 1, 4, 0)
+        return 16, 1, 4, 0
     if problem.width_bytes > 512:
-        return plan(16, 8, 1, 1) if problem.width_bytes > 1024 else plan(16, 4, 1, 1)
+        return (16, 8, 1, 1) if problem.width_bytes > 1024 else (16, 4, 1, 1)
     if problem.width_bytes <= 128 and problem.shared_kv:
-        return plan(32, 1, 3, 8)
+        return 32, 1, 3, 8
     if problem.width_bytes <= 256:
-        return plan(32, 2, 3, 4 if problem.row_bytes <= 128 or not problem.shared_kv else 3)
-    return plan(16, 2, 3 if problem.shared_kv else 2, 4)
+        return 32, 2, 3, 4 if problem.row_bytes <= 128 or not problem.shared_kv else 3
+    return 16, 2, 3 if problem.shared_kv else 2, 4
 
 
 @cached
 def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
-    """Many query rows: tiles of them, and chunks of long histories."""
-    history_by_tma = aligned and problem.history_by_tma
-    queries_by_tma = history_by_tma and problem.queries_by_tma
+    """Plans many query rows: tiles of them, and chunks of long histories."""
+
+    def plan(kernel: str, tiles: tuple[int | None, ...], programs: int, **options: object) -> KernelPlan:
+        how, name = Split.CHUNKS if programs else Split.TILES, f"target_attention_multi_tile_{kernel}"
+        return _kernel(name, how, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+
+    num_kv_heads, num_heads = problem.num_kv_heads, problem.num_kv_heads * problem.qheads_per_kvhead
+    history_by_tma = aligned and _by_tma(problem, num_kv_heads)
+    queries_by_tma = history_by_tma and num_kv_heads in (1, num_heads) and _by_tma(problem, num_heads)
+    # All query rows are in a tile: one kernel gives all gradients.
     single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
-    qheads_per_kvhead = problem.qheads_per_kvhead
-    is_power_of_two = qheads_per_kvhead & (qheads_per_kvhead - 1) == 0
-    block_h = qheads_per_kvhead if is_power_of_two else power_of_two(qheads_per_kvhead)
-    dhistory = _multi_tile_dhistory(problem, queries_by_tma, block_h)
-    dquery = _multi_tile_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
-    backward = (dquery,) if single else (dquery, dhistory)
-    return AttentionPlan(
-        "target_multi_tile", (_multi_tile_forward(problem, history_by_tma),), backward, reason, problem
-    )
+    block_h = power_of_two(problem.qheads_per_kvhead)
+    if problem.qheads_per_kvhead & (problem.qheads_per_kvhead - 1) == 0:
+        block_h = problem.qheads_per_kvhead
+    forward = plan("fwd", _multi_tile_forward(problem), CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
+    tiles, dhistory = _multi_tile_dquery(problem, single), _multi_tile_dhistory(problem)
+    options = {"TILE_ROWS": 0 if single else dhistory[1], "BLOCK_H": block_h, "BY_TMA": history_by_tma}
+    backward = (plan("dquery", tiles, CHUNKED_PROGRAMS_PER_SM, **options),)
+    if not single:
+        backward += (plan("dhistory", dhistory, 0, BLOCK_H=block_h, BY_TMA=queries_by_tma),)
+    return AttentionPlan("target_multi_tile", (forward,), backward, reason, problem)
 
 
-def _multi_tile(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
-    """tiles: block_m, block_n, warps, stages, registers."""
-    split = Split.CHUNKS if programs else Split.TILES
-    return _kernel(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+def _by_tma(problem: AttentionProblem, num_heads: int) -> bool:
+    """Returns whether TMA can load tiles of whole heads of rows of so many, if the tensors are aligned."""
+    widths = (problem.head_dim, problem.value_dim)
+    fits = all([(num_heads == 1 or x == power_of_two(x)) and x * problem.dtype.itemsize % 16 == 0 for x in widths])
+    return fits and problem.dtype.itemsize == 2 and problem.device.capability >= (9, 0)
 
 
-def _multi_tile_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
-    def plan(*tiles: int | None) -> KernelPlan:
-        return _multi_tile("target_attention_multi_tile_fwd", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, BY_TMA=by_tma)
+# The tiles below are (block_m, block_n, warps, stages), and registers where they are limited.
+def _wide_tiles(problem: AttentionProblem) -> tuple[int, ...]:
+    """Returns the tiles of rows above 512 bytes."""
+    return 16, 16, 8 if problem.width_bytes > 1024 else 4, 1
 
+
+def _multi_tile_forward(problem: AttentionProblem) -> tuple[int | None, ...]:
     if problem.width_bytes > 512:
-        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
-        return plan(min(64, problem.padded_queries), 64, 4, 1)
+        return min(64, problem.padded_queries), 64, 4, 1
     if problem.width_bytes > 256:
-        return plan(64, 64, 4, 2) if problem.shared_kv else plan(64, 32, 4, 2)
+        return (64, 64, 4, 2) if problem.shared_kv else (64, 32, 4, 2)
     # 168 registers let three programs run at once; a bias by head needs more.
-    return plan(64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168)
+    return 64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168
 
 
-def _multi_tile_dquery(
-    problem: AttentionProblem, single: bool, by_tma: bool, block_h: int, tile_rows: int
-) -> KernelPlan:
-    """The kernel that gives dq; if it is the single one, where all query rows are in a tile, all gradients."""
-
-    def plan(*tiles: int | None) -> KernelPlan:
-        options = {"TILE_ROWS": 0 if single else tile_rows, "BLOCK_H": block_h, "BY_TMA": by_tma}
-        return _multi_tile("target_attention_multi_tile_dquery", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, **options)
-
+def _multi_tile_dquery(problem: AttentionProblem, single: bool) -> tuple[int, ...]:
+    """Returns the tiles of the kernel that gives dq; with ``single`` it gives all gradients."""
     if single:
-        return plan(64, 64, 4, 3 if problem.shared_kv else 2)
+        return 64, 64, 4, 3 if problem.shared_kv else 2
     if problem.width_bytes > 512:
-        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
-        return plan(64, 32, 4, 2 if problem.shared_kv else 1)
+        return 64, 32, 4, 2 if problem.shared_kv else 1
     if problem.width_bytes > 256:
-        return plan(64, 32, 4, 3 if problem.shared_kv else 2)
+        return 64, 32, 4, 3 if problem.shared_kv else 2
     if not problem.shared_kv and problem.padded_queries > 64:
-        return plan(128, 64, 8, 3)
+        return 128, 64, 8, 3
     # 168 registers let three programs run at once.
-    return plan(64, 64, 4, 2, 168)
+    return 64, 64, 4, 2, 168
 
 
-def _multi_tile_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> KernelPlan:
-    """The kernel that gives dk, dv and dbias: a program per tile of history rows."""
-
-    def plan(*tiles: int | None) -> KernelPlan:
-        return _multi_tile("target_attention_multi_tile_dhistory", *tiles, programs=0, BLOCK_H=block_h, BY_TMA=by_tma)
-
+def _multi_tile_dhistory(problem: AttentionProblem) -> tuple[int, ...]:
+    """Returns the tiles of the kernel that gives dk, dv and dbias: a program per tile of history rows."""
     if problem.width_bytes > 512:
-        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
-        return plan(64, 32, 4, 2) if problem.width_bytes <= 256 else plan(64, 32, 8, 1)
+        return (64, 32, 4, 2) if problem.width_bytes <= 256 else (64, 32, 8, 1)
     if problem.width_bytes > 256:
-        return plan(32, 64, 4, 2) if problem.shared_kv else plan(32, 64, 8, 2)
-    return plan(32, 64, 4, 3) if problem.shared_kv else plan(64, 64, 4, 2)
+        return (32, 64, 4, 2) if problem.shared_kv else (32, 64, 8, 2)
+    return (32, 64, 4, 3) if problem.shared_kv else (64, 64, 4, 2)
 
 
 # --- Packed digits ----------------------------------------------------------------------------------------------------
-def _plan_digits(problem: AttentionProblem, x: TargetAttentionInputs, block_r: int) -> AttentionPlan:
-    min_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
-    return _plan_digits_by(problem, block_r, x.query.shape[1] == 1, None if x.scale > min_scale else min_scale)
-
-
 @cached
-def _plan_digits_by(
+def _plan_digits(
     problem: AttentionProblem, block_r: int, one_query: bool, refused_scale: float | None
 ) -> AttentionPlan:
-    """refused_scale: what the scale must be above for the kernels in registers, if it is not."""
-    refusal = _registers_refusal(problem, refused_scale)
+    """Plans packed digits; refused_scale: what the scale must be above for the kernels in registers, if it is not."""
     if problem.block_d * problem.dtype.itemsize <= 128:
-        tiles = (SINGLE_TILE_ROWS, 64, 1, 2, None, 8)
+        block_n, warps = 64, 1
     else:
-        tiles = (SINGLE_TILE_ROWS, 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4, 2, None, 8)
-    options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
+        block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
+    tiles = (SINGLE_TILE_ROWS, block_n, warps, 2, None, 8)
+    options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
     forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
-    backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, tuple(options.items()))
+    backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, options)
+    refusal = _registers_refusal(problem, refused_scale)
     if refusal is not None:
         reason = f"packed digits, decoded element by element: {refusal}"
         return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
-    in_registers = _register_tiles(problem)
+    # As many programs of one warp as find registers.
+    block_n, registers, programs = 64, None, 8
+    if problem.num_words > 4:
+        block_n = 32
+    elif not (problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables):
+        registers, programs = 168, 12
+    launch = (1, 1, registers, programs)
     # One dimension of a product of tensor cores.
     of_table = (("BLOCK_R", max(block_r, 16) if block_r else 0),)
-    forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers, of_table)
+    forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, SINGLE_TILE_ROWS, block_n, *launch, of_table)
     # By event the gradient of a bias there is by query row, not summed over the queries.
     if one_query or block_r > 0 or not problem.has_bias:
         # The sums of a table's gradient leave registers for tiles of half as many events.
-        block_m, block_n, *rest = in_registers
-        tiles = (block_m, 32 if block_r else block_n, *rest)
+        tiles = (SINGLE_TILE_ROWS, 32 if block_r else block_n, *launch)
         backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
     reason = "packed digits in half precision: decoded in registers"
     return AttentionPlan("digits_registers", (forward,), (backward,), reason, problem)
 
 
-def _register_tiles(problem: AttentionProblem) -> tuple[int | None, ...]:
-    """Returns block_m, block_n, warps, stages, registers, programs per SM: as many of one warp as find registers."""
-    if problem.num_words > 4:
-        return (SINGLE_TILE_ROWS, 32, 1, 1, None, 8)
-    if problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables:
-        return (SINGLE_TILE_ROWS, 64, 1, 1, None, 8)
-    return (SINGLE_TILE_ROWS, 64, 1, 1, 168, 12)
-
-
 def _registers_refusal(problem: AttentionProblem, refused_scale: float | None) -> str | None:
-    """Why the kernels that decode digits into tensor cores' operands do not take a call; None if they do."""
+    """Returns why the kernels that decode digits into tensor cores' operands refuse a call; None if they take it."""
     if DIGIT_FAMILY not in (None, "digits_registers"):
         return f"DIGIT_FAMILY is {DIGIT_FAMILY}"
-    if not problem.device.has_gluon:
-        return "no Hopper GPU or no Gluon"
-    if problem.dtype.itemsize != 2:
-        return f"{problem.dtype} is not half precision"
+    if refusal := _hopper_refusal(problem):
+        return refusal
     if problem.head_dim > MAX_REGISTER_DIGITS:
         return f"more than {MAX_REGISTER_DIGITS} digits"
     return None if refused_scale is None else f"scale is at most {refused_scale}"
 
 
+def _hopper_refusal(problem: AttentionProblem) -> str | None:
+    """Returns why no Gluon kernel takes a call; None if one may."""
+    if not problem.device.has_gluon:
+        return "no Hopper GPU or no Gluon"
+    return None if problem.dtype.itemsize == 2 else f"{problem.dtype} is not half precision"
+
+
 # --- Jagged attention -------------------------------------------------------------------------------------------------
 def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
-    """The plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
+    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
     query, key, value, key_offsets, scale = x.query, x.key, x.value, x.key_offsets, x.scale
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu_jagged(cpu_flash_refusal(x))
+            if refusal := cpu_flash_refusal(x):
+                return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
+            reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+            return _torch_plan("cpu", "padded flash attention", reason)
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
     problem = _jagged_problem(x, device)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
@@ -769,23 +652,15 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
         refusal = "a bias by key together with times or a bias by bucket"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         batch = key_offsets.shape[0] - 1
-        short = _is_short(problem, batch, num_keys)
+        short = num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
         unsplit = _sm90_forward(problem, short, Split.TILE_SCHEDULER, 1)
         work = _sm90_work(problem, unsplit, batch, query_rows, num_keys, x.tapers)
         return _plan_sm90(problem, short, x.table is not None, *work)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
-@cached
-def _plan_cpu_jagged(refusal: str | None) -> AttentionPlan:
-    if refusal is not None:
-        return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
-    reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
-    return _torch_plan("cpu", "padded flash attention", reason)
-
-
 def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
-    """Why PyTorch's flash attention for CPUs does not take a call, which goes to batched matmul; None if it does.
+    """Returns why PyTorch's flash attention for CPUs refuses a call, which goes to batched matmul; None if it takes it.
 
     Of causal attention the offsets are read: flash attention aligns the first query with the first key.  Offsets on the
     meta device are taken for those of self-attention.
@@ -808,7 +683,7 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
 
 
 def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
-    """The plan of `jfi.ops.jagged_attention` on a GPU under torch.export, where no address and no size is known."""
+    """Returns the plan of `jfi.ops.jagged_attention` on a GPU under torch.export: no address and no size is known."""
     problem = _jagged_problem(x, device_of(x.query.device))
     return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
 
@@ -816,35 +691,20 @@ def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
 def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
     # A compiler's may be symbols.
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*x.query.shape[1:], x.num_kv_heads, x.value_dim))
-    return _problem(
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        head_dim,
-        value_dim,
-        x.value is None,
-        x.bias is not None,
-        False,
-        False,
-        1,
-        0,
-        int(x.key.shape[1]) if x.is_packed else 0,
-        precision_of(x.query.dtype),
-        0,
-        x.query.dtype,
-        None,
-        device,
-    )
+    sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
+    flags = (x.value is None, x.bias is not None, False, False)
+    rows = (1, 0, int(x.key.shape[1]) if x.is_packed else 0)
+    return _problem(*sizes, *flags, *rows, precision_of(x.query.dtype), 0, x.query.dtype, None, device)
 
 
 def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
-    """Why the sm90 kernels do not take such a call; None if they do.
+    """Returns why the sm90 kernels do not take such a call; None if they do.
 
     query_rows counts all (query, head) pairs of the batch.
     """
     if problem.num_words:
         return "keys are packed digits"
-    refusal = _sm90_refusal(problem)
-    if refusal is not None:
+    if refusal := _sm90_refusal(problem):
         return refusal
     if not scale > SM90_MIN_SCALE:
         return f"scale is at most {SM90_MIN_SCALE}"
@@ -855,10 +715,8 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
 
 @cached
 def _sm90_refusal(problem: AttentionProblem) -> str | None:
-    if not problem.device.has_gluon:
-        return "no Hopper GPU or no Gluon"
-    if problem.dtype.itemsize != 2:
-        return f"{problem.dtype} is not half precision"
+    if refusal := _hopper_refusal(problem):
+        return refusal
     if problem.head_dim not in SM90_WIDTHS or problem.value_dim != problem.head_dim:
         return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
     if 1 not in (problem.num_kv_heads, problem.qheads_per_kvhead):
@@ -868,16 +726,13 @@ def _sm90_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _is_short(problem: AttentionProblem, batch: int, num_keys: int) -> bool:
-    return num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
-
-
 def _sm90_work(
     problem: AttentionProblem, kernel: KernelPlan, batch: int, query_rows: int, num_keys: int, tapers: bool
 ) -> tuple[Split, int]:
-    """(order of the tiles of queries, splits of each one's keys): a power of two, so that few kernels are compiled.
+    """Returns (order of the tiles of queries, splits of each one's keys).
 
-    query_rows counts all (query, head) pairs; tapers: the tiles of a sample see unequal numbers of keys.
+    Splits are a power of two, so that few kernels are compiled.  query_rows counts all (query, head) pairs; tapers: the
+    tiles of a sample see unequal numbers of keys.
     """
     samples = max(batch * problem.num_kv_heads, 1)
     tiles = max(ceil_div(ceil_div(query_rows, samples), kernel.block_m), 1)  # of a mean sample and key head
@@ -889,68 +744,47 @@ def _sm90_work(
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 
 
-def _sm90(
-    kernel: str,
-    block_m: int,
-    block_n: int,
-    stages: int,
-    programs: int,
-    *,
-    consumers: int = 1,
-    split: Split = Split.TILE_SCHEDULER,
-    num_splits: int = 1,
-) -> KernelPlan:
+def _sm90(kernel: str, tiles: tuple[int, ...], work: tuple[Split, int] = (Split.TILE_SCHEDULER, 1)) -> KernelPlan:
     """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
 
-    Registers are divided evenly among the programs of an SM; the compiler then moves them to the consumers.
+    ``tiles`` are block_m, block_n, stages, programs per SM and consumers.  Registers are divided evenly among the
+    programs of an SM; the compiler then moves them to the consumers.
     """
-    registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
-    tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
-    return _kernel(kernel, split, *tiles, num_splits=num_splits)
+    block_m, block_n, stages, programs, consumers = tiles
+    split, num_splits = work
+    registers = None if programs == 1 else 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
+    return _kernel(kernel, split, block_m, block_n, 4, stages, registers, programs, num_splits=num_splits)
 
 
 @cached
 def _sm90_forward(problem: AttentionProblem, short: bool, split: Split, num_splits: int) -> KernelPlan:
-    """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
-    kernel, work = "jagged_attention_sm90_fwd", {"split": split, "num_splits": num_splits}
+    """Plans the forward; short histories: smaller tiles of keys, and more programs to hide a work tile's ends."""
     if problem.head_dim > 64:
-        if short:
-            return _sm90(kernel, 64, 64, 2, 2, **work)
-        return _sm90(kernel, 128, 128, 2, 1, consumers=2, **work)
-    if short:
-        return _sm90(kernel, 64, 64, 2, 3, **work)
-    return _sm90(kernel, 64, 128, 2, 2, **work)
+        tiles = (64, 64, 2, 2, 1) if short else (128, 128, 2, 1, 2)
+    else:
+        tiles = (64, 64, 2, 3, 1) if short else (64, 128, 2, 2, 1)
+    return _sm90("jagged_attention_sm90_fwd", tiles, (split, num_splits))
 
 
 @cached
 def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: Split, num_splits: int) -> AttentionPlan:
-    dquery, dkey = "jagged_attention_sm90_dquery", "jagged_attention_sm90_dkey"
-    forward = _sm90_forward(problem, short, split, num_splits)
     if problem.head_dim > 64:
-        kernels = (
-            forward,
-            _sm90(dquery, 128, 64, 4, 1, consumers=2),
-            # Biases by bucket take registers, which a smaller tile of queries leaves.
-            _sm90(dkey, 32 if has_table else 64, 128, 4 if has_table else 2, 1, consumers=2),
-        )
+        dquery = (128, 64, 4, 1, 2)
+        # Biases by bucket take registers, which a smaller tile of queries leaves.
+        dkey = (32, 128, 4, 1, 2) if has_table else (64, 128, 2, 1, 2)
     else:
-        kernels = (
-            forward,
-            _sm90(dquery, 64, 64, 3, 2 if has_table else 3),
-            _sm90(dkey, 64, 64, 2, 2),
-        )
-    return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)
+        dquery, dkey = (64, 64, 3, 2 if has_table else 3, 1), (64, 64, 2, 2, 1)
+    forward = _sm90_forward(problem, short, split, num_splits)
+    backward = _sm90("jagged_attention_sm90_dquery", dquery), _sm90("jagged_attention_sm90_dkey", dkey)
+    return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
 
 
 @cached
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
-    """The kernels for any GPU: the wider a row, the smaller a tile."""
-
-    def plan(kernel: str, *tiles: int) -> KernelPlan:
-        return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
+    """Plans the kernels for any GPU: the wider a row, the smaller a tile."""
 
     if problem.width_bytes > 512:
-        forward = backward = (16, 16, 8, 1) if problem.width_bytes > 1024 else (16, 16, 4, 1)
+        forward = backward = _wide_tiles(problem)
     elif problem.width_bytes > 256:
         forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
     else:
@@ -958,8 +792,8 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
     rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
     kernels = (
         _kernel("jagged_attention_statistics", Split.TILES, rows),
-        plan("jagged_attention_dquery", *backward),
-        plan("jagged_attention_dkey", *backward),
+        _kernel("jagged_attention_dquery", Split.TILE_SCHEDULER, *backward),
+        _kernel("jagged_attention_dkey", Split.TILE_SCHEDULER, *backward),
     )
-    forward = plan("jagged_attention_fwd", *forward)
+    forward = _kernel("jagged_attention_fwd", Split.TILE_SCHEDULER, *forward)
     return AttentionPlan("jagged_triton", (forward,), kernels, f"no sm90 kernels: {refusal}", problem)

@@ -1,4 +1,4 @@
-"""The operands of operators as plans, kernels and CPU implementations take them.  Imports torch alone."""
+"""The operands of operators as plans, kernels and CPU implementations take them, and their limits."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,13 @@ from torch import Tensor
 DIGITS_PER_WORD = 16
 #: Rows of a table of biases by bucket: ages of 64 bits have no more buckets.
 MAX_BUCKETS = 64
+#: Tables whose rows a kernel sums, one for each aligned field.
+MAX_TABLES = 4
+#: Ids that a program partitions by owner; the most ranks and the most shards of a table that an id is compared with,
+#: and the most programs that partition.
+PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
+#: Widest row that the optimizer's step takes: a warp holds several at once.
+MAX_STEPPED_WIDTH = 2048
 
 
 class TargetAttentionInputs(NamedTuple):
