@@ -12,39 +12,33 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("jfi::segment_sum", mutates_args=())
-def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """[S, ...] -> [B, ...]: the sum of each sample's rows, in their order; an empty sample gives 0."""
+def _segment_reduce(x: Tensor, offsets: Tensor, reduce: str, initial: float) -> Tensor:
     if x.shape[0] == 0:
-        return x.new_zeros(offsets.shape[0] - 1, *x.shape[1:])
+        return x.new_full((offsets.shape[0] - 1, *x.shape[1:]), initial)
     flat = x.reshape(x.shape[0], -1)
-    out = torch.segment_reduce(flat, "sum", offsets=offsets.long(), axis=0, initial=0)
+    out = torch.segment_reduce(flat, reduce, offsets=offsets.long(), axis=0, initial=initial)
     return out.view(-1, *x.shape[1:])
 
 
-@segment_sum.register_fake
-def _(x: Tensor, offsets: Tensor) -> Tensor:
+def _segment_fake(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, *x.shape[1:])
+
+
+@torch.library.custom_op("jfi::segment_sum", mutates_args=())
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sums each sample's rows, [S, ...] -> [B, ...], in their order; an empty sample gives 0."""
+    return _segment_reduce(x, offsets, "sum", 0.0)
 
 
 @torch.library.custom_op("jfi::segment_max", mutates_args=())
 def segment_max(x: Tensor, offsets: Tensor) -> Tensor:
-    """[S, ...] -> [B, ...]: the greatest of each sample's rows; an empty sample gives -inf.  Not differentiable."""
-    if x.shape[0] == 0:
-        return x.new_full((offsets.shape[0] - 1, *x.shape[1:]), -torch.inf)
-    flat = x.reshape(x.shape[0], -1)
-    out = torch.segment_reduce(flat, "max", offsets=offsets.long(), axis=0, initial=-torch.inf)
-    return out.view(-1, *x.shape[1:])
-
-
-@segment_max.register_fake
-def _(x: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(offsets.shape[0] - 1, *x.shape[1:])
+    """Returns the greatest of each sample's rows, [S, ...] -> [B, ...]; -inf if empty.  Not differentiable."""
+    return _segment_reduce(x, offsets, "max", -torch.inf)
 
 
 @torch.library.custom_op("jfi::segment_expand", mutates_args=())
 def segment_expand(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """[B, ...] -> [rows, ...]: each sample's entry, once for each of its rows."""
+    """Repeats each sample's entry for each of its rows, [B, ...] -> [rows, ...]."""
     return x.new_zeros(0, *x.shape[1:]) if rows == 0 else x[segment_ids(offsets, rows)]
 
 
@@ -66,12 +60,14 @@ def _expand_gradient(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return segment_sum(grad, ctx.saved_tensors[0]), None, None
 
 
+segment_sum.register_fake(_segment_fake)
+segment_max.register_fake(_segment_fake)
 segment_sum.register_autograd(_sum_gradient, setup_context=_save_offsets)
 segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
 
 
 def segment_ids(offsets: Tensor, rows: int) -> Tensor:
-    """[rows] int64: the sample that each packed row belongs to."""
+    """Returns the sample that each packed row belongs to, [rows] int64."""
     return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True) - 1
 
 
@@ -80,18 +76,18 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
-    """[S, D] x [B, D, T] -> [S, T]."""
+    """Multiplies each sample's rows by its matrix, [S, D] x [B, D, T] -> [S, T]."""
     rows = segment_expand(_widen(dense), offsets, x.shape[0])
     return torch.einsum("sd,sdt->st", _widen(x), rows).to(x.dtype)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """[S, D], [S, T] -> [B, D, T]: xᵀy of each sample."""
+    """Computes xᵀy of each sample, [S, D], [S, T] -> [B, D, T]."""
     return segment_sum(_widen(x)[:, :, None] * _widen(y)[:, None, :], offsets).to(x.dtype)
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
-    """[S, T] -> [S, T]: the softmax over each sample's rows.  Rows of nothing but -inf give 0."""
+    """Computes the softmax over each sample's rows, [S, T] -> [S, T].  Rows of nothing but -inf give 0."""
     wide, rows = _widen(x), x.shape[0]
     top = segment_max(wide.detach(), offsets)
     top = torch.where(top == -torch.inf, 0.0, top)
@@ -102,10 +98,10 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 class Pairs:
-    """The L x M pairs of each sample's rows, one sample's block behind another's, row-major.
+    """Pairs of each sample's rows, L x M, one sample's block behind another's, row-major.
 
     Attributes:
-        count: P = Σ L·M.
+        count: the number of pairs, P = Σ L·M.
         left, right: [P] int64, the x row and the y row of each pair.
     """
 
@@ -119,11 +115,11 @@ class Pairs:
         self.right = y_offsets[sample] + place % widths[sample]
 
     def row_offsets(self, rows: int) -> Tensor:
-        """[rows+1] int64: where each x row's pairs begin."""
+        """Returns where each x row's pairs begin, [rows+1] int64."""
         return torch.searchsorted(self.left, torch.arange(rows + 1, device=self.left.device, dtype=self.left.dtype))
 
     def filled_row_offsets(self) -> Tensor:
-        """[P+1] int64: where the pairs of each x row that has any begin, then P.
+        """Returns where the pairs of each x row that has any begin, then P, [P+1] int64.
 
         The number of such rows is known on the device only; it is at most P.
         """
@@ -136,31 +132,31 @@ class Pairs:
 def jagged_jagged_bmm_jagged_out(
     x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int | None = None
 ) -> Tensor:
-    """[S, D], [R, D] -> [Σ L·M]: xyᵀ of each sample, row-major."""
+    """Computes xyᵀ of each sample, row-major, [S, D], [R, D] -> [Σ L·M]."""
     pairs = Pairs(x_offsets, y_offsets, out_size)
     return (_widen(x)[pairs.left] * _widen(y)[pairs.right]).sum(-1).to(x.dtype)
 
 
 def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """[Σ L·M] -> [Σ L·M]: the softmax along each of the rows' M columns."""
+    """Computes the softmax along each of the rows' M columns, [Σ L·M] -> [Σ L·M]."""
     return jagged_softmax(a[:, None], Pairs(x_offsets, y_offsets, a.shape[0]).filled_row_offsets())[:, 0]
 
 
 def array_jagged_bmm_jagged_out(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int) -> Tensor:
-    """[Σ L·M], [R, D] -> [S, D]: each sample's [L, M] block times its y [M, D]."""
+    """Multiplies each sample's [L, M] block by its y [M, D], [Σ L·M], [R, D] -> [S, D]."""
     pairs = Pairs(x_offsets, y_offsets, a.shape[0])
     return segment_sum(_widen(a)[:, None] * _widen(y)[pairs.right], pairs.row_offsets(out_rows)).to(y.dtype)
 
 
 def _share_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[S, G, D] -> [S, H, D]: query heads h · H/G .. (h+1) · H/G - 1 share key head h."""
+    """Repeats key heads, [S, G, D] -> [S, H, D]: query heads g · H/G .. (g+1) · H/G - 1 share key head g."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def target_attention(
     query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """[B, T, H, D], [S, G, D], [S, G, E] -> [B, T, H, E]."""
+    """Attends to each sample's history, [B, T, H, D], [S, G, D], [S, G, E] -> [B, T, H, E]."""
     num_heads, rows = query.shape[2], key.shape[0]
     keys = _share_heads(_widen(key), num_heads)
     values = keys if value is None else _share_heads(_widen(value), num_heads)
@@ -173,13 +169,13 @@ def target_attention(
 
 
 def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
-    """[.., W] int32 -> [.., L] int8: digit l is bits 2 (l % 16) and 2 (l % 16) + 1 of word l // 16, signed."""
+    """Unpacks [.., W] int32 to [.., L] int8: digit l is bits 2 (l % 16) and 2 (l % 16) + 1 of word l // 16, signed."""
     shifts = torch.arange(30, -1, -2, device=words.device, dtype=torch.int32)
     return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
 
 
 def select_words(words: Tensor, index: Tensor) -> Tensor:
-    """[N, W], [S] -> [S, W]: rows of words; zeros, which are digits of 0, where the index is outside."""
+    """Selects rows of words, [N, W], [S] -> [S, W]; zeros, which are digits of 0, where the index is outside."""
     index = bound_ids(index, words.shape[0])
     return words.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0)
 
@@ -193,7 +189,7 @@ def digit_attention(
     value_scale: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """[B, T, H, L], [S, W] -> [B, T, H, L]."""
+    """Attends to each sample's history of packed digits, [B, T, H, L], [S, W] -> [B, T, H, L]."""
     words = digits if indices is None else select_words(digits, indices)
     key = unpack_digits(words, query.shape[3])[:, None].to(query.dtype)
     value = None if value_scale is None else key * value_scale[:, None, None].to(key.dtype)
@@ -201,7 +197,7 @@ def digit_attention(
 
 
 def bound_ids(ids: Tensor, size: int) -> Tensor:
-    """[S] -> [S]: -1 in the place of ids outside of a table of so many rows."""
+    """Replaces ids outside of a table of so many rows by -1, [S] -> [S]."""
     outside = ids < 0
     if size <= torch.iinfo(ids.dtype).max:
         outside = outside | (ids >= size)
@@ -209,21 +205,20 @@ def bound_ids(ids: Tensor, size: int) -> Tensor:
 
 
 def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """[N, D] and [S] a table -> [S, D], the sum; an index of -1 gives zeros."""
+    """Sums rows of tables, [N, D] and [S] of each -> [S, D]; an index of -1 gives zeros."""
     rows = []
     for table, index in zip(tables, indices, strict=True):
         if table.shape[0] == 0:  # all is padding
-            row = table.new_zeros(index.shape[0], table.shape[1])
+            rows.append(table.new_zeros(index.shape[0], table.shape[1]))
         else:
-            row = table.index_select(0, index.clamp(min=0))
-        rows.append(row.masked_fill((index < 0).unsqueeze(1), 0))
+            rows.append(table.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0))
     if len(rows) == 1:
         return rows[0].to(dtype)
     return sum(_widen(row) for row in rows).to(dtype)
 
 
 def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
-    """Ages of keys, 0 for those not older than the query: int64, which ends at 2^63 - 1, or float64."""
+    """Returns the ages of keys, 0 for those not older than the query: int64, which ends at 2^63 - 1, or float64."""
     if query_time.is_floating_point():
         return (query_time - key_time).clamp(min=0)
     age = query_time.long() - key_time.long()
@@ -246,10 +241,10 @@ def jagged_attention(
     time_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and the log-sum-exp of the scores [R, H].
+    """Attends from queries to keys of their sample, [R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and [R, H].
 
-    Computes every pair, masked or not: Σ L·M of them.  times: of the queries [R] and of the keys [S]; a query that is
-    not causal sees the keys that are strictly older.
+    Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores.  times: of
+    the queries [R] and of the keys [S]; a query that is not causal sees the keys that are strictly older.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)

@@ -1,4 +1,4 @@
-"""Compilers, tracers, autocast and TorchScript around a call."""
+"""Compilers, tracers, interpreter, autocast and TorchScript around a call."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
