@@ -211,9 +211,9 @@ class AttentionProblem:
 
 
 @cached
-def _problem(*values: object) -> AttentionProblem:
-    """AttentionProblem(*values), one object for the same values."""
-    problem = AttentionProblem(*values)
+def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
+    """Returns the problem of these fields in their order, one object for the same values."""
+    problem = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device)
     dtype = problem.dtype
     if problem.width_bytes > MAX_WIDTH_BYTES:
         raise ValueError(
@@ -355,7 +355,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
     padded_queries = 0 if packed else 1 << (query_rows - 1).bit_length()
     dtypes = (query.dtype, tables[0].dtype if tables and not packed else None)
-    problem = _problem(*sizes, *flags, *rows, precision_of(query.dtype), padded_queries, *dtypes, device)
+    problem = _problem(sizes, flags, rows, precision_of(query.dtype), padded_queries, dtypes, device)
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
@@ -694,7 +694,7 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
     flags = (x.value is None, x.bias is not None, False, False)
     rows = (1, 0, int(x.key.shape[1]) if x.is_packed else 0)
-    return _problem(*sizes, *flags, *rows, precision_of(x.query.dtype), 0, x.query.dtype, None, device)
+    return _problem(sizes, flags, rows, precision_of(x.query.dtype), 0, (x.query.dtype, None), device)
 
 
 def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
