@@ -122,17 +122,7 @@ def test_scores_are_never_held_as_a_whole(lengths):
     from jfi.cpu import jagged_attention
     from jfi.ops.jagged_attention import _prepare
 
-    options = (
-        "key_offsets",
-        "indices",
-        "window_size",
-        "max_visible",
-        "key_bias",
-        "value_scale",
-        "position_bias",
-        "scale",
-    )
-    options = dict.fromkeys(options)
+    options = dict.fromkeys(("key_offsets", "window_size", "max_visible", "key_bias", "position_bias", "scale"))
     inputs, _ = _prepare(x[0], x[0], None, **where, **options, causal=False, time_bias=x[1], impl="torch")
     with LargestTensor() as largest, torch.no_grad():
         out, lse = jagged_attention.forward(inputs)
