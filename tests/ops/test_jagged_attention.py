@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -373,25 +374,37 @@ class Attend(torch.nn.Module):
         return jfi.ops.jagged_attention(query, key, **offsets, causal=True, key_bias=bias)
 
 
+class Add(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def run_package(module: torch.nn.Module, example: tuple, given: tuple, path: Path) -> int:
+    """Exports `module`, compares the package with it in a process without jfi; returns that process's exit code."""
+    with torch.no_grad():
+        shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+        program = torch.export.export(module, example, dynamic_shapes=shapes)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        torch.save((given, module(*given)), path.with_suffix(".tensors"))
+    script = f"""
+import sys
+sys.modules["jfi"] = None
+import torch
+given, wanted = torch.load({str(path.with_suffix(".tensors"))!r})
+found = torch._inductor.aoti_load_package({str(path)!r})(*given)
+torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+"""
+    return subprocess.run([sys.executable, "-c", script], check=False).returncode
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_package_runs_without_jfi(device, tmp_path):
     def inputs(queries, keys):
         rows = torch.randn(sum(queries), 4, 64, device=device), torch.randn(sum(keys), 1, 64, device=device)
         return *rows, offsets_of(queries, device), offsets_of(keys, device), torch.randn(sum(keys), 4, device=device)
 
-    with torch.no_grad():
-        shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in range(5))
-        program = torch.export.export(Attend(), inputs([3, 5, 9], [7, 4, 6]), dynamic_shapes=shapes)
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
-        given = inputs([30, 0, 1, 200, 17], [40, 9, 0, 300, 5])
-        wanted = Attend()(*given)
-    torch.save((given, wanted), tmp_path / "tensors.pt")
-    script = f"""
-import sys
-sys.modules["jfi"] = None
-import torch
-given, wanted = torch.load({str(tmp_path / "tensors.pt")!r})
-found = torch._inductor.aoti_load_package({path!r})(*given)
-torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    rows = torch.randn(7, 4, device=device)
+    if run_package(Add(), (rows,), (rows[:3],), tmp_path / "add.pt2"):
+        pytest.skip(f"torch {torch.__version__} runs no package in a fresh process here, not even x + 1")
+    example, given = inputs([3, 5, 9], [7, 4, 6]), inputs([30, 0, 1, 200, 17], [40, 9, 0, 300, 5])
+    assert run_package(Attend(), example, given, tmp_path / "attend.pt2") == 0
