@@ -15,7 +15,7 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What is chosen on the validation split.
+    """Settings that are chosen on the validation split.
 
     Args:
         item: rows of the rate that is expected otherwise, which are added to those of an item.
@@ -70,7 +70,7 @@ class Features:
         return {"recent item rate": _logit(tally.rate(self._tallies.overall, smoothing.item))}
 
     def co_occurrence(self, smoothing: Smoothing) -> dict[str, np.ndarray]:
-        """What the items of the history, and the labels they have there, say about the target."""
+        """Returns what the items of the history, and the labels they have there, say about the target."""
         sums = self._tallies.co_occurrence
         columns = {"similarity": np.log(sums.similarity + _SMALL)}
         if not self._tallies.is_implicit:

@@ -35,7 +35,7 @@ class BaselineResult:
 def run_baselines(
     dataset: InteractionDataset, seeds: Sequence[int] = (0,), monitor: str = "auc"
 ) -> dict[str, list[BaselineResult]]:
-    """By baseline a result for each seed.
+    """Returns a result for each seed, by baseline.
 
     With labels a seed changes nothing, so the results are computed once. Of implicit feedback it draws the training
     negatives, which are those of the first epoch of a run with this seed.

@@ -1,4 +1,4 @@
-"""What the past of each sample counts: rows and positives by item, by user, and by the values of columns.
+"""Counts of each sample's past: rows and positives by item, by user, and by the values of columns.
 
 The past of a sample is the running one: all rows with an earlier time, of any user and in any split, with their labels.
 Rows of the sample's own time are not in it. What counts a user's own rows counts the events of the user's histories, so
@@ -75,7 +75,7 @@ class Tallies:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether negatives are sampled."""
+        """Returns whether negatives are sampled."""
         return self._negatives is not None
 
     @cached_property
@@ -142,7 +142,7 @@ class Tallies:
 
     @cached_property
     def columns(self) -> dict[str, Tally]:
-        """By categorical column of the item, the user or the impression, labeled rows with a value of the sample."""
+        """Counts labeled rows with a value of the sample, by categorical column of the item, the user or the row."""
         tallies = {}
         for name, values in self._item_columns():
             if name == self._item_key:
@@ -164,7 +164,7 @@ class Tallies:
 
     @cached_property
     def in_history(self) -> dict[str, tuple[Tally, np.ndarray | None]]:
-        """By column of the item, its id included, the user's events that share a value with the target.
+        """Counts by column of the item, its id included, the user's events that share a value with the target.
 
         Of labels a tally and None. For implicit feedback `positives` are the events that share the value (the mean over
         values), `count` all events of the user, and beside it the share that all users' events with the value have.
@@ -191,7 +191,7 @@ class Tallies:
 
     @cached_property
     def co_occurrence(self) -> CoOccurrence:
-        """Of the target with the history."""
+        """Counts co-occurrences of the target with the history."""
         events, samples = self._events, self._samples
         return co_occurrence(events, self._moments, self._surprise(), self._window, samples.events, samples.item)
 
@@ -211,7 +211,7 @@ class Tallies:
         return surprise
 
     def _item_columns(self) -> Iterator[tuple[str, np.ndarray]]:
-        """By column of the item `[I, K]`, the values that its events keep; first the item itself."""
+        """Returns by column of the item `[I, K]`, the values that its events keep; first the item itself."""
         count = int(self._item.max()) + 1
         yield self._item_key, 1 + np.arange(count)[:, None]
         by_column: dict[str, list[Categorical]] = {}

@@ -57,7 +57,7 @@ class EventChooser:
         self._index = PolicyIndex(policy, self._cells if events.rows is None else self._cells[events.rows])
 
     def histories(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """What stays of the histories of samples: the events `[M]`, their numbers `[B]` and, if any, weights `[M]`.
+        """Returns what stays of samples' histories: events `[M]`, their numbers `[B]` and, if any, weights `[M]`.
 
         Args:
             owners: `[B]` int64, the samples.
@@ -67,7 +67,7 @@ class EventChooser:
         return self._rows_of(places), counts, weights
 
     def timelines(self, rows: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """What stays of the events of U timelines, as `histories`.
+        """Returns what stays of the events of U timelines, as `histories`.
 
         Args:
             rows: `[R]` int64, the samples, by timeline and time.

@@ -1,4 +1,4 @@
-"""How similar a target is to the events of its user's history, by which users had both before that moment.
+"""Similarity of a target to the events of its user's history, by which users had both before that moment.
 
 A user who has two items within `window` events makes a pair of them, at the time of the later one. With c the number of
 pairs of items i and j that are strictly older than a sample, and n_i and n_j those of events,

@@ -107,7 +107,7 @@ def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 
 
 def quantiles(values: np.ndarray, train: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """What `np.quantile(values[train & np.isfinite(values)], at)` gives, in memory that does not grow with N.
+    """Returns what `np.quantile(values[train & np.isfinite(values)], at)` gives, in memory that does not grow with N.
 
     Args:
         values: `[N]` float64.

@@ -71,7 +71,7 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 
 def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
-    """Whether a categorical column has a list of values a row."""
+    """Returns whether a categorical column has a list of values a row."""
     if isinstance(column, CodedColumn):
         return column.offsets is not None
     return is_list(column.type)

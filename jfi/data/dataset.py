@@ -234,7 +234,7 @@ class InteractionDataset:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether every row is a positive and negatives are sampled."""
+        """Returns whether every row is a positive and negatives are sampled."""
         return self._negatives is not None
 
     def candidates(self, split: str, kind: Kind, limit: int | None, num_sampled: int) -> Candidates:

@@ -87,7 +87,7 @@ def _encode(columns: RawColumns, schema: DataSchema, name: str, of: Entity) -> C
 
 
 def has_lists(schema: DataSchema, name: str) -> bool:
-    """Whether a categorical column has a list of values a row."""
+    """Returns whether a categorical column has a list of values a row."""
     return any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
 
 

@@ -1,4 +1,4 @@
-"""How long users stayed with each event, and where: what a history policy reads beside the model's inputs."""
+"""Dwell times and surfaces of events, which a history policy reads in addition to the model's inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

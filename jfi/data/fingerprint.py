@@ -28,7 +28,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a run trains on, in short.
+    """A digest of what a run trains on.
 
     It is of the values as the schema encodes them, which is all that training sees: another order of the table's rows,
     another file format or a value that is unknown before and after make no difference.
@@ -115,7 +115,7 @@ class Fingerprint:
         )
 
     def changes(self, now: "Fingerprint") -> str | None:
-        """What differs in `now`, in words; None if nothing does.
+        """Returns what differs in `now`, in words; None if nothing does.
 
         >>> before = Fingerprint(9, {"clicked": "a"}, {"train": 5}, {"train": "b"})
         >>> before.changes(dataclasses.replace(before, rows=10))
@@ -148,7 +148,7 @@ class Fingerprint:
         return f"the split has changed: other samples in {', '.join(other)}" if other else None
 
     def text(self) -> str:
-        """As a JSON file's text."""
+        """Returns the text of its JSON file."""
         return checked_json(_FORMAT, dataclasses.asdict(self))
 
     def save(self, path: Path) -> None:

@@ -133,7 +133,7 @@ class AbsentValue:
 
 
 def absent_values(table: Table, config: "DataConfig") -> list[AbsentValue]:
-    """Of the labels and `data.history` the values that no row of the table has."""
+    """Returns the values of the labels and `data.history` that no row of the table has."""
     rules = [("label", one.label) for one in config.trained_labels() if one.label and only_column(one.label) is None]
     rules += [] if config.history is None else [("history", config.history)]
     return [

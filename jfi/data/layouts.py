@@ -1,4 +1,4 @@
-"""What the name of a file says about its content: the format, and for text the delimiter, header and encodings."""
+"""Reads a file's name: the format, and for text the delimiter, header and encodings."""
 
 from dataclasses import dataclass, field
 from pathlib import PurePath

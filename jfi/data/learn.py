@@ -1,4 +1,4 @@
-"""What the training rows determine: the schema of a dataset."""
+"""Learns from the training rows: the schema of a dataset."""
 
 import numpy as np
 import pyarrow as pa

@@ -199,7 +199,7 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
 
 
 def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
-    """What is compared, and both values of it; each only makes sense where those before are equal."""
+    """Returns what is compared, and both values of it; each only makes sense where those before are equal."""
     yield "semantic IDs", *(None if one.codec is None else one.codec.fingerprint for one in (schema, prepared))
     ours, theirs = schema.encodings, prepared.encodings
     yield "keys", schema.features, prepared.features

@@ -1,4 +1,4 @@
-"""What a prepared dataset was made with, and the config of a run on it."""
+"""The manifest: what a prepared dataset was made with, and the config of a run on it."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says.
+    """The content of manifest.json.
 
     Args:
         data: the settings of the tables, columns, labels and splits.
@@ -43,7 +43,7 @@ class Manifest:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
-        """As a JSON file's text."""
+        """Returns the text of its JSON file."""
         data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "prepared"}
         tree = {"format": FORMAT, "complete": self.complete, "sizes": self.sizes, "data": data}
         return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
@@ -148,7 +148,7 @@ def _check(path: Path, name: str, value: object, kind: object) -> None:
 
 
 def _fits(value: object, kind: object) -> bool:
-    """Whether a value of JSON has the type of a config's field."""
+    """Returns whether a value of JSON has the type of a config's field."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return isinstance(value, str) and value in parts

@@ -24,7 +24,7 @@ from jfi.utils.encoding import HashBuckets, Vocabulary
 
 
 class SortedColumns:
-    """What `Columns` is for tables in memory: the raw columns, with a row for each user, item or event.
+    """The raw columns, a row for each user, item or event; `Columns` does the same for tables in memory.
 
     Columns of events are maps of files, and categorical ones are `CodedColumn`s. Those of users and items, which are
     few, are in memory.
@@ -86,11 +86,11 @@ class SortedColumns:
         return self._coded(RawColumn(name, "text")).take(self._first[of])
 
     def item_sids(self) -> np.ndarray:
-        """As `Columns.item_sids`."""
+        """See `Columns.item_sids`."""
         return self.sids.of(self._rows.item_ids)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
-        """As `Columns.count_changing`."""
+        """See `Columns.count_changing`."""
         if of in self._tables or name == self._ids[of][0]:
             return 0
         column = self._columns[RawColumn(name, "number").file] if numeric else self._coded(RawColumn(name, "category"))

@@ -88,7 +88,7 @@ def sort_rows(
 
 
 def checks_groups(config: DataConfig) -> bool:
-    """Whether a given split may cut a group, which is a fault."""
+    """Returns whether a given split may cut a group, which is a fault."""
     return config.group is not None and config.split in ("column", "files")
 
 

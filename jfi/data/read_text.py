@@ -119,7 +119,7 @@ def _parse(text: Text, names: list[str], used: list[str]) -> pa.Table:
 
 
 def _explain(text: Text, expected: int, error: str) -> DataError:
-    """What is wrong with the file, found by reading it row by row."""
+    """Returns what is wrong with the file, found by reading it row by row."""
     last = 1
     try:
         for first, last, record in text.records():

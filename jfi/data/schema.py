@@ -1,4 +1,4 @@
-"""What the training rows determine: the keys of a batch and how values become their ids; saved with a run.
+"""The schema, determined by the training rows: the keys of a batch and how values become their ids; saved with a run.
 
 A folder of a schema holds
 
@@ -135,7 +135,7 @@ def as_array(values: Sequence[str]) -> pa.Array:
 
 @dataclass(frozen=True)
 class Encodings:
-    """What the training rows determine, by column: enough to encode other values in the same way.
+    """Encodings by column, determined by the training rows: enough to encode other values in the same way.
 
     Args:
         vocabularies: of categorical columns.
@@ -150,7 +150,7 @@ class Encodings:
     buckets: dict[str, HashBuckets] = field(default_factory=dict)
 
     def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
-        """What gives the values of a categorical column their ids."""
+        """Returns what gives the values of a categorical column their ids."""
         return self.buckets[column] if column in self.buckets else self.vocabularies[column]
 
 

@@ -50,7 +50,7 @@ Source = str | list[str] | pa.Table
 
 @dataclass(frozen=True)
 class Sources:
-    """What to score.
+    """The tables to score.
 
     Args:
         interactions: the rows to score: a file, or an Arrow table.

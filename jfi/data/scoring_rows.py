@@ -1,4 +1,4 @@
-"""What `jfi.data.scoring` needs to know of rows: about how many there are, and which are repeated or first."""
+"""Facts about rows that `jfi.data.scoring` needs: about how many there are, and which are repeated or first."""
 
 import zlib
 from pathlib import Path

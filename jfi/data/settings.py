@@ -1,4 +1,4 @@
-"""What the `data` section of a config is made of: names, and its smaller sections."""
+"""Parts of the `data` section of a config: names, and its smaller sections."""
 
 from dataclasses import dataclass
 from typing import Literal

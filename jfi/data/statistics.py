@@ -81,7 +81,7 @@ def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Tabl
 
 
 def make_statistics(events: Events, names: list[str], max_history: int) -> dict[str, np.ndarray]:
-    """By column the statistics `[E]` float64 of all events, in their order."""
+    """Returns by column the statistics `[E]` float64 of all events, in their order."""
     made = _Statistics(events, max_history)
     columns: dict[str, np.ndarray] = {}
     for name in STATISTICS:
@@ -147,7 +147,7 @@ class _Statistics:
         }
 
     def _tally(self, key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, Past, Older]:
-        """Of all rows the number of positives among the `chosen` ones that share their key and are older."""
+        """Returns for all rows the number of positives among the `chosen` ones that share their key and are older."""
         past = Past(key[chosen], self._moment[chosen])
         older = past.older(key, self._moment)
         return past.sum(self._label[chosen], older), past, older

@@ -157,6 +157,6 @@ def fault_of_no_rows(config: DataConfig) -> DataError:
 
 
 def name_of(config: DataConfig) -> str:
-    """How messages name the table of interactions: its file, or the first and the last one."""
+    """Returns how messages name the table of interactions: its file, or the first and the last one."""
     files = [file for setting, paths in _interactions(config) for file in find_files(paths, setting)]
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"

@@ -1,4 +1,4 @@
-"""What the loss reads of a row beside its label: further labels, and its weight."""
+"""Further inputs of the loss: further labels, and its weight."""
 
 from collections.abc import Sequence
 
@@ -74,5 +74,5 @@ def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarr
 
 
 def _further_labels(config: DataConfig) -> dict[str, LabelConfig]:
-    """By the name of their column the trained labels but the first."""
+    """Returns by the name of their column the trained labels but the first."""
     return {LABEL + one.name: one for one in config.trained_labels()[1:]}

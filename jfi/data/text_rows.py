@@ -84,7 +84,7 @@ def rows_of(parts: Iterator[bytes], layout: Layout) -> Iterator[bytearray]:
 
 
 def _end_of_rows(content: bytearray, layout: Layout) -> int:
-    """Where the last row ends that is whole for sure; 0 if none is."""
+    """Returns where the last row ends that is whole for sure; 0 if none is."""
     # After a last CR an LF may follow.
     end = max(content.rfind(b"\n"), content.rfind(b"\r", 0, len(content) - 1)) + 1
     quote = (layout.quote or "").encode()
@@ -104,7 +104,7 @@ def _end_of_rows(content: bytearray, layout: Layout) -> int:
 
 
 def quotes_are_regular(content: bytes | bytearray, delimiter: int, quote: int, end: int) -> bool:
-    """Whether every second quote opens a field or follows another quote, and every other one closes or precedes.
+    """Returns whether odd quotes open a field or follow a quote, and even ones close a field or precede one.
 
     Args:
         content: whole rows, and at least one byte after `end` or a line end before it.

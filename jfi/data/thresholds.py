@@ -45,7 +45,7 @@ def rules_beside(label: str, tables: Iterable[Table]) -> list[str]:
 
 
 def _middle(counts: np.ndarray, begin: int, end: int) -> int | None:
-    """Where a cut leaves the most even numbers of rows on its sides; None if there is one value at most."""
+    """Returns where a cut leaves the most even numbers of rows on its sides; None if there is one value at most."""
     if end - begin < 2:
         return None
     below = counts[begin:end].cumsum()

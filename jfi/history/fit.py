@@ -110,7 +110,7 @@ def fit(
 
 
 class _Counts(NamedTuple):
-    """What one segment's relevance follows from, for G surfaces and as many bins as any has, unknown dwell last.
+    """Counts that determine one segment's relevance, for G surfaces and as many bins as any has, unknown dwell last.
 
     Args:
         events, conversions: `[G, bins]`.
@@ -129,7 +129,7 @@ class _Counts(NamedTuple):
         return self.conversions.sum() / self.events.sum()
 
     def relevance(self, g: int) -> tuple[float | None, ...]:
-        """Of a surface: information and entropy by events, the same by sessions, the model, None for none."""
+        """Returns for a surface: information and entropy by events, the same by sessions, the model, None for none."""
         model = (None if np.isnan(of[g]) else float(of[g]) for of in self.models)
         return *information(self.events[g], self.conversions[g]), *information(*self.sessions[:, g]), *model
 
@@ -145,7 +145,7 @@ class _AllCounts(NamedTuple):
     slopes: np.ndarray
 
     def of(self, segment: int) -> _Counts:
-        """Of a segment; K is all users."""
+        """Returns the counts of a segment; K is all users."""
         models = self.intercepts[segment], self.slopes[segment]
         return _Counts(self.events[segment], self.conversions[segment], self.sessions[segment], models)
 

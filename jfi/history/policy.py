@@ -1,4 +1,4 @@
-"""What stays of a user's history: a table by segment, surface and dwell that a person can read, as JSON too."""
+"""A history policy, which decides what stays of a user's history: a readable table by segment, surface and dwell."""
 
 import hashlib
 import json
@@ -84,13 +84,13 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is removed and every weight is 1, so that applying changes nothing."""
+        """Returns whether nothing is removed and every weight is 1, so that applying changes nothing."""
         tables = self.tables
         return bool(tables.keep.all()) and tables.weight is None and tables.cap is None
 
     @property
     def is_weighted(self) -> bool:
-        """Whether any event counts as more or less than one."""
+        """Returns whether any event counts as more or less than one."""
         return self.tables.weight is not None
 
     @property
@@ -105,7 +105,7 @@ class Policy:
 
     @cached_property
     def tables(self) -> Tables:
-        """What decides which events stay, on the CPU; an event of an unknown surface stays with weight 1."""
+        """Returns CPU tables that decide which events stay; an event of an unknown surface stays with weight 1."""
         count, bins = len(self.segments.names), self.num_bins
         keep = torch.ones(count, len(self.surfaces) + 1, bins, dtype=torch.bool)
         weight = torch.ones(keep.shape)
@@ -239,7 +239,7 @@ class Policy:
 
     @staticmethod
     def load(path: Path | str) -> "Policy":
-        """What `save` wrote, edited by hand or not.
+        """Loads what `save` wrote, edited by hand or not.
 
         Raises:
             DamagedFileError: the file is missing, or is no policy; one line that names it.

@@ -1,4 +1,4 @@
-"""How much dwell says about conversions: bins, information, log-odds, and the logistic model between them.
+"""Relevance of dwell for conversions: bins, information, log-odds, and the logistic model between them.
 
 By Bayes, log-odds(conversion | dwell t) = log of the prior odds + log p(t | conversion) / p(t | none). It is linear in
 log t where dwell is log-normal with one spread, so logit P = intercept + slope · log(1 + t) is fitted.

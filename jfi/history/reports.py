@@ -1,4 +1,4 @@
-"""What was seen of each segment of users, and of its events on each surface."""
+"""Reports of what was seen of each segment of users, and of its events on each surface."""
 
 from dataclasses import dataclass
 

@@ -35,7 +35,7 @@ _RESTARTS, _ITERATIONS = 5, 100
 
 
 class Counts(NamedTuple):
-    """What R ranges of events, each of one user, hold: the statistics follow from it.
+    """Counts of R ranges of events, each of one user: the statistics follow from it.
 
     Args:
         events: `[R]`.

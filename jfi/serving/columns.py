@@ -68,7 +68,7 @@ class Column:
         return Column(self._text, self._start[which], self._end[which], self._texts[which])
 
     def values(self) -> list:
-        """As Python objects.
+        """Returns the values as Python objects.
 
         Raises:
             ValueError, RecursionError: not JSON.
@@ -188,7 +188,7 @@ class Rows:
         return Rows({name: column[which] for name, column in self.columns.items()})
 
     def check(self) -> None:
-        """As `Column.check`."""
+        """See `Column.check`."""
         for column in self.columns.values():
             column.check()
 
@@ -292,7 +292,7 @@ def _rows(text: _Text, begin: int, end: int, names: Sequence[str]) -> Rows | Non
 
 
 def _begin_with(text: _Text, places: np.ndarray, heads: list[bytes]) -> bool:
-    """Whether at the places `[fields, N]` there are these bytes, by field."""
+    """Returns whether at the places `[fields, N]` there are these bytes, by field."""
     for at in range(0, max(map(len, heads)), 2 * WORD):
         which = [i for i, head in enumerate(heads) if len(head) > at]
         here = places if len(which) == len(heads) else places[which]

@@ -20,7 +20,7 @@ _LARGEST = np.uint64(2**63 - 1)
 
 
 def are_integers(words: np.ndarray, length: np.ndarray) -> bool:
-    """Whether words `[N, words]` are JSON's integers of so many digits, at least 1, with zeros behind them."""
+    """Returns whether words `[N, words]` are JSON's integers of so many digits, at least 1, with zeros behind them."""
     if length.max() > WORD * words.shape[1]:
         return False
     digits = (_are_digits(words[:, i], length - WORD * i if i else length) for i in range(words.shape[1]))
@@ -102,12 +102,12 @@ def _values(digits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _are_digits(words: np.ndarray, length: np.ndarray) -> bool:
-    """Whether the first bytes of words, so many of each, are digits; zeros are behind them."""
+    """Returns whether the first bytes of words, so many of each, are digits; zeros are behind them."""
     digits = words | _FILLS.take(length, mode="clip")
     # A half byte of 3, which 6 more leaves at 3.
     return not ((digits & (digits + _SIXES) & _HIGH) != _ZEROS).any()
 
 
 def _has_leading_zero(words: np.ndarray, length: np.ndarray) -> bool:
-    """Whether an integer of more than one digit begins with 0."""
+    """Returns whether an integer of more than one digit begins with 0."""
     return bool((((words & FIRST_BYTES[1]) == ord("0")) & (length > 1)).any())

@@ -21,7 +21,7 @@ FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(WORD + 1)], np.uint64)
 
 
 class KnownValues(Vocabulary):
-    """As Vocabulary, and of the bytes of values too.
+    """A Vocabulary that also takes the bytes of values.
 
     Args:
         values: distinct strings.
@@ -89,7 +89,7 @@ class KnownValues(Vocabulary):
 
 
 def _equal(rows: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Whether rows of a table hold these words."""
+    """Returns whether rows of a table hold these words."""
     equal = rows[..., 0] == words[..., 0]
     for column in range(1, words.shape[-1]):
         equal &= rows[..., column] == words[..., column]

@@ -33,7 +33,7 @@ class Cut(list):
 
 
 def loads(body: bytes, parse_constant: Callable[[str], object], most: dict[str, int]) -> object:
-    """As `json.loads`, of a document whose lists at the keys of `most` are cut to as many last rows.
+    """Parses, as `json.loads` does, a document whose lists at the keys of `most` are cut to as many last rows.
 
     Raises:
         ValueError, RecursionError: not JSON.

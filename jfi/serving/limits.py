@@ -1,4 +1,4 @@
-"""What bounds the requests inside the server: how many, and the bodies that are still arriving."""
+"""Bounds of the requests inside the server: how many, and the bodies that are still arriving."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the server counts and measures, as the text that Prometheus reads (exposition format 0.0.4)."""
+"""Metrics of the server, as the text that Prometheus reads (exposition format 0.0.4)."""
 
 from bisect import bisect_left
 from collections import Counter

@@ -72,7 +72,7 @@ def operators_of(program: ExportedProgram) -> list[str]:
 
 
 def _forms() -> dict[torch._ops.OpOverload, Callable]:
-    """By operator what takes its place."""
+    """Returns by operator what takes its place."""
     forms: dict[torch._ops.OpOverload, Callable] = {torch.ops.jfi.target_attention_fwd.default: _target_attention}
     if hasattr(torch.ops.fbgemm, "asynchronous_complete_cumsum"):
         forms[torch.ops.fbgemm.asynchronous_complete_cumsum.default] = _complete_cumsum

@@ -126,12 +126,12 @@ class RequestReader:
             self._plain = {}
 
     def _fields(self) -> dict[str, list[Field]]:
-        """By part of the schema the fields of a request, some of them twice."""
+        """Returns by part of the schema the fields of a request, some of them twice."""
         events = self.schema.event + list(self._of_policy.values())
         return {"user": self.schema.user, "event": events, "candidate": self.schema.candidate}
 
     def fields(self) -> dict:
-        """By part of a request its fields and their types."""
+        """Returns by part of a request its fields and their types."""
         names = {"user": "user", "event": "history", "candidate": "candidates"}
         described = {
             names[part]: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"}
@@ -233,7 +233,7 @@ class RequestReader:
         return event, len(kept), weights
 
     def _choose(self, columns: dict[str, Values], place: Place) -> tuple[np.ndarray, np.ndarray | None]:
-        """What the policy gives; of `columns` those that it reads are checked then."""
+        """Returns what the policy gives; of `columns` those that it reads are checked then."""
         found: dict[str, Values | None] = dict.fromkeys(("age", "dwell", "surface", "session"))
         for role, one in self._of_policy.items():
             values = columns[one.name]
@@ -300,7 +300,7 @@ class RequestReader:
 
 
 def _dropped(rows: list | Rows) -> int:
-    """How many rows were before these in the request."""
+    """Returns how many rows were before these in the request."""
     return rows.dropped if isinstance(rows, Cut) else 0
 
 

@@ -62,7 +62,7 @@ class PolicyFields:
     dwell_seconds: float = 1.0
 
     def fields(self) -> "dict[str, Field]":
-        """By what they are here, as fields of the request."""
+        """Returns by kind, as fields of the request."""
         names = {"dwell": self.dwell, "surface": self.surface, "session": self.session}
         kinds = {"dwell": "number"}
         return {of: Field(name, kinds.get(of, "category")) for of, name in names.items() if name is not None}

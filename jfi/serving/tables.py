@@ -148,7 +148,7 @@ def _configs(sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, 
 
 
 def _quantize(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
-    """What the state_dicts of quantized EmbeddingCollections of these tables have."""
+    """Returns what the state_dicts of quantized EmbeddingCollections of these tables have."""
     from torch import nn
     from torchrec import EmbeddingCollection
     from torchrec.inference.modules import quantize_embeddings

@@ -1,4 +1,4 @@
-"""What all codecs have: content in, one int64 an item out, and back; files and their fingerprint.
+"""The base of all codecs: content in, one int64 an item out, and back; files and their fingerprint.
 
 Ids are computed in float64, a block of rows at a time, so that an item's id does not depend on the items beside it, the
 device or the number of threads, except where content lies within rounding of a boundary. A catalogue's ids are still
@@ -30,7 +30,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class FitInputs:
-    """What a codec is fitted to: the items that have content.
+    """The inputs of a fit: the items that have content.
 
     Args:
         x: `[N, D]` float32, the normalized sources side by side.
@@ -232,11 +232,11 @@ class Codec(ABC):
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """Where the digits are in an ID."""
+        """Returns where the digits are in an ID."""
 
     @property
     def digit_values(self) -> int:
-        """How many values a digit has: 3 of ternary digits, else the size of a codebook."""
+        """Returns how many values a digit has: 3 of ternary digits, else the size of a codebook."""
         return self.layout.codebook_size or 3
 
     @abstractmethod
@@ -248,7 +248,7 @@ class Codec(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the codec computes: where it was fitted, or where `to` has put it."""
+        """Returns where the codec computes: where it was fitted, or where `to` has put it."""
         return self.tensors["mean"].device
 
     def to(self, device: torch.device | str) -> Self:
@@ -257,7 +257,7 @@ class Codec(ABC):
         return self
 
     def describe(self) -> dict:
-        """What JSON can hold of the codec: class, settings, widths."""
+        """Returns what JSON can hold of the codec: class, settings, widths."""
         return {"kind": type(self).__name__, "settings": self.settings, "widths": self.widths}
 
     def state(self) -> dict[str, Tensor]:

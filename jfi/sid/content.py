@@ -40,7 +40,7 @@ class TextEmbedding:
 
 @dataclass
 class Content:
-    """How the columns of a table of items become sources and labels; `learn` determines it from a catalogue.
+    """Describes how the columns of a table of items become sources and labels; `learn` determines it from a catalogue.
 
     Args:
         texts: columns of text, each a source.
@@ -106,7 +106,7 @@ class Content:
         return found
 
     def settings(self) -> dict:
-        """What the user has chosen."""
+        """Returns what the user has chosen."""
         chosen = {"text": self.texts, "embeddings": self.embeddings, "categorical": self.categorical}
         return {**chosen, "text-width": self.width, "seed": self.seed}
 
@@ -120,7 +120,7 @@ class Content:
 
     @classmethod
     def load(cls, path: Path) -> "Content":
-        """What `save` wrote.
+        """Loads what `save` wrote.
 
         Raises:
             DataError: the file is missing, damaged, or another one.

@@ -1,4 +1,4 @@
-"""From digits to content: the frozen part of a codec that a model reads, as modules without parameters."""
+"""Decoders from digits to content: the frozen part of a codec that a model reads, as modules without parameters."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Decoder(Protocol):
-    """What all decoders have."""
+    """The base of all decoders."""
 
     #: D, of the content.
     width: int

@@ -177,7 +177,7 @@ def unpack_codes(sids: Tensor, num_levels: int, codebook_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the digits of a semantic ID are in its int64: all that a model or a server must know to read them.
+    """Positions of the digits of a semantic ID in its int64: all that a model or a server must know to read them.
 
     Args:
         num_digits: L, ternary digits or codes.

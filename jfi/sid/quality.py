@@ -1,4 +1,4 @@
-"""How good a catalogue's semantic IDs are, in figures."""
+"""Quality of a catalogue's semantic IDs, in figures."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class LabelAccuracy:
-    """How well a label is read from the IDs, by a linear classifier fitted to every second item and tested on the rest.
+    """Accuracy of a linear classifier that reads a label from the IDs, fitted to every second item, tested on the rest.
 
     A codec that was fitted with the labels has seen those of the tested items too.
 
@@ -151,7 +151,7 @@ def _entropy(counts: Tensor) -> float:
 
 
 def _usage(codec: Codec, sids: Tensor) -> list[Tensor]:
-    """By digit, how many items have each of its values."""
+    """Returns by digit, how many items have each of its values."""
     digits = codec.digits(sids)
     first = -1 if digits.dtype == torch.int8 else 0
     return [torch.bincount(column.long() - first, minlength=codec.digit_values) for column in digits.T]
@@ -166,12 +166,12 @@ def _blocks(codec: Codec, sources: list[Tensor]):
 
 
 def _decoded(codec: Codec, sids: Tensor) -> Tensor:
-    """What SIDs stand for, normalized as the content is, `[n, D]` float64."""
+    """Returns what SIDs stand for, normalized as the content is, `[n, D]` float64."""
     return (codec.decode(sids).to(codec.device) - codec.tensors["mean"]) / spread(codec.tensors["scale"], codec.widths)
 
 
 def _errors(codec: Codec, sources: list[Tensor], sids: Tensor) -> tuple[Tensor, Tensor]:
-    """By source, the sums of squares of what the IDs miss, and of the content."""
+    """Returns by source, the sums of squares of what the IDs miss, and of the content."""
     errors, sizes = torch.zeros(2, len(sources), dtype=torch.float64, device=codec.device)
     for (x, present), part in zip(_blocks(codec, sources), sids.split(_BLOCK), strict=True):
         missed = (x - _decoded(codec, part)).split(codec.widths, 1)

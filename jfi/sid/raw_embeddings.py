@@ -40,7 +40,7 @@ class RawEmbeddings(Codec):
     def fit(
         self, sources: Sources, labels: Mapping[str, Tensor] | None = None, progress: Progress | None = None
     ) -> Self:
-        """As `Codec.fit`, with all rows that have content; raises ValueError too if all of them are equal."""
+        """Fits as `Codec.fit` does, with all rows that have content; raises ValueError too if all of them are equal."""
         super().fit(sources, labels, progress)
         mean, scale = self.tensors["mean"], self.tensors["scale"]
         listed, parts = as_sources(sources), []

@@ -19,7 +19,7 @@ _LLOYD_STEPS = 100
 
 
 class Alphabet(Protocol):
-    """What digits a stage has, and how its basis is found."""
+    """The digits that a stage has, and how its basis is found."""
 
     #: Whether `fit` reads `moments`.
     by_moments: bool

@@ -133,7 +133,7 @@ class VQFusion(Codec):
 
     @torch.no_grad()
     def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
-        """What the heads read from each SID: by label `[N]` int64, the most probable category.
+        """Returns what the heads read from each SID: by label `[N]` int64, the most probable category.
 
         Raises:
             RuntimeError: the codec is not fitted.

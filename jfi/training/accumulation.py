@@ -15,7 +15,7 @@ Output = TypeVar("Output")
 
 
 class NoSteps:
-    """In the place of the optimizer of a train pipeline whose batches are parts of one: it makes no step."""
+    """Replaces the optimizer of a train pipeline whose batches are parts of one: it makes no step."""
 
     def zero_grad(self) -> None:
         """Does nothing."""

@@ -1,4 +1,4 @@
-"""Whether the training steps of a run are launched as CUDA graphs."""
+"""Decides whether the training steps of a run are launched as CUDA graphs."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from jfi.training.distributed import World
 
 
 def captures_shards(config: Config) -> bool:
-    """Whether the steps of a run under torchrun are to be captured."""
+    """Returns whether the steps of a run under torchrun are to be captured."""
     return config.training.cuda_graph == "always"
 
 

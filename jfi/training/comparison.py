@@ -13,7 +13,7 @@ COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
 
 
 class Compared(Protocol):
-    """What a model is compared by: metrics of both held-out splits, and the time of training."""
+    """Figures that a model is compared by: metrics of both held-out splits, and the time of training."""
 
     validation: dict[str, float]
     test: dict[str, float]

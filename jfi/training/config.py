@@ -171,7 +171,7 @@ class TrainingConfig:
         require(isinstance(uri, str) and uri.startswith(_URIS), "training.logger_options.tracking_uri", uri, must)
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
-        """By kind of candidates that `ranking` asks for, how the names of its metrics end."""
+        """Returns by kind of candidates that `ranking` asks for, how the names of its metrics end."""
         return {"none": {}, "sampled": {"sampled": ""}, "full": {"sampled": "", "full": "_full"}}[self.ranking]
 
     def ranking_metrics(self) -> list[str]:

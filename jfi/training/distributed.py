@@ -47,7 +47,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and prints."""
+        """Returns whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def on_first(self, act: Callable[[], T]) -> T:
@@ -151,7 +151,7 @@ def shared_folder(world: World, prefix: str, write: Callable[[Path], None]) -> I
 
 
 def launched() -> bool:
-    """Whether torchrun started this process (or a launcher that sets the same environment)."""
+    """Returns whether torchrun started this process (or a launcher that sets the same environment)."""
     return "WORLD_SIZE" in os.environ
 
 

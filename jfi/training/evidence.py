@@ -1,4 +1,4 @@
-"""Whether columns tell more than the scores of a model: `training.preset: auto` decides by it.
+"""Decides whether columns tell more than the scores of a model: `training.preset: auto` decides by it.
 
 The difference between the AUC of two scores of the same rows has a standard error (DeLong et al., "Comparing the areas
 under two or more correlated receiver operating characteristic curves", 1988): with n rows of a label, the share of
@@ -34,7 +34,7 @@ class Gain:
 
     @property
     def counts(self) -> bool:
-        """Whether the second score is better by more than `ERRORS` standard errors."""
+        """Returns whether the second score is better by more than `ERRORS` standard errors."""
         return self.after - self.before > ERRORS * self.error
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def auc_gain(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> Gain:
 
 
 def gain_of_columns(scores: np.ndarray, columns: np.ndarray, labels: np.ndarray, users: np.ndarray) -> Gain | None:
-    """What boosted trees of the scores and the columns gain over the scores, on users that they were not fitted to.
+    """Returns what boosted trees of scores and columns gain over the scores, on users that they were not fitted to.
 
     Args:
         scores: `[N]` logits of a model that has not been fitted to these rows.

@@ -1,4 +1,4 @@
-"""How the processes of a run exchange histories: their rows, or attention to them.
+"""Chooses how the processes of a run exchange histories: their rows, or attention to them.
 
 `jfi.distributed` has the second way. Where both work, the one that sends fewer bytes is chosen, by the formulas of
 `jfi.training.traffic`.
@@ -99,7 +99,7 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
 
 
 def _tables(model: SequenceDLRM, sharding: ShardingConfig) -> tuple[dict[str, str], list[str]]:
-    """By embedding of the collection its table, and the tables that every process reads whole."""
+    """Returns by embedding of the collection its table, and the tables that every process reads whole."""
     collection: EmbeddingCollection = model.embedding_collection
     configs = collection.embedding_configs()
     names = collection.embedding_names_by_table()

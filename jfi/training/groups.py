@@ -39,7 +39,7 @@ class Groups:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one group."""
+        """Returns whether there is more than one group."""
         return self.size < self._world.size
 
     def environment(self) -> ShardingEnv:

@@ -21,7 +21,7 @@ _CLASSES = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 
 
 class Logger(Protocol):
-    """What a logger does, see lightning.pytorch.loggers.Logger."""
+    """The interface of a logger, see lightning.pytorch.loggers.Logger."""
 
     def log_hyperparams(self, params: dict[str, Any]) -> None: ...
     def log_metrics(self, metrics: dict[str, float], step: int) -> None: ...

@@ -70,7 +70,7 @@ class Objective:
     def _losses(
         label: LabelSpec, output: Tensor, target: Tensor, positive_weight: float, is_whole: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of each sample the loss, and that with the weight of positives."""
+        """Returns each sample's loss, and that with the weight of positives."""
         present = None if is_whole else ~target.isnan()
         target = target if present is None else target.nan_to_num()
         if label.task == "regression":

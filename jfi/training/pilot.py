@@ -57,7 +57,7 @@ def validation_rows(dataset: InteractionDataset, batch_size: int) -> np.ndarray:
 
 
 def statistics_of(dataset: InteractionDataset, names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
-    """By column the statistics `[N]` float64 of the events `rows`, made as if there were no test rows.
+    """Returns by column the statistics `[N]` float64 of the events `rows`, made as if there were no test rows.
 
     Args:
         dataset: a table with labels; its events are read into memory.

@@ -80,7 +80,7 @@ def apply_preset(config: Config, dataset: InteractionDataset, world: World | Non
 
 
 def _by_size(config: Config, samples: int) -> dict[str, Any]:
-    """By key what suits a table of so many training samples."""
+    """Returns by key what suits a table of so many training samples."""
     settings: dict[str, Any] = {"model.cross_layers": 2, "model.dropout": 0.1}
     settings["model.embedding_dim"] = 64 if samples >= _WIDE else 32
     if config.model.pooling == "attention":
@@ -99,7 +99,7 @@ def _by_size(config: Config, samples: int) -> dict[str, Any]:
 def _by_pilots(
     config: Config, sized: Config, dataset: InteractionDataset, world: World
 ) -> tuple[dict[str, Any], list[str]]:
-    """By key what pilots choose, and a line for each part that was tried, or could not be."""
+    """Returns by key what pilots choose, and a line for each part that was tried, or could not be."""
     samples = dataset.num_samples("train")
     if samples >= _LARGE:
         return {}, [f"training.preset tried no parts: {samples:,} training samples, {_LARGE:,} or more"]
@@ -224,7 +224,7 @@ _DEFAULT = Config()
 
 
 def _free(config: Config, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that the config leaves at their default, and that have another value."""
+    """Returns those of the settings that the config leaves at their default, and that have another value."""
     return {
         key: value
         for key, value in settings.items()

@@ -1,4 +1,4 @@
-"""What a run has learnt from its data, and on which data: the folder `data` of the run folder.
+"""Stores what a run has learnt from its data, and on which data: the folder `data` of the run folder.
 
 schema.json, vocabularies.parquet    the schema, see `jfi.data.schema`
 fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.fingerprint`
@@ -103,7 +103,7 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
 
 
 def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
-    """What the batches of an epoch follow from, besides the number of the epoch: where it is equal, so are they.
+    """Returns what determines the batches of an epoch, besides its number: where it is equal, so are they.
 
     Raises:
         DataError: the run's fingerprint is missing or damaged.
@@ -121,7 +121,7 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
 
 
 def _describe_timelines(known: Fingerprint, config: DataConfig) -> dict[str, object]:
-    """What a user's events are cut into timelines by, those that are no samples included."""
+    """Returns what a user's events are cut into timelines by, those that are no samples included."""
     settings = column_settings(config)
     rule = [] if settings.history is None else parse_rule(settings.history).columns
     names = sorted({settings.user, settings.timestamp, *rule})

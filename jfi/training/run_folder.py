@@ -73,7 +73,7 @@ class RunFolder:
 
     @classmethod
     def holds(cls, config: Config) -> bool:
-        """Whether `config.training.run_dir` is the folder of a run with an equal config."""
+        """Returns whether `config.training.run_dir` is the folder of a run with an equal config."""
         path = config.training.run_dir
         if path is None or not cls(Path(path)).config.is_file():
             return False

@@ -41,7 +41,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """Where the parameters of a run's best epoch are.
+    """Location of the parameters of a run's best epoch.
 
     Args:
         path: of the checkpoint.

@@ -55,7 +55,7 @@ class MismatchedCheckpointError(ConfigError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a chunk begins in its file."""
+    """The start of a chunk in its file."""
 
     file: str
     begin: int
