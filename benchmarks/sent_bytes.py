@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from jfi.distributed.peer_memory import PeerMemory
+from jfi.distributed.exchange import PeerMemory
 
 
 class SentBytes:

@@ -6,9 +6,11 @@ import math
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy
@@ -113,7 +115,7 @@ def test_a_batch_over_a_block_shares_its_memory():
 
 @pytest.mark.parametrize("mean", [1, 40, 3000])
 def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
-    buckets = CapacityBuckets.of(describe(batch(histories(0, mean))))
+    buckets = CapacityBuckets(describe(batch(histories(0, mean))))
     sizes = set()
     for seed in range(200):
         one = describe(batch(histories(seed, mean), seed))
@@ -121,12 +123,12 @@ def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
         assert capacities[0] == B and capacities[1] == capacities[2]
         assert one.lengths[1] <= capacities[1] <= max(64, 1.25 * one.lengths[1] + 64)
         sizes.add(capacities)
-        assert capacities == CapacityBuckets.of(describe(batch(histories(0, mean)))).fit(one)
+        assert capacities == CapacityBuckets(describe(batch(histories(0, mean)))).fit(one)
     assert 1 <= len(sizes) <= 10
 
 
 def test_what_does_not_fit_is_said():
-    buckets = CapacityBuckets.of(describe(batch([5] * B)))
+    buckets = CapacityBuckets(describe(batch([5] * B)))
     assert buckets.fit(describe(batch([50] * B))) == "more values than the largest capacity"
     for other in (
         batch([5] * (B - 1)),
@@ -183,6 +185,22 @@ class FakeGraphs:
         self.captures += 1
         outputs: dict = {}
         return lambda: outputs.update(step()), outputs
+
+
+def test_a_bucket_that_is_gone_leaves_no_events(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+    for name in ("Stream", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    graphs = module.CudaGraphs(CPU, staging=2)
+    for _ in range(3):
+        graphs.new_bucket(SimpleNamespace(new_block=lambda: SimpleNamespace(is_cuda=True)))
+    assert len(made) == 12 and not any(event() for event in made)
 
 
 def tables(kind: type, config: type, *keys: str) -> nn.Module:

@@ -12,7 +12,7 @@ staging blocks; one copy within the device then moves it to where the graph read
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,12 +32,21 @@ from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.utils.padding import padded_to_capacity
 
 
+class StagingBlock:
+    """Memory of a batch that a side stream fills and the step's stream copies."""
+
+    def __init__(self, block: Tensor) -> None:
+        self.block = block
+        #: On a GPU, the events that the block is filled, and that it was copied.
+        self.filled, self.copied = (torch.cuda.Event() if block.is_cuda else None for _ in range(2))
+
+
 class CapacityBucket:
     """Buffers of one capacity, and its graph once it is captured."""
 
     def __init__(self, buffers: Buffers, staging: int) -> None:
         self.buffers, self.block = buffers, buffers.new_block()
-        self.staging = [buffers.new_block() for _ in range(staging)]
+        self.staging = [StagingBlock(buffers.new_block()) for _ in range(staging)]
         self.loads = self.eager_steps = 0
         self.replay: Callable[[], None] | None = None
         self.outputs: Any = None
@@ -75,7 +84,6 @@ class StepGraphs:
         self._device = next(model.parameters()).device
         self._graphs = CudaGraphs(self._device, staging, priority) if self._device.type == "cuda" else None
         self._fixed_length_keys: frozenset[str] = frozenset()
-        self._padding: dict[str, int] = {}
         self._buckets: dict[tuple[int, ...], CapacityBucket] = {}
         #: Steps that were replayed from a graph.
         self.captured = 0
@@ -104,11 +112,14 @@ class StepGraphs:
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _bucket(self, structure: Hashable, capacities: tuple[int, ...]) -> CapacityBucket:
+    def _new_buffers(self, capacities: tuple[int, ...]) -> Buffers:
+        raise NotImplementedError
+
+    def _bucket(self, capacities: tuple[int, ...]) -> CapacityBucket:
         # A graph captures dropout and the like as they are in this mode.
         key = self._model.training, *capacities
         if key not in self._buckets:
-            self._buckets[key] = self._graphs.new_bucket(Buffers(structure, capacities, self._padding, self._device))
+            self._buckets[key] = self._graphs.new_bucket(self._new_buffers(capacities))
         return self._buckets[key]
 
     def _run(self, bucket: CapacityBucket) -> Any:
@@ -238,7 +249,7 @@ class CapturedStep(StepGraphs):
         capacities = self._capacities.fit(described)
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
-        bucket = self._bucket(described.structure, capacities)
+        bucket = self._bucket(capacities)
         self._graphs.load(bucket, described)
         return self._run(bucket)
 
@@ -249,9 +260,12 @@ class CapturedStep(StepGraphs):
         reason = why_not_captured(self._model, batch)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
-        self._capacities, self._padding = CapacityBuckets.of(described), padding_ids(self._model)
+        self._capacities, self._padding = CapacityBuckets(described), padding_ids(self._model)
         self._fixed_length_keys = self._capacities.fixed_length_keys
         self._reference = None
+
+    def _new_buffers(self, capacities: tuple[int, ...]) -> Buffers:
+        return Buffers(self._capacities.structure, capacities, self._padding, self._device)
 
 
 class CudaGraphs:
@@ -263,8 +277,6 @@ class CudaGraphs:
         # graphs are captured on.
         self._stream, self._copies = torch.cuda.Stream(device, priority=priority), torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        #: By the id of a staging block: the events that it is filled, and that it was copied to the step's block.
-        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     def reset(self) -> None:
         """Takes a new memory pool; all graphs must be gone."""
@@ -273,7 +285,6 @@ class CudaGraphs:
 
     def new_bucket(self, buffers: Buffers) -> CapacityBucket:
         bucket = CapacityBucket(buffers, self._staging)
-        self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in bucket.staging}
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         return bucket
 
@@ -287,14 +298,13 @@ class CudaGraphs:
         pinned = Described(batch.structure, [_pin(x) for x in batch.tensors], [_pin(x) for x in batch.jagged])
         staging = bucket.staging[bucket.loads % len(bucket.staging)]
         bucket.loads += 1
-        filled, copied = self._events[id(staging)]
         with torch.cuda.stream(self._copies):
-            self._copies.wait_event(copied)
-            bucket.buffers.fill(staging, pinned)
-            filled.record(self._copies)
-        current.wait_event(filled)
-        bucket.block.copy_(staging)
-        copied.record(current)
+            self._copies.wait_event(staging.copied)
+            bucket.buffers.fill(staging.block, pinned)
+            staging.filled.record(self._copies)
+        current.wait_event(staging.filled)
+        bucket.block.copy_(staging.block)
+        staging.copied.record(current)
 
     def run(self, step: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self._device)

@@ -8,7 +8,7 @@ is one copy. Behind the values of a key are padding ids up to the key's capacity
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
@@ -161,70 +161,59 @@ class CapacityBuckets:
     reference · MARGIN · GROWTH^step, all keys with the same step.
 
     Args:
-        structure: of the reference.
-        keys: of the reference.
-        lengths: its values, by key.
-        fixed: by key whether it has one value a sample.
+        reference: the batch that capacities follow from.
+        fixed: by key whether it has one value a sample; None for those of the reference.
+        lengths: numbers of values by key, then any others that capacities hold; None for those of the reference.
+
+    Attributes:
+        structure: of the batches.
         fixed_length_keys: keys with one value a sample in all batches that fit; none if that would have to be read
             from a device.
     """
 
     def __init__(
-        self,
-        structure: Structure | None,
-        keys: list[str],
-        lengths: tuple[int, ...],
-        fixed: list[bool],
-        fixed_length_keys: frozenset[str] = frozenset(),
+        self, reference: Described, fixed: list[bool] | None = None, lengths: Sequence[int] | None = None
     ) -> None:
-        self.structure, self.fixed_length_keys = structure, fixed_length_keys
-        self._keys, self._reference, self._fixed = keys, lengths, fixed
-        self._buckets = [tuple(self._capacity(i, step) for i in range(len(self._keys))) for step in _STEPS]
-
-    @classmethod
-    def of(cls, reference: Described) -> "CapacityBuckets":
-        """Returns those of a reference batch."""
-        fixed = reference.fixed_length()
-        return cls(reference.structure, reference.keys, reference.lengths, fixed, fixed_length_keys(reference, fixed))
-
-    def _capacity(self, key: int, step: int) -> int:
-        if self._fixed[key]:
-            return self._reference[key]
-        return _MULTIPLE * math.ceil(max(1, self._reference[key]) * MARGIN * GROWTH**step / _MULTIPLE)
+        self.structure, self._keys = reference.structure, reference.keys
+        self._fixed = reference.fixed_length() if fixed is None else fixed
+        self._lengths = reference.lengths if lengths is None else lengths
+        padded = {key for key, is_fixed in zip(self._keys, self._fixed, strict=True) if not is_fixed}
+        self.fixed_length_keys = frozenset(self._keys) - padded if reference.is_on_host() else frozenset()
+        is_fixed = self._fixed + [False] * (len(self._lengths) - len(self._fixed))
+        self._buckets = [
+            tuple(
+                length if fixed else _MULTIPLE * math.ceil(max(1, length) * MARGIN * GROWTH**step / _MULTIPLE)
+                for length, fixed in zip(self._lengths, is_fixed, strict=True)
+            )
+            for step in _STEPS
+        ]
 
     def fit(self, batch: Described) -> tuple[int, ...] | str:
         """Returns the smallest capacities that hold a batch, or why there are none."""
         if batch.structure != self.structure:
             return OTHER_STRUCTURE
-        if self.fixed_length_keys:
-            if not batch.is_on_host():
-                return "lengths on the device, unlike those of the first batch"
-            for key, fixed, is_fixed in zip(self._keys, self._fixed, batch.fixed_length(), strict=True):
-                if fixed and not is_fixed:
-                    return not_fixed_length(key)
-        return self.capacities(batch.lengths)
+        if not self.fixed_length_keys:
+            return self.capacities(batch.lengths, self._fixed)
+        if not batch.is_on_host():
+            return "lengths on the device, unlike those of the first batch"
+        return self.capacities(batch.lengths, batch.fixed_length())
 
-    def capacities(self, lengths: tuple[int, ...]) -> tuple[int, ...] | str:
-        """Returns the smallest capacities that hold so many values, or why there are none."""
-        for key, fixed, length, reference in zip(self._keys, self._fixed, lengths, self._reference, strict=True):
-            if fixed and length != reference:
-                return not_fixed_length(key)
+    def capacities(self, lengths: Sequence[int], fixed: list[bool]) -> tuple[int, ...] | str:
+        """Returns the smallest capacities that hold so many values, or why there are none.
+
+        Args:
+            lengths: numbers of values, as those of the reference.
+            fixed: by key whether it has one value a sample.
+        """
+        for key, was_fixed, is_fixed, length, reference in zip(
+            self._keys, self._fixed, fixed, lengths, self._lengths, strict=False
+        ):
+            if was_fixed and not (is_fixed and length == reference):
+                return f"not one value a sample in '{key}', as the first batch has"
         for capacities in self._buckets:
             if all(length <= capacity for length, capacity in zip(lengths, capacities, strict=True)):
                 return capacities
         return "more values than the largest capacity"
-
-
-def fixed_length_keys(batch: Described, fixed: list[bool]) -> frozenset[str]:
-    """Returns the keys with one value a sample, as `Described.fixed_length` says it, if the batch is on the host."""
-    if not batch.is_on_host():
-        return frozenset()
-    return frozenset(batch.keys) - {key for key, is_fixed in zip(batch.keys, fixed, strict=True) if not is_fixed}
-
-
-def not_fixed_length(key: str) -> str:
-    """Returns why a batch does not fit the capacities."""
-    return f"not one value a sample in '{key}', as the first batch has"
 
 
 class _JaggedParts(NamedTuple):
@@ -284,24 +273,13 @@ class Buffers:
             jagged.append(_JaggedParts(values, lengths, offsets, None if leaf.weights is None else next(parts)))
         return tensors, jagged
 
-    def fill(self, block: Tensor, batch: Described, behind: "Buffers | None" = None) -> None:
-        """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing.
-
-        Args:
-            block: a block of `new_block`.
-            batch: the batch to write.
-            behind: buffers whose structure is the first part of this one: that part is written already.
-        """
-        begin, skipped, known = 0, 0, 0
-        if behind is not None:
-            begin, skipped, known = behind.size, len(behind._tensors), len(behind._jagged)
-            if self._spans[: len(behind._spans)] != behind._spans:
-                raise ValueError("the structure of `behind` must be the first part of this one's")
-        block[begin:].copy_(self._blank[begin:], non_blocking=True)
+    def fill(self, block: Tensor, batch: Described) -> None:
+        """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing."""
+        self.clear(block)
         tensors, jagged = self._views(block)
-        for to, value in list(zip(tensors, batch.tensors, strict=True))[skipped:]:
+        for to, value in zip(tensors, batch.tensors, strict=True):
             to.copy_(value, non_blocking=True)
-        for to, own, one in list(zip(jagged, self._capacities, batch.jagged, strict=True))[known:]:
+        for to, own, one in zip(jagged, self._capacities, batch.jagged, strict=True):
             to.lengths.copy_(one.lengths().view_as(to.lengths), non_blocking=True)
             # Summed here, which may overlap the previous step, and not in the step.
             to.offsets[:, 1:].copy_(to.lengths.cumsum(1, dtype=to.offsets.dtype), non_blocking=True)
@@ -315,18 +293,17 @@ class Buffers:
         block.copy_(self._blank, non_blocking=True)
 
     def narrow(self, block: Tensor, wider: "Buffers", given: Tensor) -> None:
-        """Copies a batch that fits this structure's capacities from a block of wider ones of the same structure."""
+        """Copies a batch that fits these capacities from a block of wider buffers of the same structure."""
         (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(given)
         for to, value in zip(tensors, from_tensors, strict=True):
-            to.copy_(value, non_blocking=True)
-        capacities = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
-        for to, one, own, others in capacities:
-            to.lengths.copy_(one.lengths, non_blocking=True)
-            to.offsets.copy_(one.offsets, non_blocking=True)
+            to.copy_(value)
+        for to, one, own, others in zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True):
+            to.lengths.copy_(one.lengths)
+            to.offsets.copy_(one.offsets)
             for narrow, wide in ((to.values, one.values), (to.weights, one.weights)):
                 if narrow is not None:
-                    for part, other, count in zip(narrow.split(list(own)), wide.split(list(others)), own, strict=True):
-                        part.copy_(other[:count], non_blocking=True)
+                    for part, other in zip(narrow.split(list(own)), wide.split(list(others)), strict=True):
+                        part.copy_(other[: part.size(0)])
 
     def batch(self, block: Tensor) -> Any:
         """Returns a batch over a block's memory; a KeyedJaggedTensor caches what it computes, so it is made anew."""

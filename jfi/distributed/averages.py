@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jfi.distributed.peer_memory import PeerMemory
+from jfi.distributed.exchange import PeerMemory
 
 
 @dataclass

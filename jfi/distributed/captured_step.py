@@ -15,11 +15,10 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE, describe
-from jfi.distributed.agreed_shapes import INPUT_DIST, STEP, AgreedShapes
 from jfi.distributed.averages import captured_averages
-from jfi.distributed.distributed_batch import DistributedBatch, ids_of
+from jfi.distributed.exchange import PeerMemory, are_peers
 from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
-from jfi.distributed.peer_memory import PeerMemory, are_peers
+from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes, ids_of
 from jfi.distributed.sharded_tables import ShardedTables
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
@@ -33,7 +32,7 @@ class CapturedShardedStep(StepGraphs):
     sends the ids of a batch to the owners of their rows while the two steps before it run, as a CUDA graph of its own
     (`jfi.distributed.fixed_input_dist`). All ranks take the same decision for a batch: to replay a graph of the same
     capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
-    on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.peer_memory`).
+    on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.exchange`).
 
     What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
@@ -73,7 +72,8 @@ class CapturedShardedStep(StepGraphs):
         self._pg = self._collections[0].pg
         if self._pg.size() != dist.get_world_size():
             raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._pg.size()}")
-        self._agreed = AgreedShapes(self._collections, dist.new_group(), self._device)
+        self._ids_pg = dist.new_group()
+        self._shapes: FixedShapes | None = None
         self._input_dists: dict[tuple[int, ...], FixedInputDist] = {}
         on_gpu = self._graphs is not None
         self._input_graphs = CudaGraphs(self._device, staging=0, priority=INPUT_DIST) if on_gpu else None
@@ -119,15 +119,18 @@ class CapturedShardedStep(StepGraphs):
 
     def _set_reference(self, batch: Any) -> None:
         """Takes the capacities from a batch."""
-        self._recent.append(self._agreed.set_reference(batch))
-        self._fixed_length_keys, self._padding = self._agreed.fixed_length_keys, self._agreed.padding
+        self._shapes = shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
+        self._recent.append(shapes.smallest)
+        self._fixed_length_keys = shapes.buckets.fixed_length_keys
         sharded = {id(part) for collection in self._collections for part in collection.modules()}
-        parts = [part for part in self._model.modules() if id(part) not in sharded]
-        remote = frozenset(feature.name for group in self._agreed.groups for feature in group.features)
-        reasons = (why_module_not(part, self._agreed.padded_keys, remote) for part in parts)
-        reason = next(filter(None, reasons), None)
-        if reason is not None:
-            raise ValueError(f"the step cannot be captured: {reason}")
+        remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
+        padded = set(shapes.reference.keys) - self._fixed_length_keys
+        for part in self._model.modules():
+            if id(part) not in sharded and (reason := why_module_not(part, padded, remote)):
+                raise ValueError(f"the step cannot be captured: {reason}")
+
+    def _new_buffers(self, capacities: tuple[int, ...]) -> DistributedBuffers:
+        return DistributedBuffers(self._shapes, capacities)
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Makes a step on the next batch, and sends the second one after it ahead.
@@ -145,48 +148,49 @@ class CapturedShardedStep(StepGraphs):
             ValueError: features that do not fit the collections, likewise.
         """
         if self._graphs is None:
-            return self._progress_eagerly(next(batches), "without a GPU")
+            return self._progress_eagerly(InFlightBatch(next(batches)), "without a GPU")
         self._send_next(batches)
         if not self._in_flight:
             raise StopIteration
         in_flight = self._in_flight.popleft()
-        capacities = OTHER_STRUCTURE if in_flight.sender is None else self._agreed.agree(in_flight.shapes())
+        capacities = OTHER_STRUCTURE if in_flight.sender is None else self._shapes.agree(in_flight.shapes())
         while not isinstance(capacities, str) and not in_flight.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
+            if in_flight.is_counted:
+                self._shapes.discount(in_flight.batch)
             in_flight = self._input_dist(capacities).send(in_flight.batch)
-            capacities = self._agreed.agree(in_flight.shapes())
+            capacities = self._shapes.agree(in_flight.shapes())
         if isinstance(capacities, str):
-            outputs = self._progress_eagerly(in_flight.batch, capacities)
+            outputs = self._progress_eagerly(in_flight, capacities)
         else:
             self._recent.append(capacities)
             self._begin_step()
-            bucket = self._bucket(in_flight.sender.structure, capacities)
-            in_flight.load(capacities, bucket.buffers, bucket.block)
+            bucket = self._bucket(capacities)
+            in_flight.sender.load(in_flight.slot, capacities, bucket.buffers, bucket.block)
             outputs = self._run(bucket)
         self._send_next(batches)
         return outputs
 
-    def _progress_eagerly(self, batch: Any, reason: str) -> Any:
+    def _progress_eagerly(self, in_flight: InFlightBatch, reason: str) -> Any:
         """Makes a step whose forward pass sends the ids."""
+        if in_flight.is_counted:
+            self._shapes.discount(in_flight.batch)
         self._begin_step()
-        return self._run_eagerly(batch, reason)
+        return self._run_eagerly(in_flight.batch, reason)
 
     def _send_next(self, batches: Iterator[Any]) -> None:
         """Sends batches until AHEAD of them are on their way, if there are any."""
-        while len(self._in_flight) < AHEAD:
-            batch = next(batches, None)
-            if batch is None:
-                return
-            if not self._recent:
+        while len(self._in_flight) < AHEAD and (batch := next(batches, None)) is not None:
+            if self._shapes is None:
                 self._set_reference(batch)
-            if len(set(self._agreed.samples)) > 1:  # no two ranks' shapes would agree
-                self._in_flight.append(InFlightBatch(batch, None, None))
-                continue
-            self._in_flight.append(self._input_dist(max(self._recent)).send(batch))
+            if len(set(self._shapes.samples)) > 1:  # no two ranks' shapes would agree
+                self._in_flight.append(InFlightBatch(batch))
+            else:
+                self._in_flight.append(self._input_dist(max(self._recent)).send(batch))
 
     def _input_dist(self, capacities: tuple[int, ...]) -> FixedInputDist:
         if capacities not in self._input_dists:
-            self._input_dists[capacities] = FixedInputDist(self._agreed, capacities, self._input_graphs)
+            self._input_dists[capacities] = FixedInputDist(self._shapes, capacities, self._input_graphs)
         return self._input_dists[capacities]
 
     def _begin_step(self) -> None:
@@ -204,7 +208,7 @@ class CapturedShardedStep(StepGraphs):
                 return self._step_on_batch(batch)
             if peers is not None:
                 stack.enter_context(peers.step())
-            ids, outputs = ids_of(describe(batch.batch)), batch.outputs(self._collections, self._pg, peers)
+            ids, outputs = ids_of(describe(batch.batch)), self._shapes.outputs(batch, self._pg, peers)
             for collection, output in zip(self._collections, outputs, strict=True):
                 stack.enter_context(collection.given(ids, output))
             return self._step_on_batch(batch.batch)

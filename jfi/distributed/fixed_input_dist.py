@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.cuda_graphs.captured_step import CudaGraphs
-from jfi.cuda_graphs.static_batch import Buffers, Described, describe
-from jfi.distributed.agreed_shapes import AgreedShapes
-from jfi.distributed.distributed_batch import DistributedBatch, column_keys, jagged, requested_key, sent_key, slot_keys
+from jfi.cuda_graphs.captured_step import CudaGraphs, StagingBlock
+from jfi.cuda_graphs.static_batch import Described, describe
 from jfi.distributed.exchange import Exchange
+from jfi.distributed.fixed_shapes import DistributedBuffers, FixedShapes
 from jfi.distributed.input_dist import SortedIds, check_ids, counts_for_owners, payload_of, sort_by_owner
 from jfi.distributed.planning import TableGroup
 from jfi.ops import partition_ids as kernels
@@ -30,45 +29,43 @@ AHEAD = 2
 _WARM_UP = 2
 
 
-class _MemorySlot:
+class _MemorySlot(StagingBlock):
     """Memory of a batch that was sent, the shapes of all ranks, and the graph that fills it."""
 
     def __init__(self, block: Tensor, shapes: Tensor) -> None:
-        self.block, self.shapes = block, shapes
+        super().__init__(block)
+        self.shapes = shapes
         self.replay: Callable[[], None] | None = None
-        #: On a GPU: it is filled; the step has copied it.
-        self.filled, self.copied = (torch.cuda.Event() if block.is_cuda else None for _ in range(2))
 
 
 class FixedInputDist:
     """Sends batches of fixed capacities; all ranks call it with their parts of the same batch.
 
     Args:
-        agreed: the ladder of capacities, after `set_reference`.
-        capacities: by name of the ladder.
+        shapes: agreed on by all ranks.
+        capacities: those of `shapes.buckets` that it has.
         graphs: makes CUDA graphs; None to send by single launches.
 
     Attributes:
         capacities: as given.
     """
 
-    def __init__(self, agreed: AgreedShapes, capacities: tuple[int, ...], graphs: CudaGraphs | None) -> None:
-        self.capacities, self._agreed, self._graphs = capacities, agreed, graphs
-        self._by_name = dict(zip(agreed.names, capacities, strict=True))
-        device, reference, size = agreed.device, agreed.reference, agreed.pg.size()
-        keys = len(reference.keys)
-        self._shape = torch.zeros(2 + 2 * keys, dtype=torch.int64, device=device)
-        self._shapes = torch.zeros(size, 2 + 2 * keys + size * len(agreed.groups), dtype=torch.int64, device=device)
-        self._raw = Buffers(reference.structure, capacities[:keys], agreed.padding, device)
+    def __init__(self, shapes: FixedShapes, capacities: tuple[int, ...], graphs: CudaGraphs | None) -> None:
+        self.capacities, self._agreed, self._graphs = capacities, shapes, graphs
+        self._buffers = DistributedBuffers(shapes, capacities)
+        device, size = shapes.device, shapes.pg.size()
         # Made here, since a capture copies nothing from the host.
-        self._owners = [torch.tensor(group.owner_ranks, device=device) for group in agreed.groups]
-        self._padding = [self._padding_event(number, group) for number, group in enumerate(agreed.groups)]
-        #: Of a `DistributedBatch`, made of the first one. The batch itself comes first in them.
-        self._buffers: Buffers | None = None
-        self._memory_slots: list[_MemorySlot] = []
+        self._shape = torch.tensor(shapes.shape_vector(shapes.reference), device=device)
+        self._shapes = self._shape.new_zeros(size, self._shape.size(0) + size * len(shapes.groups))
+        self._owners = [torch.tensor(group.owner_ranks, device=device) for group in shapes.groups]
+        self._padding = [torch.tensor([group.padding], dtype=torch.int32, device=device) for group in shapes.groups]
+        self._slots = []
+        for _ in range(AHEAD + 1):
+            on_host = torch.zeros(self._shapes.shape, dtype=torch.int64, pin_memory=shapes.stream is not None)
+            self._slots.append(_MemorySlot(self._buffers.new_block(), on_host))
         self._count = 0
-        if agreed.stream is not None:
-            agreed.stream.wait_stream(torch.cuda.current_stream(device))
+        if shapes.stream is not None:
+            shapes.stream.wait_stream(torch.cuda.current_stream(device))
 
     def send(self, batch: Any) -> "InFlightBatch":
         """Sends a batch in any memory, best in pinned memory, and waits for nothing.
@@ -77,161 +74,103 @@ class FixedInputDist:
             UnsupportedBatch: a batch that is no tree of tensors and constants with one KeyedJaggedTensor.
             ValueError: features that do not fit the table groups.
         """
-        described = describe(batch)
-        self._agreed.ids_by_key(batch)  # checked here, since keys have equal capacities in the buffers
-        shape, stream = torch.tensor(self._agreed.shape_vector(described)), self._agreed.stream
+        described, raw, stream = describe(batch), self._buffers.raw, self._agreed.stream
+        self._agreed.ids_by_key(described)  # checked here, since keys have equal capacities in the buffers
+        shape = torch.tensor(self._agreed.shape_vector(described))
+        slot, is_held = self._slots[self._count % len(self._slots)], self._holds(described)
         with self._agreed.on_stream():
-            slot = self._memory_slots[self._count % len(self._memory_slots)] if self._memory_slots else None
-            if slot is not None and stream is not None:
+            if stream is not None:
                 stream.wait_event(slot.copied)
-            raw = self._raw.new_block() if slot is None else slot.block[: self._raw.size]
-            if self._holds_raw(described):
-                self._raw.fill(raw, described)
+            if is_held:
+                raw.fill(slot.block[: raw.size], described)
             else:  # none of it is sent, as all ranks will see from the shapes
-                self._raw.clear(raw)
+                raw.clear(slot.block[: raw.size])
             self._shape.copy_(shape if stream is None else shape.pin_memory(), non_blocking=True)
-            if slot is None:
-                slot = self._first_slot(raw)
+            if slot.replay is None and self._graphs is not None and self._count >= _WARM_UP:
+                slot.replay, _ = self._graphs.capture(lambda: self._fill(slot.block))
+            if slot.replay is None:
+                self._fill(slot.block)
             else:
-                self._run(slot)
-            self._count += 1
+                slot.replay()
             slot.shapes.copy_(self._shapes, non_blocking=True)
             if stream is not None:
                 slot.filled.record(stream)
-        return InFlightBatch(batch, self, slot)
+        self._count += 1
+        return InFlightBatch(batch, is_held, self, slot)
 
     def holds(self, capacities: tuple[int, ...]) -> bool:
         """Returns whether its capacities are at least these."""
         return all(capacity >= other for capacity, other in zip(self.capacities, capacities, strict=True))
 
-    def load(self, slot: _MemorySlot, capacities: tuple[int, ...], buffers: Buffers, block: Tensor) -> None:
-        """Copies a sent batch of these capacities, which it holds, into a block of buffers that have them."""
+    def load(self, slot: _MemorySlot, capacities: tuple[int, ...], buffers: DistributedBuffers, block: Tensor) -> None:
+        """Copies a sent batch of these capacities, which it holds, into a block of buffers that have them.
+
+        The current stream waits for the batch's arrival.
+        """
+        stream = None if slot.filled is None else torch.cuda.current_stream(block.device)
+        if stream is not None:
+            stream.wait_event(slot.filled)
         if capacities == self.capacities:
             block.copy_(slot.block)
-            return
-        buffers.narrow(block, self._buffers, slot.block)
-        wide, narrow = self._buffers.batch(slot.block), buffers.batch(block)
-        fetched = [number for number, group in enumerate(self._agreed.groups) if not group.features]
-        size, by_name = self._agreed.pg.size(), dict(zip(self._agreed.names, capacities, strict=True))
-        parts = zip(fetched, wide.requested, narrow.requested, narrow.slots, strict=True)
-        for number, source, target, slots in parts:
-            had, has = (capacity[requested_key(number)] // size for capacity in (self._by_name, by_name))
-            rows = source.values()[: size * had].view(size, had)
-            target.values()[: size * has].view(size, has).copy_(rows[:, :has])
-            where = slots.values()  # narrowed already
-            where.copy_(torch.where(where < 0, -1, where // had * has + where % had))
-
-    @property
-    def structure(self) -> object:
-        """The structure of a `DistributedBatch`."""
-        return self._buffers.structure
-
-    def _holds_raw(self, batch: Described) -> bool:
-        if batch.structure != self._agreed.reference.structure:
-            return False
-        fixed = self._agreed.fixed_length_keys
-        lengths = zip(batch.keys, batch.lengths, self.capacities, strict=False)
-        return all(count == most if key in fixed else count <= most for key, count, most in lengths)
-
-    def _first_slot(self, raw: Tensor) -> _MemorySlot:
-        """Makes the memory slots, and fills the first one from a raw batch and `_shape`."""
-        sent, agreed = self._send_raw(raw), self._agreed
-        self._buffers = Buffers(sent.structure, self.capacities, agreed.padding, agreed.device)
-        for _ in range(AHEAD + 1):
-            shapes = torch.zeros(self._shapes.shape, dtype=torch.int64, pin_memory=agreed.stream is not None)
-            self._memory_slots.append(_MemorySlot(self._buffers.new_block(), shapes))
-        self._buffers.fill(self._memory_slots[0].block, sent)
-        return self._memory_slots[0]
-
-    def _run(self, slot: _MemorySlot) -> None:
-        """Fills a memory slot behind the raw batch in it."""
-
-        def fill() -> None:
-            self._buffers.fill(slot.block, self._send_raw(slot.block[: self._raw.size]), behind=self._raw)
-
-        if slot.replay is None and self._graphs is not None and self._count >= _WARM_UP:
-            slot.replay, _ = self._graphs.capture(fill)
-        if slot.replay is None:
-            fill()
         else:
-            slot.replay()
+            buffers.narrow(block, self._buffers, slot.block)
+        if stream is not None:
+            slot.copied.record(stream)
 
-    def _send_raw(self, raw: Tensor) -> Described:
-        """Sends a raw batch and `_shape`, and returns the `DistributedBatch` that arrives; writes `_shapes`."""
+    def _holds(self, batch: Described) -> bool:
+        """Returns whether the buffers hold this rank's batch."""
+        buckets = self._agreed.buckets
+        if batch.structure != buckets.structure:
+            return False
+        lengths = zip(batch.keys, batch.lengths, self.capacities, strict=False)
+        return all(n == most if key in buckets.fixed_length_keys else n <= most for key, n, most in lengths)
+
+    def _fill(self, block: Tensor) -> None:
+        """Sends the raw batch in a block, and `_shape`; writes what arrives behind the batch, and `_shapes`."""
         agreed, parts, size = self._agreed, [], self._agreed.pg.size()
-        with padded_to_capacity(agreed.fixed_length_keys):
-            batch = self._raw.batch(raw)
-            by_key = agreed.ids_by_key(batch)
+        with padded_to_capacity(agreed.buckets.fixed_length_keys):
+            batch = self._buffers.raw.batch(block[: self._buffers.raw.size])
+            by_key = agreed.ids_by_key(describe(batch))
             for number, (group, padding) in enumerate(zip(agreed.groups, self._padding, strict=True)):
-                slots = self._by_name[sent_key(number) if group.features else requested_key(number)]
-                slots = slots if group.features else slots // size
+                slots, _ = agreed.group_capacities(self.capacities, number)
                 parts.append(partition(group, by_key, size, slots, padding))
             self._shapes.copy_(agreed.gather(self._shape, [part.sums for part in parts]))
-            sent = DistributedBatch(batch, agreed.samples, [], [], [])
-            for number, (group, part) in enumerate(zip(agreed.groups, parts, strict=True)):
-                if group.features:
-                    sent.events.append(self._send_events(number, group, part))
-                    continue
-                sent.requested.append(self._request_rows(number, part.buffer))
-                lengths = torch.cat([by_key[key].lengths() for key in group.keys])
-                sizes = [by_key[key].values().size(0) for key in group.keys]
-                sent.slots.append(jagged(slot_keys(number, group), part.slots, lengths, sizes))
-            return describe(sent)
+            self._buffers.fill(block, [self._send_part(number, part) for number, part in enumerate(parts)])
 
-    def _send_events(self, number: int, group: TableGroup, part: "Partitioned") -> KeyedJaggedTensor:
-        """Sends a group's events, and returns those of all ranks that arrive, with padding behind them."""
-        pg, padding, keys = self._agreed.pg, self._padding[number], column_keys(number, group)
-        size, slots, capacity = pg.size(), self._by_name[sent_key(number)], self._by_name[keys[0]]
-        buffer, owners = part.buffer, group.owner_ranks
+    def _send_part(self, number: int, part: "Partitioned") -> tuple[Tensor, Tensor]:
+        """Sends a group's events to their owners; returns what arrives, see `DistributedBatch`."""
+        agreed, group, padding = self._agreed, self._agreed.groups[number], self._padding[number]
+        pg, size, owners = agreed.pg, agreed.pg.size(), group.owner_ranks
+        slots, capacity = agreed.group_capacities(self.capacities, number)
+        if not group.features:
+            arrived = Exchange(pg, [slots] * size, [slots] * size).send(part.buffer.view(-1))
+            return arrived.view(size, slots), part.slots
+        buffer, is_owner = part.buffer, pg.rank() in owners
         if len(owners) < size:
             buffer = buffer.view(size, slots, -1).index_select(0, self._owners[number]).flatten(0, 1)
-        is_owner = pg.rank() in owners
         sent, received = [slots if rank in owners else 0 for rank in range(size)], [slots if is_owner else 0] * size
         arrived = Exchange(pg, sent, received).send(buffer)
-        lengths = group.to_owners(pg, list(self._agreed.samples)).send(counts_for_owners(group, part.counts))
+        lengths = group.to_owners(pg, agreed.samples).send(counts_for_owners(group, part.counts))
         if is_owner:
             columns = collect(arrived, lengths, padding, size, capacity)
         else:
             columns = padding.view(-1, 1).expand(-1, capacity)
-        return jagged(keys, columns.flatten(), lengths.repeat(len(keys)), [capacity] * len(keys))
-
-    def _request_rows(self, number: int, buffer: Tensor) -> KeyedJaggedTensor:
-        """Sends the rows [W · slots, 1] that this rank requests, and returns what all ranks request of this one."""
-        size = self._agreed.pg.size()
-        slots = buffer.size(0) // size
-        arrived = Exchange(self._agreed.pg, [slots] * size, [slots] * size).send(buffer.view(-1))
-        lengths = torch.full((size,), slots, dtype=torch.int32, device=buffer.device)
-        return jagged([requested_key(number)], arrived, lengths, [size * slots])
-
-    def _padding_event(self, number: int, group: TableGroup) -> Tensor:
-        """Returns the columns [1, K] int32 of padding."""
-        keys = column_keys(number, group) if group.features else [requested_key(number)]
-        padding = [self._agreed.padding.get(key, 0) for key in keys]
-        return torch.tensor([padding], dtype=torch.int32, device=self._agreed.device)
+        return columns, pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class InFlightBatch(NamedTuple):
     """A batch on its way to the owner ranks of its ids."""
 
     batch: Any  # as it was given
-    sender: FixedInputDist | None  # None if it is not sent ahead of its step
-    slot: _MemorySlot | None
+    is_counted: bool = False  # whether its ids outside of their tables are
+    sender: FixedInputDist | None = None  # None if it is not sent ahead of its step
+    slot: _MemorySlot | None = None
 
     def shapes(self) -> list[list[int]]:
-        """Waits for the shapes of all ranks, see `AgreedShapes.gather`."""
+        """Waits for the shapes of all ranks, see `FixedShapes.gather`."""
         if self.slot.filled is not None:
             self.slot.filled.synchronize()
         return self.slot.shapes.tolist()
-
-    def load(self, capacities: tuple[int, ...], buffers: Buffers, block: Tensor) -> None:
-        """Copies the batch into a block of buffers; the current stream waits for its arrival."""
-        if self.slot.filled is None:
-            self.sender.load(self.slot, capacities, buffers, block)
-            return
-        current = torch.cuda.current_stream(block.device)
-        current.wait_event(self.slot.filled)
-        self.sender.load(self.slot, capacities, buffers, block)
-        self.slot.copied.record(current)
 
 
 class Partitioned(NamedTuple):

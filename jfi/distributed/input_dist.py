@@ -44,7 +44,8 @@ class GroupInput(Multistreamable):
     Attributes:
         group: the table group.
         events: the exchange of the events; None if their rows cannot be fetched.
-        queries: the exchange of one row for each sample: every owner gets those of all samples of all ranks.
+        queries: the exchange of one row for each sample: every owner gets those of all samples of all ranks; None if
+            attention does not read the events.
         columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
         offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
@@ -56,7 +57,7 @@ class GroupInput(Multistreamable):
 
     group: TableGroup
     events: Exchange | None
-    queries: Exchange
+    queries: Exchange | None
     columns: tuple[Tensor, ...]
     offsets: Tensor | None
     sizes: list[int]
@@ -130,9 +131,9 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
         counts, others = torch.stack([self._counts, self._arriving]).cpu().transpose(1, 2).tolist()
         samples, arriving = others[0], []
         for group, ids, sent, received in zip(self._groups, self._sorted, counts[1:], others[1:], strict=True):
-            events, queries = Exchange(self._pg, sent, received), group.to_owners(self._pg, samples)
-            lengths = None, None
-            if ids.counts is not None:
+            events, queries, lengths = Exchange(self._pg, sent, received), None, (None, None)
+            if group.features:
+                queries = group.to_owners(self._pg, samples)
                 lengths = queries.start(counts_for_owners(group, ids.counts))
             arriving.append((group, events, queries, ids, events.start(ids.columns), lengths))
         return _InFlightIds(arriving, self._by_key)
@@ -179,9 +180,7 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 
 
 @torch.no_grad()
-def sort_by_owner(
-    group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, count_outside: bool = True
-) -> SortedIds:
+def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> SortedIds:
     """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
 
     Where jagged tensors may be padded (`jfi.utils.padding`), what is behind a key's own values comes last.
@@ -190,12 +189,11 @@ def sort_by_owner(
         group: of the events.
         by_key: ids, bucket ids and weights.
         num_ranks: W.
-        count_outside: whether ids outside of their tables are counted.
     """
     sequences = [by_key[key] for key in group.keys]
     check_ids(group, by_key)
     is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)
-    outside = group.outside.on(sequences[0].values().device) if count_outside else None
+    outside = group.outside.on(sequences[0].values().device)
     ids_of = bound_ids([x.values() for x in sequences], [sharding.num_rows for sharding in group.shardings], outside)
     positions, located = None, []
     if group.dedup:

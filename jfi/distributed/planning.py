@@ -13,8 +13,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from jfi.distributed.exchange import Exchange
-from jfi.distributed.peer_memory import PeerMemory
+from jfi.distributed.exchange import Exchange, PeerMemory
 from jfi.distributed.row_sharding import RowSharding, row_shardings
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.id_counts import OutsideIds
@@ -82,6 +81,11 @@ class TableGroup:
     def has_weight(self) -> bool:
         """Whether the payload has a weight."""
         return bool(self.features) and self.features[0].reads_weights
+
+    @property
+    def padding(self) -> list[int]:
+        """The columns of an event without a row: its position, then the payload."""
+        return [-1] * (1 + len(self.field_tables)) + [0] * (self.has_bucket + self.has_weight)
 
 
 class TablePlan(NamedTuple):

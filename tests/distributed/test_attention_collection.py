@@ -40,6 +40,7 @@ from jfi.distributed.input_dist import check_keys
 from jfi.distributed.planning import TableGroup, plan_tables, remote_field
 from jfi.distributed.row_sharding import row_shardings, row_wise_shards
 from jfi.distributed.sharded_tables import defer_sharded_steps
+from jfi.modules import outside_ids
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.training.traffic import SequenceShape, by_attention
 
@@ -80,9 +81,10 @@ def test_two_processes_have_the_losses_of_one(found, name):
         assert summary.startswith("3 of 4 steps ran captured"), summary
 
 
-@pytest.mark.parametrize("way", ["eager", "without a GPU", "buffers"])
+@pytest.mark.parametrize("way", ["eager", "without a GPU", "buffers", "levels"])
 def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(found, way):
     name = "ids outside of their tables"
+    assert way != "levels" or found[0][way][name]["sent again"] > 0
     counts = [rank[way][name]["outside"] for rank in found]
     assert all(counts)
     expected = count_outside(CASES[name])
@@ -268,6 +270,41 @@ def test_a_batch_that_no_capacity_holds_is_an_eager_step(alone):
     assert captured.summary().startswith(
         "0 of 3 steps ran captured, in 0 CUDA graphs; eagerly: 2 as warm-up, 1 another"
     )
+
+
+def test_ids_outside_are_counted_once_where_a_batch_that_was_sent_ahead_is_an_eager_step(alone):
+    """Its second sample has two tags and its third none, which is found when it has been sent."""
+    case = Case(bags="sum", optimizer="sgd")
+    model = shard(build(case), case, data_parallel=False)
+    dense, ids, labels = part_of(make_batch(case, 0), 0, SAMPLES)
+    batches = []
+    for second, third in ((1, 1), (2, 0)):
+        lengths = {key: ids[key].lengths() for key in list(ids.keys())} | {"tag": torch.ones(SAMPLES).int()}
+        lengths["tag"][1:3] = torch.tensor([second, third])
+        values = {key: ids[key].values() for key in lengths} | {"tag": torch.arange(18, 18 + SAMPLES)}
+        parts = [torch.cat(list(one.values())) for one in (values, lengths)]
+        batches.append((dense, KeyedJaggedTensor(list(lengths), parts[0], lengths=parts[1]), labels))
+    captured, given = CapturedShardedStep(lambda batch: model(*batch[:2]), model), iter(batches)
+    use_stand_ins(captured)
+    with as_on_a_gpu():
+        for count in (1, 2):
+            captured.progress(given)
+            assert captured.steps == count
+    assert dict(captured.eager) == {"as warm-up": 1, "not one value a sample in 'tag', as the first batch has": 1}
+    assert outside_ids(model) == {"tag": 2}
+
+
+@pytest.mark.parametrize("way", ["eager", "buffers"])
+def test_queries_are_sent_to_the_owners_of_histories_alone(alone, way, monkeypatch):
+    groups, to_owners = [], TableGroup.to_owners
+
+    def recorded(group: TableGroup, *args: object) -> object:
+        groups.append(group)
+        return to_owners(group, *args)
+
+    monkeypatch.setattr(TableGroup, "to_owners", recorded)
+    train_together(CASES["plain"], way)
+    assert groups and all(group.features for group in groups)
 
 
 def test_models_that_cannot_be_captured_are_refused(alone):

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.sent_bytes import SentBytes
-from jfi.distributed import peer_memory
-from jfi.distributed.exchange import Exchange
-from jfi.distributed.peer_memory import PeerMemory, are_peers
+from jfi.distributed import exchange
+from jfi.distributed.exchange import Exchange, PeerMemory, are_peers
 
 SIZE = 3
 LOCK = threading.Lock()
@@ -74,9 +73,9 @@ def on_all_ranks(run: Callable[[PeerMemory], object]) -> list:
             errors.append(error)
 
     patches = mock.patch.multiple(
-        peer_memory,
-        push=locked(peer_memory.push),
-        add_parts=locked(peer_memory.add_parts),
+        exchange,
+        push=locked(exchange.push),
+        add_parts=locked(exchange.add_parts),
         compat=SimpleNamespace(symmetric_memory=SharedMemory()),
     )
     with patches, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
@@ -177,7 +176,7 @@ def test_numbers_are_averaged_in_the_order_of_the_ranks(count, added_by_all, dev
                 found.append(memory.average([numbers[:1], numbers[1:]]))
         return found
 
-    monkeypatch.setattr(peer_memory, "_ADDED_BY_ALL", added_by_all)
+    monkeypatch.setattr(exchange, "_ADDED_BY_ALL", added_by_all)
     for nothing, *found in on_all_ranks(run):
         assert nothing is None
         for step, numbers in enumerate(found, 1):
@@ -215,5 +214,5 @@ def test_gpus_are_peers_where_they_are_others_of_this_host(monkeypatch, uuids, r
     def gather(found: list, own: object, group: object) -> None:
         found[:] = uuids if isinstance(own, str) else [own, True]
 
-    monkeypatch.setattr(peer_memory.dist, "all_gather_object", gather)
+    monkeypatch.setattr(exchange.dist, "all_gather_object", gather)
     assert are_peers(SimpleNamespace(size=lambda: 2), torch.device("cuda", 0)) is expected
