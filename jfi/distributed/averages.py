@@ -1,9 +1,8 @@
 """Means over ranks of the gradients of dense parameters."""
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -11,21 +10,9 @@ from torch import nn
 
 from jfi.distributed.exchange import PeerMemory
 
-
-@dataclass
-class _Step:
-    """The captured step that runs in a thread: its ranks, their peer memory and the parameters without a mean."""
-
-    group: dist.ProcessGroup
-    peers: PeerMemory | None
-    tables: frozenset[int]
-
-
-class _Current(threading.local):
-    step: _Step | None = None
-
-
-_current = _Current()
+#: Of the captured step that runs: its ranks, their peer memory, and the ids of the parameters that have no mean.
+_step: ContextVar[tuple[dist.ProcessGroup, PeerMemory | None, frozenset[int]] | None]
+_step = ContextVar("step", default=None)
 
 
 @contextmanager
@@ -39,11 +26,11 @@ def captured_averages(
         peers: what the step sends through, if not through the group.
         tables: parameters of the sharded collections, which are refused.
     """
-    _current.step = _Step(group, peers, frozenset(map(id, tables)))
+    token = _step.set((group, peers, frozenset(map(id, tables))))
     try:
         yield
     finally:
-        _current.step = None
+        _step.reset(token)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
@@ -59,14 +46,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         ValueError: within such a step, a parameter is a sharded table's.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    peers, step = None, _current.step
+    peers, step = None, _step.get()
     if group is None and step is not None:
-        if any(id(parameter) in step.tables for parameter in parameters):
+        group, peers, tables = step
+        if any(id(parameter) in tables for parameter in parameters):
             raise ValueError(
                 "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
                 "in_backward_optimizer_filter(model.named_parameters())"
             )
-        group, peers = step.group, step.peers
     if dist.get_world_size(group) == 1:
         return
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}

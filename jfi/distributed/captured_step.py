@@ -196,7 +196,7 @@ class CapturedShardedStep(StepGraphs):
     def _begin_step(self) -> None:
         self._fused.zero_grad()  # gives FBGEMM its learning rate
         for collection in self._collections:
-            collection.sync_learning_rate()
+            collection.local_shard.sync_learning_rate()
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
-from jfi.distributed.row_sharding import RowSharding
+from jfi.distributed.planning import RowSharding
 from jfi.ops.gather_rows import gather_bounded
 from jfi.utils.padding import padding_state
 
@@ -56,7 +56,7 @@ class Replicate(torch.autograd.Function):
     """Whole tables [N, D] on every rank, from the rows that each owns; backward, the sums of all ranks' gradients.
 
     All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
-    have the scale of tables already: see `Scaled`.
+    have the scale of tables already: see `scaled`.
 
     Args:
         handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
@@ -69,17 +69,16 @@ class Replicate(torch.autograd.Function):
     def forward(
         ctx, handle: Tensor, memory: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding]
     ) -> tuple[Tensor, ...]:
-        rank, sizes = pg.rank(), [sharding.num_rows for sharding in shardings]
-        ctx.pg, ctx.rows, ctx.sizes = pg, [sharding.rows_of(rank) for sharding in shardings], sizes
-        ctx.dtype = handle.dtype
+        ctx.pg, ctx.sizes, ctx.dtype = pg, [sharding.num_rows for sharding in shardings], handle.dtype
+        owned = [sharding.owned_by(pg.rank()) for sharding in shardings]
+        ctx.rows = [rows for rows, _ in owned]
         ctx.set_materialize_grads(False)
-        whole = memory.new_zeros(sum(sizes), memory.size(1))
-        for table, rows, sharding in zip(whole.split(sizes), ctx.rows, shardings, strict=True):
-            positions = sharding.positions_of(rank)
+        whole = memory.new_zeros(sum(ctx.sizes), memory.size(1))
+        for table, (rows, positions) in zip(whole.split(ctx.sizes), owned, strict=True):
             table[rows.start : rows.stop] = memory[positions.start : positions.stop]
         if pg.size() > 1:
             dist.all_reduce(whole, group=pg)
-        return whole.split(sizes)
+        return whole.split(ctx.sizes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -93,18 +92,12 @@ class Replicate(torch.autograd.Function):
         return torch.cat(owned).to(ctx.dtype), None, None, None
 
 
-class Scaled(torch.autograd.Function):
-    """A replicated table for this rank's own samples, whose gradients get the scale of tables.
+def scaled(table: Tensor, pg: dist.ProcessGroup) -> Tensor:
+    """Returns a replicated table for this rank's own samples, whose gradients get the scale of tables.
 
     Owner ranks read the table without it: attention gives them gradients that have the scale.
     """
-
-    @staticmethod
-    def forward(ctx, table: Tensor, pg: dist.ProcessGroup) -> Tensor:
-        ctx.scale = gradient_scale(pg)
-        return table.view_as(table)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
+    table, scale = table.view_as(table), gradient_scale(pg)
+    if table.requires_grad:
+        table.register_hook(lambda grad: grad * scale)
+    return table

@@ -1,26 +1,164 @@
-"""The path of each embedding's ids, from the features and a TorchRec sharding plan.
+"""The ranks that own the rows of each table, and the path of each embedding's ids, from a TorchRec sharding plan.
 
 Sequences of ids that are sent together form a table group: the histories of features alike, whose events carry what
 attention reads beside the row as payload (ids of small tables, the bucket of a bias, a weight), or all other keys,
 whose rows are fetched.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from torchrec.distributed.types import ParameterSharding
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
+from jfi import reference
 from jfi.distributed.exchange import Exchange, PeerMemory
-from jfi.distributed.row_sharding import RowSharding, row_shardings
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import group_features
 
 
-@dataclass(frozen=True, eq=False)
+class RowSharding:
+    """The ranks that own the rows of one table.
+
+    An owner rank has the rows of all its tables in one block of memory, [M, D].
+
+    Args:
+        num_rows: rows of the table.
+        first_rows: of each shard that holds rows its first row, ascending from 0.
+        ranks: of each of these shards the rank that owns it.
+        positions: of each of these shards the position of its first row in its owner's memory.
+
+    Example:
+        >>> sharding = RowSharding(10, [0, 6], [2, 0], [100, 0])
+        >>> sharding.locate(torch.tensor([7, 1, 6]))
+        (tensor([0, 2, 0], dtype=torch.uint8), tensor([  1, 101,   0], dtype=torch.int32))
+        >>> sharding.owned_by(2), sharding.owned_by(1)
+        ((range(0, 6), range(100, 106)), (range(0, 0), range(0, 0)))
+    """
+
+    def __init__(self, num_rows: int, first_rows: list[int], ranks: list[int], positions: list[int]) -> None:
+        self.num_rows, self.ranks, self._first_rows = num_rows, ranks, first_rows
+        # A dtype of few bits, by which sorting is fast.
+        self._rank_dtype = torch.uint8 if max(ranks, default=0) < 256 else torch.int16
+        self._shifts = [position - first for position, first in zip(positions, first_rows, strict=True)]
+        rows = [range(*bounds) for bounds in zip(first_rows, [*first_rows[1:], num_rows], strict=True)]
+        self._owned = {
+            rank: (own, range(first, first + len(own))) for rank, own, first in zip(ranks, rows, positions, strict=True)
+        }
+        #: By device what `tensors` returns: no copy from the host in a step.
+        self._tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def owned_by(self, rank: int) -> tuple[range, range]:
+        """Returns the rows of the table that a rank owns, and their positions in its memory."""
+        return self._owned.get(rank, (range(0), range(0)))
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the first row of each shard but the first, their ranks, and the shifts from rows to positions."""
+        if device not in self._tensors:
+            boundaries = torch.tensor(self._first_rows[1:], dtype=torch.int64, device=device)
+            ranks = torch.tensor(self.ranks, dtype=self._rank_dtype, device=device)
+            self._tensors[device] = boundaries, ranks, torch.tensor(self._shifts, dtype=torch.int64, device=device)
+        return self._tensors[device]
+
+    def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the owner ranks [S] of ids [S], uint8 or int16, and the rows' positions in their memory [S], int32.
+
+        An id outside of the table belongs to the first shard's owner, at position -1, which is a missing row there.
+        """
+        ids = reference.bound_ids(ids, self.num_rows).long()
+        if len(self.ranks) == 1:
+            ranks, positions = torch.full_like(ids, self.ranks[0], dtype=self._rank_dtype), ids + self._shifts[0]
+        else:
+            boundaries, ranks, shifts = self.tensors(ids.device)
+            shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
+            ranks, positions = ranks[shard], ids + shifts[shard]
+        return ranks, torch.where(ids < 0, -1, positions).to(torch.int32)
+
+
+def row_shardings(
+    sizes: Mapping[str, int], plan: Mapping[str, ParameterSharding], first_rank: int = 0
+) -> dict[str, RowSharding]:
+    """Returns the row sharding of every table of a plan, in whose order the tables lie in each rank's memory.
+
+    Args:
+        sizes: by table the number of its rows.
+        plan: by table its sharding, as `row_wise_shards` gives it.
+        first_rank: of all processes, the first one of the group that the plan is for.
+
+    Raises:
+        ValueError: a rank would own 2**31 rows or more.
+    """
+    shardings, used = {}, {}
+    for table, num_rows in sizes.items():
+        held = [shard for shard in plan[table].sharding_spec.shards if shard.shard_sizes[0] > 0]
+        ranks = [shard.placement.rank() - first_rank for shard in held]
+        firsts, positions = [shard.shard_offsets[0] for shard in held], [used.get(rank, 0) for rank in ranks]
+        used |= {rank: at + shard.shard_sizes[0] for shard, rank, at in zip(held, ranks, positions, strict=True)}
+        shardings[table] = RowSharding(num_rows, firsts, ranks, positions)
+    for rank, count in used.items():
+        if count >= 2**31:  # positions travel as int32
+            raise ValueError(f"plan must give a rank fewer than 2**31 rows, got {count} on rank {first_rank + rank}")
+    return shardings
+
+
+def row_wise_shards(
+    table: str, sharding: ParameterSharding, size: int, first_rank: int = 0, local_size: int = 1
+) -> ParameterSharding:
+    """Returns a table's shards in the form of TorchRec's row-wise sharding; the arguments are those of `in_rows`.
+
+    Raises:
+        ValueError: the plan divides the table's columns, replicates it, or keeps it elsewhere than in device memory.
+    """
+    spec = [] if sharding.sharding_spec is None else sharding.sharding_spec.shards
+    if not spec or any(shard.shard_offsets[1] != 0 for shard in spec):
+        raise ValueError(
+            f"the plan of table '{table}' must shard it by rows or leave it whole, got {sharding.sharding_type}"
+        )
+    if sharding.compute_kernel != EmbeddingComputeKernel.FUSED.value:
+        raise ValueError(
+            f"the plan of table '{table}' must have compute_kernel 'fused', an optimizer in the backward pass and rows "
+            f"in device memory, got '{sharding.compute_kernel}'"
+        )
+    rows = {shard.placement.rank() - first_rank: shard.shard_sizes[0] for shard in spec}
+    counts = [rows.get(rank, 0) for rank in range(size)]
+    device = spec[0].placement.device().type
+    return in_rows(counts, spec[0].shard_sizes[1], device, sharding.compute_kernel, first_rank, local_size)
+
+
+def in_rows(
+    counts: list[int], width: int, device: str, compute_kernel: str, first_rank: int = 0, local_size: int = 1
+) -> ParameterSharding:
+    """Returns TorchRec's row-wise sharding of a table, a shard a rank, empty ones included.
+
+    Args:
+        counts: rows of each rank of the group that shards the table.
+        width: of a row.
+        device: type of the ranks' devices.
+        compute_kernel: of the table.
+        first_rank: of all processes, the first one of the group.
+        local_size: processes of a host, which have a GPU each.
+    """
+    firsts, total = [0, *accumulate(counts)], sum(counts)
+    ranks = [first_rank + rank for rank in range(len(counts))]
+    indices = [f":{rank % local_size}" if device == "cuda" else "" for rank in ranks]
+    # An empty shard begins at the end: checkpoints take two shards that begin at one row for copies of each other.
+    shards = [
+        ShardMetadata([first if count else total, 0], [count, width], f"rank:{rank}/{device}{index}")
+        for first, count, rank, index in zip(firsts, counts, ranks, indices, strict=False)
+    ]
+    return ParameterSharding(ShardingType.ROW_WISE.value, compute_kernel, ranks, EnumerableShardingSpec(shards))
+
+
+@dataclass(eq=False)
 class TableGroup:
     """Sequences of ids that travel together.
 
@@ -52,7 +190,7 @@ class TableGroup:
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outside", OutsideIds(self.tables))
+        self.outside = OutsideIds(self.tables)
 
     @property
     def owner_ranks(self) -> list[int]:
@@ -127,45 +265,41 @@ def plan_tables(
     """
     shardings = row_shardings({config.name: config.num_embeddings for config in configs}, plan, first_rank)
     replicated = [config.name for config in configs if config.num_embeddings <= replicate_below]
-    #: By embedding the key of its ids and its table.
-    sources = {
-        embedding: (key, config.name)
-        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-        for embedding, key in zip(names, config.feature_names, strict=True)
-    }
+    key_of, table_of = {}, {}  # by embedding
+    for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+        key_of |= zip(names, config.feature_names, strict=True)
+        table_of |= dict.fromkeys(names, config.name)
     groups: list[TableGroup] = []
     for feature_group in group_features(features, configs[0].embedding_dim):
         alike: dict[tuple, list[int]] = {}
         for index, feature in enumerate(feature_group.features):
-            remote = remote_field(feature, {e: t for e, (_, t) in sources.items()}, replicated)
+            remote = remote_field(feature, table_of, replicated)
             if remote is not None:
-                tables = tuple([sources[embedding][1] for embedding in feature.sequence_keys])
+                tables = tuple([table_of[embedding] for embedding in feature.sequence_keys])
                 alike.setdefault((remote, tables), []).append(index)
         for (remote, tables), indices in alike.items():
             members = [feature_group.features[index] for index in indices]
-            names = tuple([feature.sequence_keys[remote] for feature in members])
-            others = [[e for k, e in enumerate(feature.sequence_keys) if k != remote] for feature in members]
-            field_tables = tuple([table for k, table in enumerate(tables) if k != remote])
+            keys = [[key_of[embedding] for embedding in feature.sequence_keys] for feature in members]
+            field_tables = tables[:remote] + tables[remote + 1 :]
             groups.append(
                 TableGroup(
-                    keys=tuple([sources[name][0] for name in names]),
+                    keys=tuple([own[remote] for own in keys]),
                     tables=(tables[remote],) * len(members),
                     shardings=(shardings[tables[remote]],) * len(members),
-                    embeddings=names,
+                    embeddings=tuple([feature.sequence_keys[remote] for feature in members]),
                     features=tuple(members),
                     feature_indices=tuple(indices),
-                    fields=tuple([tuple([sources[e][0] for e in fields]) for fields in others]),
+                    fields=tuple([tuple(own[:remote] + own[remote + 1 :]) for own in keys]),
                     field_tables=field_tables,
                     field_rows=tuple([shardings[table].num_rows for table in field_tables]),
                 )
             )
     histories = {name for group in groups for name in group.embeddings}
-    fetched = [e for e, (_, table) in sources.items() if table not in replicated and e not in histories]
+    fetched = tuple([e for e, table in table_of.items() if table not in replicated and e not in histories])
     if fetched:
-        keys, tables = zip(*[sources[e] for e in fetched], strict=True)
-        parts = tuple([shardings[table] for table in tables])
-        groups.append(TableGroup(keys, tables, parts, tuple(fetched), dedup=dedup))
-    local = [(embedding, key, table) for embedding, (key, table) in sources.items() if table in replicated]
+        keys, tables = (tuple([of[e] for e in fetched]) for of in (key_of, table_of))
+        groups.append(TableGroup(keys, tables, tuple([shardings[table] for table in tables]), fetched, dedup=dedup))
+    local = [(embedding, key_of[embedding], table) for embedding, table in table_of.items() if table in replicated]
     return TablePlan(shardings, groups, replicated, local)
 
 

@@ -1,7 +1,8 @@
 """The common base of sharded collections whose ids go to the owner ranks of their rows by jfi's own input dist."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from torchrec.streamable import Multistreamable
 
 from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput
 from jfi.distributed.local_shard import LocalShard
-from jfi.distributed.output_dist import Replicate, Scaled, fetch_rows
-from jfi.distributed.planning import TableGroup, plan_tables
+from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
+from jfi.distributed.planning import TableGroup, plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
-from jfi.distributed.row_sharding import row_wise_shards
 from jfi.modules import SequenceFeatureConfig
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
@@ -82,7 +82,7 @@ class ShardedTables:
         #: The ranks that share the rows.
         self.pg = pg
         self._plan = plan_tables(configs, plan, features, replicate_below, first, dedup)
-        self._dtype, self._shard = dtype, None
+        self._dtype = dtype
         #: Name, key, and whether the mean is taken, of each pooled embedding.
         self._pooled = [
             (name, key, config.pooling == PoolingType.MEAN)
@@ -91,7 +91,6 @@ class ShardedTables:
         ]
         #: The address of a batch's ids, and the output of their input dist.
         self._given: tuple[int, InputDistOutput] | None = None
-        self._replicated_positions: Tensor | None = None
         self._outside = OutsideIds([table for *_, table in self._plan.local])
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
 
@@ -110,10 +109,10 @@ class ShardedTables:
         """The counts of this rank's ids outside of their tables."""
         return self._outside, *[group.outside for group in self.groups]
 
-    def sync_learning_rate(self) -> None:
-        """Takes the learning rate of the tables' optimizer, as each look-up does that is not replayed."""
-        if self._shard is not None:
-            self._shard.sync_learning_rate()
+    @cached_property
+    def local_shard(self) -> LocalShard:
+        """The rows that this rank owns; not made at construction, after which TorchRec may move a module."""
+        return LocalShard(self._lookups, list(self._plan.shardings))
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
@@ -121,7 +120,7 @@ class ShardedTables:
         self._given = ids.values().data_ptr(), output
         try:
             yield
-            self._local_shard().wait_sorted()  # of look-ups without a backward pass: a capture must join all streams
+            self.local_shard.wait_sorted()  # of look-ups without a backward pass: a capture must join all streams
         finally:
             self._given = None
 
@@ -141,31 +140,22 @@ class ShardedTables:
     def compute_and_output_dist(self, ctx: Multistreamable, input: KJTList) -> LazyAwaitable:
         return LazyNoWait(self._output(input[0]))
 
-    def deferring(self) -> AbstractContextManager[None]:
-        """Makes one step of the tables at the end of the block, by the gradients of all backward passes within."""
-        return self._local_shard().deferring()
-
-    def _local_shard(self) -> LocalShard:
-        if self._shard is None:  # not at construction: TorchRec may move a module to another device after it
-            self._shard = LocalShard(self._lookups, list(self._plan.shardings))
-        return self._shard
-
     def _output(self, arrived: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
         """Returns what the collection looks up for this rank's samples."""
         found = self._embeddings(arrived)
         if not self._pooled:
             return found
-        dtype = self._local_shard().memory.dtype
+        dtype = self.local_shard.memory.dtype
         pooled = [pool(key, found[name], None, mean).to(dtype) for name, key, mean in self._pooled]
         return KeyedTensor([name for name, *_ in self._pooled], [x.size(1) for x in pooled], torch.cat(pooled, 1))
 
     def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
-        shard, plan, by_key = self._local_shard(), self._plan, arrived.by_key
+        shard, plan, by_key = self.local_shard, self._plan, arrived.by_key
         handles = shard.gradient_handles([group.rows for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
         if plan.replicated:
             # Their gradients are sums of all ranks', and are not rounded.
-            (handle,) = shard.gradient_handles([self._positions_of_replicated()], None)
+            (handle,) = shard.gradient_handles([self._replicated_positions], None)
             shardings = [plan.shardings[table] for table in plan.replicated]
             whole = dict(zip(plan.replicated, Replicate.apply(handle, shard.memory, self.pg, shardings), strict=True))
         found: dict[str, JaggedTensor] = {}
@@ -174,16 +164,16 @@ class ShardedTables:
                 self._add_histories(found, group, handle, whole, by_key)
             else:
                 self._add_fetched(found, group, handle, by_key)
-        scaled = {table: Scaled.apply(rows, self.pg) for table, rows in whole.items()}
+        whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
         for (embedding, key, table), ids in zip(plan.local, self._local_ids(by_key), strict=True):
-            found[embedding] = _rows_by_id(scaled[table], ids, self._dtype or shard.memory.dtype, by_key[key])
+            found[embedding] = _rows_by_id(whole[table], ids, self._dtype or shard.memory.dtype, by_key[key])
         return found
 
     def _add_fetched(
         self, found: dict[str, JaggedTensor], arrived: GroupInput, handle: Tensor, by_key: dict[str, JaggedTensor]
     ) -> None:
         """Adds the rows of a group whose rows are fetched."""
-        group, memory, unique = arrived.group, self._shard.memory, {}
+        group, memory, unique = arrived.group, self.local_shard.memory, {}
         fetched = fetch_rows(handle, memory, arrived)
         for index, (embedding, key, table) in enumerate(zip(group.embeddings, group.keys, group.tables, strict=True)):
             ids = by_key[key]
@@ -202,7 +192,7 @@ class ShardedTables:
         by_key: dict[str, JaggedTensor],
     ) -> None:
         """Adds the histories of a group's features."""
-        group, memory = arrived.group, self._shard.memory
+        group, memory = arrived.group, self.local_shard.memory
         fields = [RowsById(handle, (memory,), (arrived.rows,))]
         for index, table in enumerate(group.field_tables):
             fields.append(bounded_rows_by_id((whole[table],), (arrived.field_ids(index),), handle.dtype))
@@ -223,14 +213,12 @@ class ShardedTables:
             sizes.append(size)
         return bound_ids(ids, sizes, self._outside.on(ids[0].device)) if ids else []
 
-    def _positions_of_replicated(self) -> Tensor:
-        """Returns the positions [r] int32 of this rank's rows of the replicated tables in its memory."""
-        if self._replicated_positions is None:
-            rank, shardings = self.pg.rank(), [self._plan.shardings[table] for table in self._plan.replicated]
-            positions = [position for sharding in shardings for position in sharding.positions_of(rank)]
-            device = self._shard.memory.device
-            self._replicated_positions = torch.tensor(positions, dtype=torch.int32, device=device)
-        return self._replicated_positions
+    @cached_property
+    def _replicated_positions(self) -> Tensor:
+        """The positions [r] int32 of this rank's rows of the replicated tables in its memory."""
+        owned = [self._plan.shardings[table].owned_by(self.pg.rank()) for table in self._plan.replicated]
+        positions = [position for _, positions in owned for position in positions]
+        return torch.tensor(positions, dtype=torch.int32, device=self.local_shard.memory.device)
 
 
 def _rows_by_id(table: Tensor, ids: Tensor, dtype: torch.dtype, parts: JaggedTensor) -> TableRows:
@@ -274,5 +262,5 @@ def defer_sharded_steps(model: nn.Module) -> Iterator[None]:
                     "in each backward pass: shard them by AttentionCollectionSharder and FetchedBagsSharder, or use a "
                     "FusedEmbeddingCollection on every process"
                 )
-            stack.enter_context(collection.deferring())
+            stack.enter_context(collection.local_shard.deferring())
         yield

@@ -10,8 +10,7 @@ import torch
 from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
-from jfi.distributed.planning import remote_field
-from jfi.distributed.row_sharding import in_rows
+from jfi.distributed.planning import in_rows, remote_field
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
 from jfi.training import traffic

@@ -37,8 +37,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
-from jfi.distributed.planning import TableGroup, plan_tables, remote_field
-from jfi.distributed.row_sharding import row_shardings, row_wise_shards
+from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, row_wise_shards
 from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import outside_ids
 from jfi.ops.partial_target_attention import combine_parts, pack_part
@@ -378,7 +377,7 @@ def test_ids_are_located_whatever_the_shards():
     assert ranks.tolist() == [0, 0, 1, 1] and places.tolist() == [0, 3, 0, 5]
     ranks, places = shardings["b"].locate(torch.tensor([0, 4]))
     assert ranks.tolist() == [1, 1] and places.tolist() == [6, 10]  # behind the six rows of a
-    assert shardings["b"].rows_of(0) == range(0) and shardings["b"].positions_of(1) == range(6, 11)
+    assert shardings["b"].owned_by(0)[0] == range(0) and shardings["b"].owned_by(1)[1] == range(6, 11)
 
 
 @pytest.mark.parametrize("id", [10, 12, -1, -7, 2**31, 2**40, -(2**62)])

@@ -9,8 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import KeyBias, SequenceFeatureConfig
 from jfi.distributed.fixed_input_dist import Partitioned, partition
-from jfi.distributed.planning import TableGroup
-from jfi.distributed.row_sharding import row_shardings
+from jfi.distributed.planning import TableGroup, row_shardings
 from jfi.ops import partition_ids as kernels
 from jfi.utils.padding import padded_to_capacity
 
