@@ -49,10 +49,8 @@ class GroupInput(Multistreamable):
         columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
         offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
-        order: see `SortedIds`.
-        slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; None if that
-            follows from `order`.
-        positions: with `dedup`, of each sequence [S] int64: which of its table's rows each event has.
+        order, positions: see `SortedIds`.
+        slots: of a batch of fixed shapes, [S] int64, where an event is among those that were sent; -1 is padding.
     """
 
     group: TableGroup
@@ -62,15 +60,8 @@ class GroupInput(Multistreamable):
     offsets: Tensor | None
     sizes: list[int]
     order: Tensor | None = None
-    slots: Tensor | None = None
     positions: list[Tensor] | None = None
-
-    def sent_slots(self) -> Tensor | None:
-        """Returns where an event of the batch is among those that were sent [S] int64; None: at its own index."""
-        if self.slots is not None or self.order is None:
-            return self.slots
-        index = torch.arange(self.order.size(0), device=self.order.device)
-        return torch.empty_like(self.order).index_copy_(0, self.order, index)
+    slots: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -152,9 +143,7 @@ class _InFlightIds(Awaitable[InputDistOutput]):
                     work.wait()
             columns = tuple([columns[:, index].contiguous() for index in range(columns.size(1))])
             offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            groups.append(
-                GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order, None, ids.positions)
-            )
+            groups.append(GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order, ids.positions))
         return InputDistOutput(groups, self._by_key)
 
 

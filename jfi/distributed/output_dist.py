@@ -8,7 +8,6 @@ from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.distributed.planning import RowSharding
 from jfi.ops.gather_rows import gather_bounded
-from jfi.utils.padding import padding_state
 
 
 def fetch_rows(handle: Tensor, memory: Tensor, arrived: GroupInput) -> list[Tensor]:
@@ -26,30 +25,24 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: GroupInput) -> Tensor:
         ctx.arrived = arrived
-        ctx.is_padded = padding_state.is_padded  # of this thread; backward may run in another one
         rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
-        rows, ctx.slots = arrived.events.back.send(rows), arrived.sent_slots()
-        if ctx.slots is None:
-            return rows
-        return rows.index_select(0, ctx.slots.clamp(min=0) if ctx.is_padded else ctx.slots)
+        rows = arrived.events.back.send(rows)
+        if arrived.slots is not None:
+            return rows.index_select(0, arrived.slots.clamp(min=0))
+        return rows if arrived.order is None else torch.empty_like(rows).index_copy_(0, arrived.order, rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        events = ctx.arrived.events
+        events, slots, order = ctx.arrived.events, ctx.arrived.slots, ctx.arrived.order
         grad = grad * gradient_scale(events.pg)
-        if ctx.slots is not None:
-            grad = _to_slots(grad, ctx.slots, sum(events.sent), ctx.is_padded)
+        if slots is not None:  # the gradients of padding, whose slot is -1, go to an extra last row
+            count = sum(events.sent)
+            sent = grad.new_zeros(count + 1, grad.size(1))
+            grad = sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
+        elif order is not None:
+            grad = grad.index_select(0, order)
         return events.send(grad), None, None
-
-
-def _to_slots(grad: Tensor, slots: Tensor, count: int, is_padded: bool) -> Tensor:
-    """Returns gradients [S, D] in the slots in which they are sent [count, D]; 0 in empty slots."""
-    if not is_padded:
-        return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
-    # The gradients of padding, whose slot is -1, go to an extra last row.
-    sent = grad.new_zeros(count + 1, grad.size(1))
-    return sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
 
 
 class Replicate(torch.autograd.Function):
