@@ -46,7 +46,8 @@ class GroupInput(Multistreamable):
         events: the exchange of the events; None if their rows cannot be fetched.
         queries: the exchange of one row for each sample: every owner gets those of all samples of all ranks; None if
             attention does not read the events.
-        columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
+        columns: [R] int32 each, what arrived, by rank, then sequence, then sample: positions of the rows in the owner's
+            memory, then the payload.
         offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
         order, positions: see `SortedIds`.
@@ -64,18 +65,9 @@ class GroupInput(Multistreamable):
     slots: Tensor | None = None
 
     @property
-    def rows(self) -> Tensor:
-        """[R] int32: positions of the rows in the owner's memory."""
-        return self.columns[0]
-
-    def field_ids(self, index: int) -> Tensor:
-        """Returns the ids [R] int32 of the table `group.field_tables[index]`."""
-        return self.columns[1 + index]
-
-    @property
     def buckets(self) -> Tensor | None:
         """[R] int32: rows of the learned bias tables."""
-        return self.field_ids(len(self.group.field_tables)) if self.group.has_bucket else None
+        return self.columns[1 + len(self.group.field_tables)] if self.group.has_bucket else None
 
     @property
     def weights(self) -> Tensor | None:

@@ -26,7 +26,7 @@ class LocalShard:
 
     Args:
         lookups: TorchRec's of a collection.
-        tables: in the order that `row_shardings` has them in memory.
+        tables: the names of its tables in the order of `row_shardings`.
 
     Raises:
         ValueError: tables of several data types, optimizers or poolings, or with an optimizer, or options of it, that
@@ -88,18 +88,16 @@ class LocalShard:
         self._tables.step_deferred()
 
     def gradient_handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        """Returns for rows [S] of `memory` each a tensor [S, D] without memory, whose gradient the step takes.
+        """Returns for positions [S] in `memory` each a tensor [S, D] without memory, whose gradient the step takes.
 
-        Args:
-            requested: positions of rows.
-            dtype: of the gradients; None for that of the rows.
+        Its dtype is `dtype`, or that of the rows.
         """
         self.sync_learning_rate()
         return self._tables.gradient_handles([("rows", rows) for rows in requested], dtype)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Returns tensors that lie one below the other in memory as one."""
+    """Returns tensors that are adjacent in memory as one."""
     whole = torch.as_strided(parts[0], (sum([x.size(0) for x in parts]), *parts[0].shape[1:]), parts[0].stride())
     end = whole.data_ptr()
     for part in parts:

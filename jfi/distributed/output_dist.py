@@ -25,7 +25,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: GroupInput) -> Tensor:
         ctx.arrived = arrived
-        rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
+        rows = gather_bounded((memory,), (arrived.columns[0],), handle.dtype)
         rows = arrived.events.back.send(rows)
         if arrived.slots is not None:
             return rows.index_select(0, arrived.slots.clamp(min=0))

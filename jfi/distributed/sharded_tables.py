@@ -13,11 +13,7 @@ from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -26,7 +22,7 @@ from jfi.distributed.local_shard import LocalShard
 from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
 from jfi.distributed.planning import TableGroup, plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
-from jfi.modules import SequenceFeatureConfig
+from jfi.modules import SequenceFeatureConfig, lookups
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.remote_rows import RemoteRows
@@ -41,19 +37,8 @@ class ShardedTables:
 
     Ids go to the owner ranks of their rows. A history comes out as `RemoteRows`, rows of other keys are fetched; of an
     EmbeddingBagCollection they are pooled then. Replicated tables are summed up on every rank in each step, and their
-    gradients likewise, so that their rows are read where they are needed.
-
-    Args:
-        module: whose tables are sharded.
-        params: by table its sharding.
-        env: of the processes.
-        fused_params: of TorchRec's collection.
-        device: of the tables.
-        module_fqn: the name of the module.
-        features: sequence features whose histories the collection looks up.
-        replicate_below: tables of at most so many rows are replicated.
-        dtype: of rows that are sent; None for that of the tables.
-        dedup: whether a row that is fetched travels once to each rank.
+    gradients likewise, so that their rows are read where they are needed. The arguments are those of TorchRec's
+    collection, then of `AttentionCollectionSharder`.
     """
 
     def __init__(
@@ -83,12 +68,9 @@ class ShardedTables:
         self.pg = pg
         self._plan = plan_tables(configs, plan, features, replicate_below, first, dedup)
         self._dtype = dtype
-        #: Name, key, and whether the mean is taken, of each pooled embedding.
-        self._pooled = [
-            (name, key, config.pooling == PoolingType.MEAN)
-            for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-            for name, key in (zip(names, config.feature_names, strict=True) if pooled else ())
-        ]
+        #: By name of each pooled embedding the key of its ids.
+        self._pooled = lookups.id_keys(configs) if pooled else {}
+        self._is_mean = pooled and configs[0].pooling == PoolingType.MEAN
         #: The address of a batch's ids, and the output of their input dist.
         self._given: tuple[int, InputDistOutput] | None = None
         self._outside = OutsideIds([table for *_, table in self._plan.local])
@@ -146,12 +128,12 @@ class ShardedTables:
         if not self._pooled:
             return found
         dtype = self.local_shard.memory.dtype
-        pooled = [pool(key, found[name], None, mean).to(dtype) for name, key, mean in self._pooled]
-        return KeyedTensor([name for name, *_ in self._pooled], [x.size(1) for x in pooled], torch.cat(pooled, 1))
+        pooled = [pool(key, found[name], None, self._is_mean).to(dtype) for name, key in self._pooled.items()]
+        return KeyedTensor(list(self._pooled), [x.size(1) for x in pooled], torch.cat(pooled, 1))
 
     def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
         shard, plan, by_key = self.local_shard, self._plan, arrived.by_key
-        handles = shard.gradient_handles([group.rows for group in arrived.groups], self._dtype)
+        handles = shard.gradient_handles([group.columns[0] for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
         if plan.replicated:
             # Their gradients are sums of all ranks', and are not rounded.
@@ -193,9 +175,9 @@ class ShardedTables:
     ) -> None:
         """Adds the histories of a group's features."""
         group, memory = arrived.group, self.local_shard.memory
-        fields = [RowsById(handle, (memory,), (arrived.rows,))]
-        for index, table in enumerate(group.field_tables):
-            fields.append(bounded_rows_by_id((whole[table],), (arrived.field_ids(index),), handle.dtype))
+        fields = [RowsById(handle, (memory,), (arrived.columns[0],))]
+        for table, ids in zip(group.field_tables, arrived.columns[1:], strict=False):
+            fields.append(bounded_rows_by_id((whole[table],), (ids,), handle.dtype))
         attention = AttentionAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived))
         for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
             ids, known = by_key[key], found.get(embedding)

@@ -17,11 +17,9 @@ class ShardedAttentionCollection(ShardedTables, ShardedEmbeddingCollection):
     """A ShardedEmbeddingCollection whose histories are read at the owner ranks of their rows.
 
     The tables, their names in state_dict() and their optimizer are TorchRec's: a checkpoint of one collection loads in
-    the other. What differs is the path of a batch. Ids go to the owner ranks of their rows, each event with what
-    attention reads beside its row, while the batch before it computes. A history comes out as `RemoteRows`: the layer
-    sends its queries to the owners, and no row of a history travels, nor a gradient of one. Rows of other keys are
-    fetched. Tables of at most `replicate_below` rows are summed up on every rank in each step, and their gradients
-    likewise, so that their rows are read where they are needed.
+    the other. What differs is the path of a batch. Ids go to the owner ranks of their rows while the batch before it
+    computes. A history comes out as `RemoteRows`: the layer sends its queries to the owners, and no row of a history
+    travels, nor a gradient of one. Rows of other keys are fetched.
 
     Created by `AttentionCollectionSharder`, whose arguments are described there.
     """
@@ -39,9 +37,7 @@ class ShardedFetchedBags(ShardedTables, ShardedEmbeddingBagCollection):
 
 
 class _Sharder:
-    """The part that both sharders share; `_sharded` is the class that they make, from `_options`."""
-
-    _sharded: type[ShardedTables]
+    _sharded: type[ShardedTables]  # the class that `shard` makes
     _options: tuple
 
     def shard(
