@@ -52,7 +52,7 @@ class FixedInputDist:
 
     def __init__(self, shapes: FixedShapes, capacities: tuple[int, ...], graphs: CudaGraphs | None) -> None:
         self.capacities, self._agreed, self._graphs = capacities, shapes, graphs
-        self._buffers = DistributedBuffers(shapes, capacities)
+        self._buffers, self._by_group = DistributedBuffers(shapes, capacities), shapes.group_capacities(capacities)
         device, size = shapes.device, shapes.pg.size()
         # Made here, since a capture copies nothing from the host.
         self._shape = torch.tensor(shapes.shape_vector(shapes.reference), device=device)
@@ -131,26 +131,26 @@ class FixedInputDist:
         with padded_to_capacity(agreed.buckets.fixed_length_keys):
             batch = self._buffers.raw.batch(block[: self._buffers.raw.size])
             by_key = agreed.ids_by_key(describe(batch))
-            for number, (group, padding) in enumerate(zip(agreed.groups, self._padding, strict=True)):
-                slots, _ = agreed.group_capacities(self.capacities, number)
+            for group, padding, (slots, _) in zip(agreed.groups, self._padding, self._by_group, strict=True):
                 parts.append(partition(group, by_key, size, slots, padding))
-            self._shapes.copy_(agreed.gather(self._shape, [part.sums for part in parts]))
-            self._buffers.fill(block, [self._send_part(number, part) for number, part in enumerate(parts)])
+            self._shapes.copy_(agreed.gather(self._shape, [sums for _, sums, _ in parts]))
+            arrived = [self._send(number, buffer, index) for number, (buffer, _, index) in enumerate(parts)]
+            self._buffers.fill(block, arrived)
 
-    def _send_part(self, number: int, part: "Partitioned") -> tuple[Tensor, Tensor]:
-        """Sends a group's events to their owners; returns what arrives, see `DistributedBatch`."""
+    def _send(self, number: int, buffer: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends a group's partitioned events to their owners; returns what arrives, see `DistributedBatch`."""
         agreed, group, padding = self._agreed, self._agreed.groups[number], self._padding[number]
         pg, size, owners = agreed.pg, agreed.pg.size(), group.owner_ranks
-        slots, capacity = agreed.group_capacities(self.capacities, number)
+        slots, capacity = self._by_group[number]
         if not group.features:
-            arrived = Exchange(pg, [slots] * size, [slots] * size).send(part.buffer.view(-1))
-            return arrived.view(size, slots), part.slots
-        buffer, is_owner = part.buffer, pg.rank() in owners
+            arrived = Exchange(pg, [slots] * size, [slots] * size).send(buffer.view(-1))
+            return arrived.view(size, slots), index
+        is_owner = pg.rank() in owners
         if len(owners) < size:
             buffer = buffer.view(size, slots, -1).index_select(0, self._owners[number]).flatten(0, 1)
         sent, received = [slots if rank in owners else 0 for rank in range(size)], [slots if is_owner else 0] * size
         arrived = Exchange(pg, sent, received).send(buffer)
-        lengths = group.to_owners(pg, agreed.samples).send(counts_for_owners(group, part.counts))
+        lengths = group.to_owners(pg, agreed.samples).send(counts_for_owners(group, index))
         if is_owner:
             columns = collect(arrived, lengths, padding, size, capacity)
         else:
@@ -173,33 +173,17 @@ class InFlightBatch(NamedTuple):
         return self.slot.shapes.tolist()
 
 
-class Partitioned(NamedTuple):
-    """The events of a table group on this rank, in equally many slots for each owner.
-
-    Attributes:
-        buffer: [W · slots, K] int32: by owner the events in the order of the batch.
-        sums: [W] int64: events for each owner, more than its slots if they do not hold them.
-        counts: [W, sequences · B] int32: of each sample, if attention reads them.
-        slots: [S] int64: where an event of the batch is in the buffer, -1 for padding, if rows come back.
-    """
-
-    buffer: Tensor
-    sums: Tensor
-    counts: Tensor | None
-    slots: Tensor | None
-
-
 def partition(
     group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, slots: int, padding: Tensor
-) -> Partitioned:
-    """Puts the events of a table group into slots by owner rank; nothing synchronizes with a GPU.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts the events of a table group, which may be padded, into equally many slots for each of W owner ranks.
 
-    Args:
-        group: of the events.
-        by_key: ids, bucket ids and weights, which may be padded.
-        num_ranks: W.
-        slots: for each owner.
-        padding: [1, K] int32, of empty slots; not written for events that attention reads.
+    Nothing synchronizes with a GPU. Empty slots are `padding` [1, K] int32, or anything if attention reads the events.
+
+    Returns:
+        By owner the events in the order of the batch, [W · slots, K] int32. The number of events for each owner, [W]
+        int64, more than its slots if they do not hold them. The events of each sample for each owner, [W, sequences ·
+        B] int32, if attention reads them; else the slot of each event of the batch, [S] int64, -1 for padding.
     """
     sequences = [by_key[key] for key in group.keys]
     device = sequences[0].values().device
@@ -211,19 +195,19 @@ def partition(
         for number, (sequence, sharding) in enumerate(zip(sequences, group.shardings, strict=True))
     ]
     if not kernels.takes_ids(owned, num_ranks):
-        return _partition_sorted(group, sort_by_owner(group, by_key, num_ranks), slots, padding)
+        return _partition_sorted(sort_by_owner(group, by_key, num_ranks), slots, padding)
     check_ids(group, by_key)
     payload = payload_of(group, by_key, sequences)
     payload = torch.stack(payload, 1) if payload else None
     if group.features:
         buffer, _, sums = kernels.partition_ids(owned, payload, num_ranks, slots, None)
-        return Partitioned(buffer, sums, kernels.count_samples(owned, num_ranks), None)
+        return buffer, sums, kernels.count_samples(owned, num_ranks)
     buffer, where, sums = kernels.partition_ids(owned, payload, num_ranks, slots, padding)
-    return Partitioned(buffer, sums, None, where)
+    return buffer, sums, where
 
 
-def _partition_sorted(group: TableGroup, ids: SortedIds, slots: int, padding: Tensor) -> Partitioned:
-    """Puts sorted events into slots, where the kernels do not take them."""
+def _partition_sorted(ids: SortedIds, slots: int, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `partition` of sorted events, where the kernels do not take them."""
     size, index = ids.sums.size(0), torch.arange(ids.columns.size(0), device=ids.columns.device)
     end = size * slots  # the slot of padding and of events that have none
     if ids.ranks is None:
@@ -232,23 +216,20 @@ def _partition_sorted(group: TableGroup, ids: SortedIds, slots: int, padding: Te
         within = index - pad(ids.sums.cumsum(0), (1, 0))[ids.ranks]
         where = torch.where((ids.ranks < size) & (within < slots), ids.ranks * slots + within, end)
     buffer = padding.repeat(end + 1, 1).index_copy_(0, where, ids.columns)[:-1]
-    if group.features:
-        return Partitioned(buffer, ids.sums, ids.counts, None)
+    if ids.counts is not None:
+        return buffer, ids.sums, ids.counts
     where = torch.where(where == end, -1, where)
     if ids.order is not None:
         where = torch.empty_like(where).index_copy_(0, ids.order, where)
-    return Partitioned(buffer, ids.sums, None, where)
+    return buffer, ids.sums, where
 
 
 def collect(arrived: Tensor, lengths: Tensor, padding: Tensor, num_ranks: int, capacity: int) -> Tensor:
-    """Moves the events of all ranks together, followed by `padding`: [K, capacity] int32.
+    """Moves the events of W ranks together, followed by `padding` [1, K]: [K, capacity] int32.
 
     Args:
         arrived: [W · slots, K] int32: those of each rank in its first slots.
         lengths: [W · n] int32: events by rank, sequence and sample.
-        padding: [1, K] int32.
-        num_ranks: W.
-        capacity: of the result.
     """
     slots = arrived.size(0) // num_ranks
     ends = lengths.view(num_ranks, -1).sum(1).cumsum(0)

@@ -61,14 +61,11 @@ class FixedShapes:
 
     Attributes:
         groups: the table groups of the collections.
-        pg, device: as given.
         stream: on a GPU, that of the input dist.
-        padding: ids behind a batch's own, by key.
-        reference: the batch taken apart.
-        samples: that batch's, of every rank.
+        samples: those of the reference on every rank.
         buckets: the capacities of a batch's keys, then by group of the events that a rank has for another one and, if
             attention reads them, of those that arrive at a rank.
-        smallest: those that hold the reference.
+        smallest: the capacities that hold the reference.
     """
 
     def __init__(
@@ -82,9 +79,10 @@ class FixedShapes:
         by_key, size, sums = self.ids_by_key(self.reference), pg.size(), []
         for group in self.groups:
             owners = [s.locate(by_key[key].values())[0] for key, s in zip(group.keys, group.shardings, strict=True)]
-            sums.append(torch.bincount(torch.cat(owners), minlength=size).to(device))
+            sums.append(torch.bincount(torch.cat(owners), minlength=size))
         with self.on_stream():
-            shapes = self.gather(torch.tensor(self.shape_vector(self.reference), device=device), sums).tolist()
+            shape = torch.tensor(self.shape_vector(self.reference), device=device)
+            shapes = self.gather(shape, [x.to(device) for x in sums]).tolist()
         self.samples = [row[1] for row in shapes]
         lengths, fixed = self._of_all_ranks(shapes)
         self.buckets = CapacityBuckets(self.reference, fixed, lengths)
@@ -131,10 +129,10 @@ class FixedShapes:
             lengths += [max(map(max, to_rank)), max(map(sum, to_rank)) if group.features else 0]
         return lengths, fixed
 
-    def group_capacities(self, capacities: tuple[int, ...], number: int) -> tuple[int, int]:
-        """Returns the capacities of a group's events for another rank, and of those that arrive."""
-        first = len(self.reference.keys) + 2 * number
-        return capacities[first], capacities[first + 1]
+    def group_capacities(self, capacities: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Returns by group the capacities of its events for another rank, and of those that arrive."""
+        rest = capacities[len(self.reference.keys) :]
+        return list(zip(rest[::2], rest[1::2], strict=True))
 
     def ids_by_key(self, batch: Described) -> dict[str, JaggedTensor]:
         """Returns the ids of a batch, checked."""
@@ -197,19 +195,17 @@ class DistributedBuffers:
     def __init__(self, shapes: FixedShapes, capacities: tuple[int, ...]) -> None:
         device, by_key = shapes.device, dict(zip(shapes.reference.keys, capacities, strict=False))
         self.raw = Buffers(shapes.buckets.structure, capacities[: len(by_key)], shapes.padding, device)
-        self._groups, parts = shapes.groups, []
+        self._groups, parts = shapes.groups, []  # of which only the shapes are taken
         #: By group, the capacities of its keys.
         self._sizes = [[by_key[key] for key in group.keys] for group in shapes.groups]
-        for number, (group, sizes) in enumerate(zip(shapes.groups, self._sizes, strict=True)):
-            sent, arriving = shapes.group_capacities(capacities, number)
+        by_group = zip(shapes.groups, self._sizes, shapes.group_capacities(capacities), strict=True)
+        for group, sizes, (sent, arriving) in by_group:
             if group.features:
-                offsets = 1 + sum(group.to_owners(shapes.pg, shapes.samples).received)
-                layout = (len(group.padding), arriving), ((offsets,), torch.int32)
+                samples = sum(group.to_owners(shapes.pg, shapes.samples).received)
+                arrived, index = (len(group.padding), arriving), torch.empty(samples + 1, dtype=torch.int32)
             else:
-                layout = (shapes.pg.size(), sent), ((sum(sizes),), torch.int64)
-            shape, (index, dtype) = layout
-            arrived = torch.empty(shape, dtype=torch.int32, device="meta")
-            parts.append((arrived, torch.empty(index, dtype=dtype, device="meta")))
+                arrived, index = (shapes.pg.size(), sent), torch.empty(sum(sizes), dtype=torch.int64)
+            parts.append((torch.empty(arrived, dtype=torch.int32), index))
         self._arrived = Buffers(describe(parts).structure, (), {}, device)
 
     def new_block(self) -> Tensor:

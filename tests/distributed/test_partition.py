@@ -8,7 +8,7 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import KeyBias, SequenceFeatureConfig
-from jfi.distributed.fixed_input_dist import Partitioned, partition
+from jfi.distributed.fixed_input_dist import partition
 from jfi.distributed.planning import TableGroup, row_shardings
 from jfi.ops import partition_ids as kernels
 from jfi.utils.padding import padded_to_capacity
@@ -60,15 +60,13 @@ def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
         with as_on_a_gpu(device), padded_to_capacity(frozenset()):
             found.append(partition(group, by_key, RANKS, 100, padding))
         counts.append((group.outside.counts - before).tolist())
-    formula, kernel = found
-    assert formula.sums.tolist() == kernel.sums.tolist()
-    for one, other in ((formula.counts, kernel.counts), (formula.slots, kernel.slots)):
-        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    (buffer, sums, index), (kernel_buffer, *others) = found
+    assert torch.equal(sums, others[0]) and torch.equal(index, others[1])
     ids, places = [], []
-    for rank, count in enumerate(formula.sums.tolist()):
+    for rank, count in enumerate(sums.tolist()):
         filled = slice(rank * 100, rank * 100 + count)
-        assert torch.equal(formula.buffer[filled], kernel.buffer[filled])
-        places += kernel.buffer[filled, 0].tolist()
+        assert torch.equal(buffer[filled], kernel_buffer[filled])
+        places += kernel_buffer[filled, 0].tolist()
     for key in group.keys:
         ids += by_key[key].values()[: int(by_key[key].lengths().sum())].tolist()
     assert len(places) == len(ids) and places.count(-1) == 3 * len(group.keys)
@@ -82,17 +80,14 @@ def test_kernels_have_the_places_of_the_formulas(name, most, room, device, monke
     group = GROUPS[name]
     by_key = ids_of(group, room, device)
     padding = torch.full((1, 2 if group.features else 1), -1, dtype=torch.int32, device=device)
-    found: list[Partitioned] = []
+    found = []
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
         with padded_to_capacity(frozenset()):
             found.append(partition(group, by_key, RANKS, most, padding))
-    formula, kernel = found
-    sums = formula.sums.tolist()
-    assert sums == kernel.sums.tolist() and all(sums)
-    for one, other in ((formula.counts, kernel.counts), (formula.slots, kernel.slots)):
-        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
-    assert (formula.slots is None) == bool(group.features)
-    for rank, count in enumerate(sums):  # places left are of no use to attention, and not written
+    (buffer, sums, index), (kernel_buffer, *others) = found
+    assert torch.equal(sums, others[0]) and torch.equal(index, others[1]) and all(sums.tolist())
+    assert (index.dtype == torch.int32) == bool(group.features)  # counts, or slots
+    for rank, count in enumerate(sums.tolist()):  # places left are of no use to attention, and not written
         filled = slice(rank * most, rank * most + (min(count, most) if group.features else most))
-        assert torch.equal(formula.buffer[filled], kernel.buffer[filled])
+        assert torch.equal(buffer[filled], kernel_buffer[filled])
