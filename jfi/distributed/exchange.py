@@ -51,8 +51,12 @@ class Exchange(NamedTuple):
         """The exchange in the opposite direction."""
         return self._replace(sent=self.received, received=self.sent)
 
-    def start(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begins to send rows [sum(sent), ...], in the order of the ranks that they go to.
+    def start(self, rows: Tensor, shared: bool = False) -> tuple[Tensor, dist.Work | None]:
+        """Begins to send rows.
+
+        Args:
+            rows: [sum(sent), ...], in the order of the ranks that they go to; with `shared` those that each rank gets.
+            shared: all ranks that receive any get the same rows.
 
         Returns:
             What arrives [sum(received), ...], by the rank that it comes from, and the work to wait for.
@@ -60,30 +64,23 @@ class Exchange(NamedTuple):
         if self.pg.size() == 1:
             return rows, None
         if self.peers is not None:
-            arrived = self.peers.send(rows, self.sent, self.received, shared=False)
+            arrived = self.peers.send(rows, self.sent, self.received, shared)
             if arrived is not None:
                 return arrived, None
+        if shared and (count := sum(1 for sent in self.sent if sent)) != 1:
+            rows = rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1)
         arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
         work = dist.all_to_all_single(
             arriving, rows.contiguous(), self.received, self.sent, group=self.pg, async_op=True
         )
         return arriving, work
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Sends rows [sum(sent), ...] and returns what arrives [sum(received), ...]; the host does not wait."""
-        arrived, work = self.start(rows)
+    def send(self, rows: Tensor, shared: bool = False) -> Tensor:
+        """Sends rows as `start` does, and returns what arrives; the host does not wait."""
+        arrived, work = self.start(rows, shared)
         if work is not None:
             work.wait()
         return arrived
-
-    def share(self, rows: Tensor) -> Tensor:
-        """Sends the same rows to every rank that receives any, and returns what arrives."""
-        count = sum(1 for sent in self.sent if sent)
-        if self.peers is not None and self.pg.size() > 1:
-            arrived = self.peers.send(rows, self.sent, self.received, shared=True)
-            if arrived is not None:
-                return arrived
-        return self.send(rows if count == 1 else rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1))
 
 
 def gradient_scale(pg: dist.ProcessGroup) -> float:

@@ -164,12 +164,7 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> SortedIds:
     """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
 
-    Where jagged tensors may be padded (`jfi.utils.padding`), what is behind a key's own values comes last.
-
-    Args:
-        group: of the events.
-        by_key: ids, bucket ids and weights.
-        num_ranks: W.
+    Where jagged tensors may be padded (`jfi.utils.padding`), the padding comes last.
     """
     sequences = [by_key[key] for key in group.keys]
     check_ids(group, by_key)
@@ -205,14 +200,9 @@ def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks:
 
 
 def unique_by_table(ids: list[Tensor], tables: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns each id once by table: the first sequence of a table has its unique ids, the others none.
+    """Returns each id once by table, and of each sequence which of its table's unique ids each event has, [S] int64.
 
-    Args:
-        ids: [S] each, of the sequences.
-        tables: of each sequence its table.
-
-    Returns:
-        The ids, and of each sequence which of its table's unique ids each event has, [S] int64.
+    The first sequence of a table has its unique ids, the others none.
 
     Example:
         >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ("item", "item"))

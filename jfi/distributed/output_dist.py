@@ -11,12 +11,12 @@ from jfi.ops.gather_rows import gather_bounded
 
 
 def fetch_rows(handle: Tensor, memory: Tensor, arrived: GroupInput) -> list[Tensor]:
-    """Returns the rows [S, D] of each sequence of a table group to the rank of its samples; all ranks call it together.
+    """Returns the rows [S, D] of each sequence of a table group; all ranks call it together.
 
     Args:
         handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
-        memory: [M, D], the owner's rows.
-        arrived: the rows that are requested of this owner.
+        memory: [M, D], the rows that this rank owns.
+        arrived: the rows that are requested of this rank.
     """
     return list(_Fetch.apply(handle, memory, arrived).split(arrived.sizes))
 

@@ -165,7 +165,7 @@ class TableGroup:
     Attributes:
         keys: of each sequence the key of its ids.
         tables: of each sequence the table of its rows.
-        shardings: of each sequence that of its table; the same for all if attention reads them.
+        shardings: of each sequence that of its table, the same for all if attention reads them.
         embeddings: of each sequence the name of its embedding.
         features: of each sequence its feature, if attention reads it; else empty.
         feature_indices: of each feature its index in its `FeatureGroup`, by which learned bias tables are stacked.
@@ -200,14 +200,11 @@ class TableGroup:
     def to_owners(self, pg: dist.ProcessGroup, samples: list[int], peers: PeerMemory | None = None) -> Exchange:
         """Returns the exchange of one row for each sample of each feature, which goes to all owner ranks.
 
-        Args:
-            pg: all ranks.
-            samples: batch size of each rank.
-            peers: of the exchange.
+        `samples` are the batch sizes of all ranks `pg`.
         """
-        owners, count = set(self.owner_ranks), len(self.keys)
-        sent = [samples[pg.rank()] * count if rank in owners else 0 for rank in range(pg.size())]
-        received = [count * size if pg.rank() in owners else 0 for size in samples]
+        owners, rows = self.owner_ranks, [len(self.keys) * size for size in samples]
+        sent = [rows[pg.rank()] if rank in owners else 0 for rank in range(pg.size())]
+        received = rows if pg.rank() in owners else [0] * pg.size()
         return Exchange(pg, sent, received, peers)
 
     @property
@@ -227,19 +224,12 @@ class TableGroup:
 
 
 class TablePlan(NamedTuple):
-    """The path of each embedding of a sharded collection.
+    """The path of each embedding of a sharded collection."""
 
-    Attributes:
-        shardings: by table.
-        groups: sequences of ids that go to owner ranks.
-        replicated: the tables that every rank reads whole.
-        local: embeddings of replicated tables: name, key of the ids, and table.
-    """
-
-    shardings: dict[str, RowSharding]
-    groups: list[TableGroup]
-    replicated: list[str]
-    local: list[tuple[str, str, str]]
+    shardings: dict[str, RowSharding]  # by table
+    groups: list[TableGroup]  # sequences of ids that go to owner ranks
+    replicated: list[str]  # the tables that every rank reads whole
+    local: list[tuple[str, str, str]]  # embeddings of replicated tables: name, key of the ids, and table
 
 
 def plan_tables(
@@ -250,10 +240,9 @@ def plan_tables(
     first_rank: int = 0,
     dedup: bool = False,
 ) -> TablePlan:
-    """Returns the path of each embedding.
+    """Returns the path of each embedding of a collection's tables.
 
     Args:
-        configs: of the collection's tables.
         plan: by table its sharding, by rows.
         features: sequence features whose histories the collection looks up.
         replicate_below: tables of at most so many rows are read whole by every rank.
@@ -304,12 +293,7 @@ def plan_tables(
 
 
 def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:
-    """Returns the index of a feature's sequence key whose table is not replicated; None if all are.
-
-    Args:
-        feature: a sequence feature.
-        tables: by sequence key its table.
-        replicated: tables that every rank reads whole.
+    """Returns the index of a feature's sequence key whose table, in `tables`, is not replicated; None if all are.
 
     Raises:
         ValueError: several are not, or the rows of several fields are concatenated.

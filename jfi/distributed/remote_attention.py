@@ -64,10 +64,9 @@ class AttentionAtOwners(RemoteAttention):
         return self._fetched[self.feature_names.index(feature)]
 
     def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        arrived = self._arrived
-        shared = arrived.queries.share(query.detach())
-        weights, index = arrived.weights, arrived.buckets
-        feature = arrived.group.features[0]
+        arrived, feature = self._arrived, self._arrived.group.features[0]
+        shared = arrived.queries.send(query.detach(), shared=True)
+        weights = arrived.weights
         if isinstance(feature.bias, WeightBias):
             table = weights.log().unsqueeze(1).expand(-1, query.size(2)).to(query.dtype)
         inputs, impl = prepare_target_attention(
@@ -76,7 +75,7 @@ class AttentionAtOwners(RemoteAttention):
             None,
             offsets=arrived.offsets,
             key_bias=table,
-            key_bias_index=index,
+            key_bias_index=arrived.buckets,
             value_scale=weights if feature.weighted_values else None,
             scale=scale,
             max_seqlen=None,
@@ -118,7 +117,7 @@ class _Attend(torch.autograd.Function):
         if queries.pg.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, needed, inputs, impl), None, None, None
         owners = len(ctx.arrived.group.owner_ranks)
-        packed = queries.share(pack_gradient(grad, out, lse, impl))
+        packed = queries.send(pack_gradient(grad, out, lse, impl), shared=True)
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.pg)
         of_whole = unpack_gradient(packed, grad.size(-1), scale, impl)
