@@ -9,7 +9,6 @@ is one copy. Behind the values of a key are padding ids up to the key's capacity
 import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -135,23 +134,16 @@ def _unsupported(batch: object, part: object, what: str) -> UnsupportedBatch:
     return UnsupportedBatch(f"the batch{pytree.keystr(path)} is {what}")
 
 
-def rebuild(structure: Structure, tensors: Iterator[Tensor], jagged: Iterator[KeyedJaggedTensor]) -> Any:
-    """Returns the batch of a structure with these tensors; constants are the structure's."""
-    parts = {_TensorLeaf: tensors, _JaggedLeaf: jagged}
-    leaves = [leaf.value if type(leaf) is _ConstantLeaf else next(parts[type(leaf)]) for leaf in structure.leaves]
-    return pytree.tree_unflatten(leaves, structure.tree)
-
-
 def to_device(batch: object, device: torch.device) -> Any:
     """Returns a batch with all that has a `.to` on the device; the host does not wait for it."""
-    return pytree.tree_map(partial(_leaf_to_device, device=device), batch, is_leaf=_is_leaf)
 
+    def moved(leaf: Any) -> Any:
+        found = leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
+        if isinstance(found, KeyedJaggedTensor):
+            found._jt_dict = None  # what `to_dict()` has found, which TorchRec leaves where it was
+        return found
 
-def _leaf_to_device(leaf: Any, device: torch.device) -> Any:
-    found = leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
-    if isinstance(found, KeyedJaggedTensor):
-        found._jt_dict = None  # what `to_dict()` has found, which TorchRec leaves where it was
-    return found
+    return pytree.tree_map(moved, batch, is_leaf=_is_leaf)
 
 
 class CapacityBuckets:
@@ -216,15 +208,6 @@ class CapacityBuckets:
         return "more values than the largest capacity"
 
 
-class _JaggedParts(NamedTuple):
-    """The memory of a KeyedJaggedTensor of K keys and B samples."""
-
-    values: Tensor  # those of each key, padded to its capacity
-    lengths: Tensor  # [K, B]
-    offsets: Tensor  # [K, B + 1], of each key from 0 on
-    weights: Tensor | None
-
-
 class Buffers:
     """A batch of fixed shapes and capacities in one block of memory.
 
@@ -243,7 +226,7 @@ class Buffers:
         self._jagged = [leaf for leaf in structure.leaves if isinstance(leaf, _JaggedLeaf)]
         sizes = [(math.prod(leaf.shape), leaf.dtype) for leaf in self._tensors]
         rest = iter(capacities)
-        self._capacities = [tuple(islice(rest, len(leaf.keys))) for leaf in self._jagged]
+        self._capacities = [list(islice(rest, len(leaf.keys))) for leaf in self._jagged]
         for leaf, own in zip(self._jagged, self._capacities, strict=True):
             keys, stride = len(leaf.keys), leaf.stride
             sizes += [(sum(own), leaf.dtype), (keys * stride, leaf.lengths), (keys * (stride + 1), leaf.lengths)]
@@ -253,16 +236,19 @@ class Buffers:
         #: Bytes of a block.
         self.size = ends[-1] if ends else 0
         self._blank = torch.zeros(self.size, dtype=torch.uint8, device=device)
-        for leaf, own, parts in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
-            for key, part in zip(leaf.keys, parts.values.split(list(own)), strict=True):
+        for leaf, own, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
+            for key, part in zip(leaf.keys, values.split(own), strict=True):
                 part.fill_(padding.get(key, 0))
 
     def new_block(self) -> Tensor:
         """Returns memory of one batch, with padding alone."""
         return self._blank.clone()
 
-    def _views(self, block: Tensor) -> tuple[list[Tensor], list["_JaggedParts"]]:
-        """Returns the tensors of a block, and the parts of each KeyedJaggedTensor."""
+    def _views(self, block: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor, Tensor | None]]]:
+        """Returns the tensors of a block, and of each KeyedJaggedTensor of K keys and B samples its parts.
+
+        They are the values of each key, padded to its capacity, lengths [K, B], offsets [K, B + 1], and weights.
+        """
         parts = iter([block[begin : begin + size * dtype.itemsize].view(dtype) for begin, size, dtype in self._spans])
         tensors = [next(parts).view(leaf.shape) for leaf in self._tensors]
         jagged = []
@@ -270,7 +256,7 @@ class Buffers:
             keys = len(leaf.keys)
             values, lengths = next(parts), next(parts).view(keys, leaf.stride)
             offsets = next(parts).view(keys, leaf.stride + 1)
-            jagged.append(_JaggedParts(values, lengths, offsets, None if leaf.weights is None else next(parts)))
+            jagged.append((values, lengths, offsets, None if leaf.weights is None else next(parts)))
         return tensors, jagged
 
     def fill(self, block: Tensor, batch: Described) -> None:
@@ -279,14 +265,14 @@ class Buffers:
         tensors, jagged = self._views(block)
         for to, value in zip(tensors, batch.tensors, strict=True):
             to.copy_(value, non_blocking=True)
-        for to, own, one in zip(jagged, self._capacities, batch.jagged, strict=True):
-            to.lengths.copy_(one.lengths().view_as(to.lengths), non_blocking=True)
+        for (values, lengths, offsets, weights), own, ids in zip(jagged, self._capacities, batch.jagged, strict=True):
+            lengths.copy_(ids.lengths().view_as(lengths), non_blocking=True)
             # Summed here, which may overlap the previous step, and not in the step.
-            to.offsets[:, 1:].copy_(to.lengths.cumsum(1, dtype=to.offsets.dtype), non_blocking=True)
-            for first, begin, count in _runs(one.length_per_key(), own):
-                to.values[first : first + count].copy_(one.values()[begin : begin + count], non_blocking=True)
-                if to.weights is not None:
-                    to.weights[first : first + count].copy_(one.weights()[begin : begin + count], non_blocking=True)
+            offsets[:, 1:].copy_(lengths.cumsum(1, dtype=offsets.dtype), non_blocking=True)
+            for first, begin, count in _runs(ids.length_per_key(), own):
+                values[first : first + count].copy_(ids.values()[begin : begin + count], non_blocking=True)
+                if weights is not None:
+                    weights[first : first + count].copy_(ids.weights()[begin : begin + count], non_blocking=True)
 
     def clear(self, block: Tensor) -> None:
         """Resets a block to padding alone."""
@@ -297,41 +283,47 @@ class Buffers:
         (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(given)
         for to, value in zip(tensors, from_tensors, strict=True):
             to.copy_(value)
-        for to, one, own, others in zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True):
-            to.lengths.copy_(one.lengths)
-            to.offsets.copy_(one.offsets)
-            for narrow, wide in ((to.values, one.values), (to.weights, one.weights)):
-                if narrow is not None:
-                    for part, other in zip(narrow.split(list(own)), wide.split(list(others)), strict=True):
-                        part.copy_(other[: part.size(0)])
+        sizes = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
+        for (values, lengths, offsets, weights), wide, own, others in sizes:
+            lengths.copy_(wide[1])
+            offsets.copy_(wide[2])
+            for to, value in ((values, wide[0]), (weights, wide[3])):
+                if to is None:
+                    continue
+                for part, other in zip(to.split(own), value.split(others), strict=True):
+                    part.copy_(other[: part.size(0)])
 
     def batch(self, block: Tensor) -> Any:
         """Returns a batch over a block's memory; a KeyedJaggedTensor caches what it computes, so it is made anew."""
-        tensors, jagged = self._views(block)
-        made = []
-        for leaf, own, parts in zip(self._jagged, self._capacities, jagged, strict=True):
-            values = parts.values.split(list(own))
-            weights = [None] * len(own) if parts.weights is None else parts.weights.split(list(own))
-            by_key = {
-                key: JaggedTensor(values[i], weights=weights[i], lengths=parts.lengths[i], offsets=parts.offsets[i])
-                for i, key in enumerate(leaf.keys)
-            }
-            made.append(
+        tensors, views = self._views(block)
+        jagged = []
+        for leaf, own, (values, lengths, offsets, weights) in zip(self._jagged, self._capacities, views, strict=True):
+            parts = zip(
+                leaf.keys,
+                values.split(own),
+                [None] * len(own) if weights is None else weights.split(own),
+                lengths,
+                offsets,
+                strict=True,
+            )
+            jagged.append(
                 KeyedJaggedTensor(
                     keys=list(leaf.keys),
-                    values=parts.values,
-                    weights=parts.weights,
-                    lengths=parts.lengths.view(-1),
+                    values=values,
+                    weights=weights,
+                    lengths=lengths.view(-1),
                     stride=leaf.stride,
-                    length_per_key=list(own),
+                    length_per_key=own.copy(),
                     offset_per_key=[0, *accumulate(own)],
-                    jt_dict=by_key,
+                    jt_dict={key: JaggedTensor(x, w, lengths=n, offsets=o) for key, x, w, n, o in parts},
                 )
             )
-        return rebuild(self.structure, iter(tensors), iter(made))
+        found = {_TensorLeaf: iter(tensors), _JaggedLeaf: iter(jagged)}
+        leaves = [x.value if type(x) is _ConstantLeaf else next(found[type(x)]) for x in self.structure.leaves]
+        return pytree.tree_unflatten(leaves, self.structure.tree)
 
 
-def _runs(lengths: list[int], capacities: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _runs(lengths: list[int], capacities: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yields (first index in the buffer, first value in the batch, number of values) of each copy.
 
     Keys without padding between them are copied together.

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torchrec.distributed.types import ShardedModule
 
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
-from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE, describe
+from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE
 from jfi.distributed.averages import captured_averages
 from jfi.distributed.exchange import PeerMemory, are_peers
 from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
-from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes, ids_of
+from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes
 from jfi.distributed.sharded_tables import ShardedTables
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
@@ -93,10 +93,10 @@ class CapturedShardedStep(StepGraphs):
     @torch.no_grad()
     def _copy_dense_from_first(self) -> None:
         """Gives all ranks the first one's parameters and buffers that are not of the collections."""
-        sharded = {id(x) for module in self._collections for x in (*module.parameters(), *module.buffers())}
-        dense = [x for x in (*self._model.parameters(), *self._model.buffers()) if id(x) not in sharded]
-        for x in dense if self._pg.size() > 1 else []:
-            dist.broadcast(x, dist.get_global_rank(self._pg, 0), group=self._pg)
+        sharded = {x for module in self._collections for x in (*module.parameters(), *module.buffers())}
+        for x in (*self._model.parameters(), *self._model.buffers()):
+            if x not in sharded and self._pg.size() > 1:
+                dist.broadcast(x, dist.get_global_rank(self._pg, 0), group=self._pg)
 
     def reset(self) -> None:
         """Resets all graphs, see `StepGraphs.reset`, and drops batches that were sent ahead.
@@ -122,11 +122,11 @@ class CapturedShardedStep(StepGraphs):
         self._shapes = shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
         self._recent.append(shapes.smallest)
         self._fixed_length_keys = shapes.buckets.fixed_length_keys
-        sharded = {id(part) for collection in self._collections for part in collection.modules()}
+        sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
         padded = set(shapes.reference.keys) - self._fixed_length_keys
         for part in self._model.modules():
-            if id(part) not in sharded and (reason := why_module_not(part, padded, remote)):
+            if part not in sharded and (reason := why_module_not(part, padded, remote)):
                 raise ValueError(f"the step cannot be captured: {reason}")
 
     def _new_buffers(self, capacities: tuple[int, ...]) -> DistributedBuffers:
@@ -200,17 +200,14 @@ class CapturedShardedStep(StepGraphs):
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        is_sent = isinstance(batch, DistributedBatch)
-        peers = self._peers if is_sent else None
-        with ExitStack() as stack:
-            stack.enter_context(captured_averages(self._pg, peers, self._tables))
-            if not is_sent:
+        if not isinstance(batch, DistributedBatch):
+            with captured_averages(self._pg, None, self._tables):
                 return self._step_on_batch(batch)
-            if peers is not None:
-                stack.enter_context(peers.step())
-            ids, outputs = ids_of(describe(batch.batch)), self._shapes.outputs(batch, self._pg, peers)
-            for collection, output in zip(self._collections, outputs, strict=True):
-                stack.enter_context(collection.given(ids, output))
+        with (
+            captured_averages(self._pg, self._peers, self._tables),
+            nullcontext() if self._peers is None else self._peers.step(),
+            self._shapes.given(batch, self._pg, self._peers),
+        ):
             return self._step_on_batch(batch.batch)
 
 

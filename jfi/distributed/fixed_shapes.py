@@ -7,7 +7,7 @@ ranks has equally many slots.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -155,19 +155,14 @@ class FixedShapes:
         if self.stream is not None:  # the step counts as well
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def outputs(
-        self, batch: DistributedBatch, pg: dist.ProcessGroup, peers: PeerMemory | None
-    ) -> list[InputDistOutput]:
-        """Returns what each collection reads.
+    @contextmanager
+    def given(self, batch: DistributedBatch, pg: dist.ProcessGroup, peers: PeerMemory | None) -> Iterator[None]:
+        """Lets the collections read a batch within the block, and no other ids.
 
-        Args:
-            batch: the batch.
-            pg: all ranks, for what the step sends.
-            peers: memory through which the step sends, if not through the process group.
+        The step sends through peer memory if there is any, else through the process group of all ranks.
         """
-        ids = ids_of(describe(batch.batch))
-        lookups.allow_no_samples(ids)
-        by_key, found = ids.to_dict(), []
+        described, found = describe(batch.batch), []
+        by_key = self.ids_by_key(described)
         for group, (arrived, index) in zip(self.groups, batch.groups, strict=True):
             sizes = [by_key[key].values().size(0) for key in group.keys]
             if group.features:
@@ -178,7 +173,11 @@ class FixedShapes:
                 rows = Exchange(pg, counts, counts, peers)
                 found.append(GroupInput(group, rows, None, (arrived.view(-1),), None, sizes, slots=index))
         rest = iter(found)
-        return [InputDistOutput([next(rest) for _ in one.groups], by_key) for one in self._collections]
+        with ExitStack() as stack:
+            for collection in self._collections:
+                output = InputDistOutput([next(rest) for _ in collection.groups], by_key)
+                stack.enter_context(collection.given(ids_of(described), output))
+            yield
 
 
 class DistributedBuffers:
