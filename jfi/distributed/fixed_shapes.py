@@ -74,7 +74,7 @@ class FixedShapes:
         self._collections, self.pg, self.device = collections, pg, device
         self.groups = [group for collection in collections for group in collection.groups]
         self.stream = torch.cuda.Stream(device, priority=INPUT_DIST) if device.type == "cuda" else None
-        self.padding = {key: -1 for collection in collections for key in collection.local_keys}
+        self.padding = {key: -1 for collection in collections for key in collection.local.keys}
         self.reference = describe(reference)
         by_key, size, sums = self.ids_by_key(self.reference), pg.size(), []
         for group in self.groups:

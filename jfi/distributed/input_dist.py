@@ -67,7 +67,7 @@ class GroupInput(Multistreamable):
     @property
     def buckets(self) -> Tensor | None:
         """[R] int32: rows of the learned bias tables."""
-        return self.columns[1 + len(self.group.field_tables)] if self.group.has_bucket else None
+        return self.columns[1 + len(self.group.field_shardings)] if self.group.has_bucket else None
 
     @property
     def weights(self) -> Tensor | None:
@@ -167,13 +167,10 @@ def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks:
     Where jagged tensors may be padded (`jfi.utils.padding`), the padding comes last.
     """
     sequences = [by_key[key] for key in group.keys]
-    check_ids(group, by_key)
     is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)
-    outside = group.outside.on(sequences[0].values().device)
-    ids_of = bound_ids([x.values() for x in sequences], [sharding.num_rows for sharding in group.shardings], outside)
-    positions, located = None, []
+    ids_of, positions, located = bounded_ids(group, by_key), None, []
     if group.dedup:
-        ids_of, positions = unique_by_table(ids_of, group.tables)
+        ids_of, positions = unique_by_table(ids_of, [sharding.table for sharding in group.shardings])
     sizes = [ids.size(0) for ids in ids_of]
     for ids, sharding, sequence in zip(ids_of, group.shardings, sequences, strict=True):
         ranks, rows = sharding.locate(ids)
@@ -199,13 +196,13 @@ def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks:
     return SortedIds(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
 
 
-def unique_by_table(ids: list[Tensor], tables: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+def unique_by_table(ids: list[Tensor], tables: list[str]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns each id once by table, and of each sequence which of its table's unique ids each event has, [S] int64.
 
     The first sequence of a table has its unique ids, the others none.
 
     Example:
-        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ("item", "item"))
+        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ["item", "item"])
         ([tensor([4, 7]), tensor([], dtype=torch.int64)], [tensor([0, 1]), tensor([1, 0, 0])])
     """
     unique, positions = list(ids), list(ids)
@@ -248,23 +245,31 @@ def check_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
     Raises:
         ValueError: an id is outside of its table, or of the buckets of its feature's bias.
     """
-    tables = list(zip(group.keys, group.tables, [sharding.num_rows for sharding in group.shardings], strict=True))
+    tables = list(zip(group.keys, group.shardings, strict=True))
     for keys in group.fields:
-        tables += zip(keys, group.field_tables, group.field_rows, strict=True)
-    for key, table, num_rows in tables:
-        ids = by_key[key]
-        check_indices(f"features['{key}']", ids.values(), num_rows, f"table '{table}'", ids.lengths())
+        tables += zip(keys, group.field_shardings, strict=True)
+    for key, sharding in tables:
+        ids, rows_of = by_key[key], f"table '{sharding.table}'"
+        check_indices(f"features['{key}']", ids.values(), sharding.num_rows, rows_of, ids.lengths())
     for feature in group.features:
         if isinstance(feature.bias, KeyBias):
             ids, bias = by_key[feature.bias_key].values(), f"the bias of feature '{feature.name}'"
             check_indices(f"features['{feature.bias_key}']", ids, feature.num_buckets, bias, padded=False)
 
 
+def bounded_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> list[Tensor]:
+    """Returns the checked ids of each sequence, with -1 for those outside of their tables, which are counted."""
+    check_ids(group, by_key)
+    ids = [by_key[key].values() for key in group.keys]
+    return bound_ids(ids, [sharding.num_rows for sharding in group.shardings], group.outside.on(ids[0].device))
+
+
 def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
     """Returns the payload of a group's events, [S] int32 each; -1 for ids outside of their tables and buckets."""
     payload = []
-    for index, num_rows in enumerate(group.field_rows):
-        ids = bound_ids([by_key[keys[index]].values() for keys in group.fields], [num_rows] * len(sequences))
+    for index, sharding in enumerate(group.field_shardings):
+        sizes = [sharding.num_rows] * len(sequences)
+        ids = bound_ids([by_key[keys[index]].values() for keys in group.fields], sizes)
         payload.append(_joined(ids).to(torch.int32))
     if group.has_bucket:
         stacked = []

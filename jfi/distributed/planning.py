@@ -8,7 +8,6 @@ whose rows are fetched.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,21 +31,24 @@ class RowSharding:
     An owner rank has the rows of all its tables in one block of memory, [M, D].
 
     Args:
+        table: the name of the table.
         num_rows: rows of the table.
         first_rows: of each shard that holds rows its first row, ascending from 0.
         ranks: of each of these shards the rank that owns it.
         positions: of each of these shards the position of its first row in its owner's memory.
 
     Example:
-        >>> sharding = RowSharding(10, [0, 6], [2, 0], [100, 0])
+        >>> sharding = RowSharding("item", 10, [0, 6], [2, 0], [100, 0])
         >>> sharding.locate(torch.tensor([7, 1, 6]))
         (tensor([0, 2, 0], dtype=torch.uint8), tensor([  1, 101,   0], dtype=torch.int32))
         >>> sharding.owned_by(2), sharding.owned_by(1)
         ((range(0, 6), range(100, 106)), (range(0, 0), range(0, 0)))
     """
 
-    def __init__(self, num_rows: int, first_rows: list[int], ranks: list[int], positions: list[int]) -> None:
-        self.num_rows, self.ranks, self._first_rows = num_rows, ranks, first_rows
+    def __init__(
+        self, table: str, num_rows: int, first_rows: list[int], ranks: list[int], positions: list[int]
+    ) -> None:
+        self.table, self.num_rows, self.ranks, self._first_rows = table, num_rows, ranks, first_rows
         # A dtype of few bits, by which sorting is fast.
         self._rank_dtype = torch.uint8 if max(ranks, default=0) < 256 else torch.int16
         self._shifts = [position - first for position, first in zip(positions, first_rows, strict=True)]
@@ -103,7 +105,7 @@ def row_shardings(
         ranks = [shard.placement.rank() - first_rank for shard in held]
         firsts, positions = [shard.shard_offsets[0] for shard in held], [used.get(rank, 0) for rank in ranks]
         used |= {rank: at + shard.shard_sizes[0] for shard, rank, at in zip(held, ranks, positions, strict=True)}
-        shardings[table] = RowSharding(num_rows, firsts, ranks, positions)
+        shardings[table] = RowSharding(table, num_rows, firsts, ranks, positions)
     for rank, count in used.items():
         if count >= 2**31:  # positions travel as int32
             raise ValueError(f"plan must give a rank fewer than 2**31 rows, got {count} on rank {first_rank + rank}")
@@ -164,33 +166,29 @@ class TableGroup:
 
     Attributes:
         keys: of each sequence the key of its ids.
-        tables: of each sequence the table of its rows.
         shardings: of each sequence that of its table, the same for all if attention reads them.
         embeddings: of each sequence the name of its embedding.
         features: of each sequence its feature, if attention reads it; else empty.
         feature_indices: of each feature its index in its `FeatureGroup`, by which learned bias tables are stacked.
         fields: of each sequence the keys of the ids that are payload of its events.
-        field_tables: the tables of these ids, which every rank can read.
-        field_rows: their numbers of rows.
+        field_shardings: those of the tables of these ids, which every rank can read.
         dedup: whether a fetched row is sent once to each rank, however many of its events have it.
         outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
             rank reads these tables itself.
     """
 
     keys: tuple[str, ...]
-    tables: tuple[str, ...]
     shardings: tuple[RowSharding, ...]
     embeddings: tuple[str, ...] = ()
     features: tuple[SequenceFeatureConfig, ...] = ()
     feature_indices: tuple[int, ...] = ()
     fields: tuple[tuple[str, ...], ...] = ()
-    field_tables: tuple[str, ...] = ()
-    field_rows: tuple[int, ...] = ()
+    field_shardings: tuple[RowSharding, ...] = ()
     dedup: bool = False
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outside = OutsideIds(self.tables)
+        self.outside = OutsideIds([sharding.table for sharding in self.shardings])
 
     @property
     def owner_ranks(self) -> list[int]:
@@ -220,16 +218,7 @@ class TableGroup:
     @property
     def padding(self) -> list[int]:
         """The columns of an event without a row: its position, then the payload."""
-        return [-1] * (1 + len(self.field_tables)) + [0] * (self.has_bucket + self.has_weight)
-
-
-class TablePlan(NamedTuple):
-    """The path of each embedding of a sharded collection."""
-
-    shardings: dict[str, RowSharding]  # by table
-    groups: list[TableGroup]  # sequences of ids that go to owner ranks
-    replicated: list[str]  # the tables that every rank reads whole
-    local: list[tuple[str, str, str]]  # embeddings of replicated tables: name, key of the ids, and table
+        return [-1] * (1 + len(self.field_shardings)) + [0] * (self.has_bucket + self.has_weight)
 
 
 def plan_tables(
@@ -239,15 +228,18 @@ def plan_tables(
     replicate_below: int,
     first_rank: int = 0,
     dedup: bool = False,
-) -> TablePlan:
+) -> tuple[list[RowSharding], list[TableGroup], TableGroup]:
     """Returns the path of each embedding of a collection's tables.
 
     Args:
         plan: by table its sharding, by rows.
         features: sequence features whose histories the collection looks up.
-        replicate_below: tables of at most so many rows are read whole by every rank.
+        replicate_below: tables of at most so many rows are replicated, read whole by every rank.
         first_rank: of all processes, the first one of the group that the plan is for.
         dedup: whether a row that is fetched travels once to each rank.
+
+    Returns:
+        The sharding of each table, the groups of ids that go to owner ranks, and the ids of replicated tables.
 
     Raises:
         ValueError: a feature whose rows attention cannot read at their owner ranks.
@@ -269,27 +261,28 @@ def plan_tables(
         for (remote, tables), indices in alike.items():
             members = [feature_group.features[index] for index in indices]
             keys = [[key_of[embedding] for embedding in feature.sequence_keys] for feature in members]
-            field_tables = tables[:remote] + tables[remote + 1 :]
             groups.append(
                 TableGroup(
                     keys=tuple([own[remote] for own in keys]),
-                    tables=(tables[remote],) * len(members),
                     shardings=(shardings[tables[remote]],) * len(members),
                     embeddings=tuple([feature.sequence_keys[remote] for feature in members]),
                     features=tuple(members),
                     feature_indices=tuple(indices),
                     fields=tuple([tuple(own[:remote] + own[remote + 1 :]) for own in keys]),
-                    field_tables=field_tables,
-                    field_rows=tuple([shardings[table].num_rows for table in field_tables]),
+                    field_shardings=tuple([shardings[table] for table in tables[:remote] + tables[remote + 1 :]]),
                 )
             )
+
+    def without_features(embeddings: list[str], dedup: bool) -> TableGroup:
+        keys = tuple([key_of[embedding] for embedding in embeddings])
+        tables = tuple([shardings[table_of[embedding]] for embedding in embeddings])
+        return TableGroup(keys, tables, tuple(embeddings), dedup=dedup)
+
     histories = {name for group in groups for name in group.embeddings}
-    fetched = tuple([e for e, table in table_of.items() if table not in replicated and e not in histories])
-    if fetched:
-        keys, tables = (tuple([of[e] for e in fetched]) for of in (key_of, table_of))
-        groups.append(TableGroup(keys, tables, tuple([shardings[table] for table in tables]), fetched, dedup=dedup))
-    local = [(embedding, key_of[embedding], table) for embedding, table in table_of.items() if table in replicated]
-    return TablePlan(shardings, groups, replicated, local)
+    fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
+    groups += [without_features(fetched, dedup)] if fetched else []
+    local = without_features([e for e, table in table_of.items() if table in replicated], False)
+    return list(shardings.values()), groups, local
 
 
 def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:

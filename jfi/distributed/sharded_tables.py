@@ -17,19 +17,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput
+from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
 from jfi.distributed.local_shard import LocalShard
 from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
 from jfi.distributed.planning import TableGroup, plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import SequenceFeatureConfig, lookups
-from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.remote_rows import RemoteRows
 from jfi.modules.table_rows import TableRows
-from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
-from jfi.utils.padding import padding_state
 
 
 class ShardedTables:
@@ -66,35 +63,23 @@ class ShardedTables:
         configs = module.embedding_bag_configs() if pooled else module.embedding_configs()
         #: The ranks that share the rows.
         self.pg = pg
-        self._plan = plan_tables(configs, plan, features, replicate_below, first, dedup)
+        # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
+        self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first, dedup)
+        self._replicated = [sharding for sharding in self._shardings if sharding.num_rows <= replicate_below]
         self._dtype = dtype
+        #: The counts of this rank's ids outside of their tables.
+        self.outside_ids = tuple([group.outside for group in (self.local, *self.groups)])
         #: By name of each pooled embedding the key of its ids.
         self._pooled = lookups.id_keys(configs) if pooled else {}
         self._is_mean = pooled and configs[0].pooling == PoolingType.MEAN
         #: The address of a batch's ids, and the output of their input dist.
         self._given: tuple[int, InputDistOutput] | None = None
-        self._outside = OutsideIds([table for *_, table in self._plan.local])
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
-
-    @property
-    def local_keys(self) -> list[str]:
-        """The keys of ids of replicated tables."""
-        return [key for _, key, _ in self._plan.local]
-
-    @property
-    def groups(self) -> list[TableGroup]:
-        """The sequences of ids that travel together."""
-        return self._plan.groups
-
-    @property
-    def outside_ids(self) -> tuple[OutsideIds, ...]:
-        """The counts of this rank's ids outside of their tables."""
-        return self._outside, *[group.outside for group in self.groups]
 
     @cached_property
     def local_shard(self) -> LocalShard:
         """The rows that this rank owns; not made at construction, after which TorchRec may move a module."""
-        return LocalShard(self._lookups, list(self._plan.shardings))
+        return LocalShard(self._lookups, [sharding.table for sharding in self._shardings])
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
@@ -132,14 +117,14 @@ class ShardedTables:
         return KeyedTensor(list(self._pooled), [x.size(1) for x in pooled], torch.cat(pooled, 1))
 
     def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
-        shard, plan, by_key = self.local_shard, self._plan, arrived.by_key
+        shard, by_key, local = self.local_shard, arrived.by_key, self.local
         handles = shard.gradient_handles([group.columns[0] for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
-        if plan.replicated:
+        if self._replicated:
             # Their gradients are sums of all ranks', and are not rounded.
             (handle,) = shard.gradient_handles([self._replicated_positions], None)
-            shardings = [plan.shardings[table] for table in plan.replicated]
-            whole = dict(zip(plan.replicated, Replicate.apply(handle, shard.memory, self.pg, shardings), strict=True))
+            tables = Replicate.apply(handle, shard.memory, self.pg, self._replicated)
+            whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
         for group, handle in zip(arrived.groups, handles, strict=True):
             if group.group.features:
@@ -147,8 +132,10 @@ class ShardedTables:
             else:
                 self._add_fetched(found, group, handle, by_key)
         whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
-        for (embedding, key, table), ids in zip(plan.local, self._local_ids(by_key), strict=True):
-            found[embedding] = _rows_by_id(whole[table], ids, self._dtype or shard.memory.dtype, by_key[key])
+        local_ids = bounded_ids(local, by_key) if local.keys else []
+        for embedding, key, sharding, ids in zip(local.embeddings, local.keys, local.shardings, local_ids, strict=True):
+            rows, dtype = whole[sharding.table], self._dtype or shard.memory.dtype
+            found[embedding] = _rows_by_id(rows, ids, dtype, by_key[key])
         return found
 
     def _add_fetched(
@@ -157,12 +144,12 @@ class ShardedTables:
         """Adds the rows of a group whose rows are fetched."""
         group, memory, unique = arrived.group, self.local_shard.memory, {}
         fetched = fetch_rows(handle, memory, arrived)
-        for index, (embedding, key, table) in enumerate(zip(group.embeddings, group.keys, group.tables, strict=True)):
+        for index, (embedding, key) in enumerate(zip(group.embeddings, group.keys, strict=True)):
             ids = by_key[key]
             if arrived.positions is None:
                 found[embedding] = JaggedTensor(fetched[index], None, ids.lengths_or_none(), ids.offsets_or_none())
             else:  # the first sequence of a table has its unique rows
-                rows = unique.setdefault(table, fetched[index].to(memory.dtype))
+                rows = unique.setdefault(group.shardings[index].table, fetched[index].to(memory.dtype))
                 found[embedding] = _rows_by_id(rows, arrived.positions[index], rows.dtype, ids)
 
     def _add_histories(
@@ -176,8 +163,8 @@ class ShardedTables:
         """Adds the histories of a group's features."""
         group, memory = arrived.group, self.local_shard.memory
         fields = [RowsById(handle, (memory,), (arrived.columns[0],))]
-        for table, ids in zip(group.field_tables, arrived.columns[1:], strict=False):
-            fields.append(bounded_rows_by_id((whole[table],), (ids,), handle.dtype))
+        for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
+            fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
         attention = AttentionAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived))
         for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
             ids, known = by_key[key], found.get(embedding)
@@ -185,20 +172,10 @@ class ShardedTables:
             rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
             found[embedding] = RemoteRows(by_feature, rows, ids.lengths_or_none(), ids.offsets_or_none())
 
-    def _local_ids(self, by_key: dict[str, JaggedTensor]) -> list[Tensor]:
-        """Returns the ids of replicated tables, with -1 for those outside of them."""
-        ids, sizes = [], []
-        for _, key, table in self._plan.local:
-            values, size = by_key[key].values(), self._plan.shardings[table].num_rows
-            check_indices(f"features['{key}']", values, size, f"table '{table}'", padded=padding_state.is_padded)
-            ids.append(values)
-            sizes.append(size)
-        return bound_ids(ids, sizes, self._outside.on(ids[0].device)) if ids else []
-
     @cached_property
     def _replicated_positions(self) -> Tensor:
         """The positions [r] int32 of this rank's rows of the replicated tables in its memory."""
-        owned = [self._plan.shardings[table].owned_by(self.pg.rank()) for table in self._plan.replicated]
+        owned = [sharding.owned_by(self.pg.rank()) for sharding in self._replicated]
         positions = [position for _, positions in owned for position in positions]
         return torch.tensor(positions, dtype=torch.int32, device=self.local_shard.memory.device)
 

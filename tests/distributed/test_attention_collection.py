@@ -418,7 +418,8 @@ def test_a_key_that_does_not_fit_is_named():
 
 def group_of(case: Case) -> TableGroup:
     plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
-    return plan_tables(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10).groups[0]
+    _, groups, _ = plan_tables(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10)
+    return groups[0]
 
 
 def test_columns_of_a_table_are_not_divided():

@@ -25,8 +25,8 @@ def sharding(*shards: tuple[int, int, int]) -> ParameterSharding:
 SHARDINGS = row_shardings({"a": 40, "b": 9}, {"a": sharding((0, 15, 1), (15, 25, 0)), "b": sharding((0, 9, 1))})
 HISTORY = SequenceFeatureConfig("taste", ["taste_item"], ["item"], bias=KeyBias("taste_age", 5))
 GROUPS = {
-    "fetched": TableGroup(("x", "y"), ("a", "b"), (SHARDINGS["a"], SHARDINGS["b"])),
-    "history": TableGroup(("taste_item",), ("a",), (SHARDINGS["a"],), ("taste_item",), (HISTORY,), (0,), ((),)),
+    "fetched": TableGroup(("x", "y"), (SHARDINGS["a"], SHARDINGS["b"])),
+    "history": TableGroup(("taste_item",), (SHARDINGS["a"],), ("taste_item",), (HISTORY,), (0,), ((),)),
 }
 
 
