@@ -20,7 +20,7 @@ from torchrec.streamable import Multistreamable
 from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
 from jfi.distributed.local_shard import LocalShard
 from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
-from jfi.distributed.planning import TableGroup, plan_tables, row_wise_shards
+from jfi.distributed.planning import plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import SequenceFeatureConfig, lookups
 from jfi.modules.jagged_pooling import pool
