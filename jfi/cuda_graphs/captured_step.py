@@ -55,11 +55,9 @@ class CapacityBucket:
 class StepGraphs:
     """Runs steps on batches in buffers: the first ones with each capacity eagerly, then as a CUDA graph.
 
+    The first arguments are those of `CapturedStep`.
+
     Args:
-        step: takes a batch on the device and returns a tree of tensors.
-        model: the model; steps run on its device.
-        warmup_steps: number of steps with each capacity before it is captured, at least 1.
-        max_graphs: the largest number of graphs; at least 1.
         staging: number of blocks to which batches on the host are copied while the step before them runs.
         priority: priority of the steps' stream, as in torch.cuda.Stream: lower numbers first.
     """
@@ -240,7 +238,7 @@ class CapturedStep(StepGraphs):
         try:
             described = describe(batch)
             if self._capacities is None:
-                self._begin(batch, described)
+                self._begin(batch)
         except UnsupportedBatch as unsupported:
             reason = str(unsupported)
             if reason not in self.eager:
@@ -253,11 +251,10 @@ class CapturedStep(StepGraphs):
         self._graphs.load(bucket, described)
         return self._run(bucket)
 
-    def _begin(self, batch: Any, described: Described) -> None:
-        if self._reference is not None:
-            batch = self._reference
-            described = describe(batch)
-        reason = why_not_captured(self._model, batch)
+    def _begin(self, first: Any) -> None:
+        reference = first if self._reference is None else self._reference
+        described = describe(reference)
+        reason = why_not_captured(self._model, reference)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
         self._capacities, self._padding = CapacityBuckets(described), padding_ids(self._model)
