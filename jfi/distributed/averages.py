@@ -10,8 +10,8 @@ from torch import nn
 
 from jfi.distributed.exchange import PeerMemory
 
-#: Of the captured step that runs: its ranks, their peer memory, and the ids of the parameters that have no mean.
-_step: ContextVar[tuple[dist.ProcessGroup, PeerMemory | None, frozenset[int]] | None]
+#: The ranks of the captured step that runs, their peer memory, and the parameters of its tables.
+_step: ContextVar[tuple[dist.ProcessGroup, PeerMemory | None, set[nn.Parameter]] | None]
 _step = ContextVar("step", default=None)
 
 
@@ -19,14 +19,8 @@ _step = ContextVar("step", default=None)
 def captured_averages(
     group: dist.ProcessGroup, peers: PeerMemory | None, tables: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Lets `average_gradients` within the block send through the peer memory of a captured step.
-
-    Args:
-        group: the ranks.
-        peers: what the step sends through, if not through the group.
-        tables: parameters of the sharded collections, which are refused.
-    """
-    token = _step.set((group, peers, frozenset(map(id, tables))))
+    """Lets `average_gradients` within the block send through peer memory, if there is any, and refuse the tables."""
+    token = _step.set((group, peers, set(tables)))
     try:
         yield
     finally:
@@ -49,7 +43,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     peers, step = None, _step.get()
     if group is None and step is not None:
         group, peers, tables = step
-        if any(id(parameter) in tables for parameter in parameters):
+        if not tables.isdisjoint(parameters):
             raise ValueError(
                 "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
                 "in_backward_optimizer_filter(model.named_parameters())"

@@ -199,11 +199,9 @@ def partition(
     check_ids(group, by_key)
     payload = payload_of(group, by_key, sequences)
     payload = torch.stack(payload, 1) if payload else None
-    if group.features:
-        buffer, _, sums = kernels.partition_ids(owned, payload, num_ranks, slots, None)
-        return buffer, sums, kernels.count_samples(owned, num_ranks)
+    padding = None if group.features else padding
     buffer, where, sums = kernels.partition_ids(owned, payload, num_ranks, slots, padding)
-    return buffer, sums, where
+    return buffer, sums, kernels.count_samples(owned, num_ranks) if group.features else where
 
 
 def _partition_sorted(ids: SortedIds, slots: int, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ _OPTIMIZERS = {
 }
 
 
-class LocalShard:
+class LocalShard(FusedTables):
     """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
     Their memory and that of the optimizer's states is FBGEMM's, which TorchRec saves and loads; only the steps are
@@ -67,33 +67,26 @@ class LocalShard:
         if batched.optimizer is not EmbOptimType.EXACT_SGD:
             row_options["eps"] = options.eps
         optimizer = _OPTIMIZERS[batched.optimizer]
-        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), optimizer, row_options, None, {"rows": tuple(states)})
+        super().__init__(nn.ModuleDict({"rows": rows}), optimizer, row_options, None, {"rows": tuple(states)})
         self.memory = memory.detach()
 
     def sync_learning_rate(self) -> None:
         """Takes the learning rate that TorchRec's optimizer has set."""
         rate = self._batched.get_learning_rate()
-        if rate != self._tables.group["lr"]:
-            self._tables.group["lr"] = rate
-
-    def wait_sorted(self) -> None:
-        """See `FusedTables.wait_sorted`."""
-        self._tables.wait_sorted()
+        if rate != self.group["lr"]:
+            self.group["lr"] = rate
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Makes one step at the end of the block, by the gradients of all backward passes within."""
-        with self._tables.deferring():
+        with super().deferring():
             yield
-        self._tables.step_deferred()
+        self.step_deferred()
 
-    def gradient_handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        """Returns for positions [S] in `memory` each a tensor [S, D] without memory, whose gradient the step takes.
-
-        Its dtype is `dtype`, or that of the rows.
-        """
+    def handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        """Returns `gradient_handles` of positions [S] in `memory` each."""
         self.sync_learning_rate()
-        return self._tables.gradient_handles([("rows", rows) for rows in requested], dtype)
+        return self.gradient_handles([("rows", rows) for rows in requested], dtype)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

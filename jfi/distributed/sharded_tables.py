@@ -118,11 +118,11 @@ class ShardedTables:
 
     def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
         shard, by_key, local = self.local_shard, arrived.by_key, self.local
-        handles = shard.gradient_handles([group.columns[0] for group in arrived.groups], self._dtype)
+        handles = shard.handles([group.columns[0] for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
         if self._replicated:
             # Their gradients are sums of all ranks', and are not rounded.
-            (handle,) = shard.gradient_handles([self._replicated_positions], None)
+            (handle,) = shard.handles([self._replicated_positions], None)
             tables = Replicate.apply(handle, shard.memory, self.pg, self._replicated)
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
