@@ -119,15 +119,16 @@ class CapturedShardedStep(StepGraphs):
 
     def _set_reference(self, batch: Any) -> None:
         """Takes the capacities from a batch."""
-        self._shapes = shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
-        self._recent.append(shapes.smallest)
-        self._fixed_length_keys = shapes.buckets.fixed_length_keys
+        shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
+        fixed = shapes.buckets.fixed_length_keys
         sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
-        padded = set(shapes.reference.keys) - self._fixed_length_keys
         for part in self._model.modules():
-            if part not in sharded and (reason := why_module_not(part, padded, remote)):
+            reason = None if part in sharded else why_module_not(part, set(shapes.reference.keys) - fixed, remote)
+            if reason is not None:
                 raise ValueError(f"the step cannot be captured: {reason}")
+        self._shapes, self._fixed_length_keys = shapes, fixed
+        self._recent.append(shapes.smallest)
 
     def _new_buffers(self, capacities: tuple[int, ...]) -> DistributedBuffers:
         return DistributedBuffers(self._shapes, capacities)

@@ -314,8 +314,17 @@ def test_models_that_cannot_be_captured_are_refused(alone):
         CapturedShardedStep(len, build(case))
     local = Case({"taste": {}, "recent": {}}, replicate_below=1000)
     batch = part_of(make_batch(local, 0), 0, SAMPLES)
-    with pytest.raises(ValueError, match="cannot be captured: the features taste, recent are read in one launch"):
-        CapturedShardedStep(len, shard(build(local), local, data_parallel=False), reference=batch)
+    model, refused = (
+        shard(build(local), local, data_parallel=False),
+        "the features taste, recent are read in one launch",
+    )
+    with pytest.raises(ValueError, match=f"cannot be captured: {refused}"):
+        CapturedShardedStep(len, model, reference=batch)
+    captured = CapturedShardedStep(len, model)
+    use_stand_ins(captured)
+    for _ in range(2):  # the first batch is refused as often as it comes
+        with pytest.raises(ValueError, match=refused):
+            captured.progress(iter([batch]))
 
 
 def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
