@@ -314,11 +314,9 @@ def test_models_that_cannot_be_captured_are_refused(alone):
         CapturedShardedStep(len, build(case))
     local = Case({"taste": {}, "recent": {}}, replicate_below=1000)
     batch = part_of(make_batch(local, 0), 0, SAMPLES)
-    model, refused = (
-        shard(build(local), local, data_parallel=False),
-        "the features taste, recent are read in one launch",
-    )
-    with pytest.raises(ValueError, match=f"cannot be captured: {refused}"):
+    model = shard(build(local), local, data_parallel=False)
+    refused = "cannot be captured: the features taste, recent are read in one launch"
+    with pytest.raises(ValueError, match=refused):
         CapturedShardedStep(len, model, reference=batch)
     captured = CapturedShardedStep(len, model)
     use_stand_ins(captured)
