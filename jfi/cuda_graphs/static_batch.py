@@ -221,7 +221,7 @@ class Buffers:
     def __init__(
         self, structure: Structure, capacities: tuple[int, ...], padding: Mapping[str, int], device: torch.device
     ) -> None:
-        self.structure, self.capacities = structure, capacities
+        self.structure = structure
         self._tensors = [leaf for leaf in structure.leaves if isinstance(leaf, _TensorLeaf)]
         self._jagged = [leaf for leaf in structure.leaves if isinstance(leaf, _JaggedLeaf)]
         sizes = [(math.prod(leaf.shape), leaf.dtype) for leaf in self._tensors]

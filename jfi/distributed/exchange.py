@@ -10,6 +10,7 @@ still reads for the step before.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -100,13 +101,14 @@ class PeerMemory:
         self.pg, self._device = pg, device
         self._memory: Tensor | None = None
         self._handle = self._addresses = None
-        self._targets: dict[tuple[int, ...], Tensor] = {}
-        self._target_tensor(tuple(range(pg.size())))
+        # What follows is made in the eager step before any capture, which copies nothing from the host.
+        self._ranks = cache(lambda ranks: torch.tensor(ranks, dtype=torch.int64, device=device))
+        self._ranks(tuple(range(pg.size())))
+        #: Zeros behind the elements that are averaged.
+        self._zeros = cache(lambda dtype: torch.zeros(pg.size() * _AVERAGED, dtype=dtype, device=device))
         #: Memory that graphs may still write to, and the addresses that they read.
         self._outgrown: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
-        #: By dtype, zeros behind the elements that are averaged.
-        self._zeros: dict[torch.dtype, Tensor] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -146,9 +148,9 @@ class PeerMemory:
         targets, sources = ([rank for rank, count in enumerate(counts) if count] for counts in (sent, received))
         if chunk * row % 4 or any(after != before + 1 for before, after in pairwise(sources)):
             return None
-        target = self._target_tensor(tuple(targets))
-        offset = self._take(len(sent) * chunk * row)
-        if offset is None:
+        target, offset = self._ranks(tuple(targets)), self._used
+        self._used += _aligned(len(sent) * chunk * row)
+        if self._memory is None or self._used > self._memory.size(0):
             return None
         push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
@@ -169,28 +171,17 @@ class PeerMemory:
         parts = 1 if added_by_all else size
         chunk = -(-count // (parts * _AVERAGED)) * _AVERAGED
         needed = (1 if added_by_all else 2) * _aligned(size * chunk * dtype.itemsize)
-        if dtype not in self._zeros:  # in the eager step before any capture
-            self._zeros[dtype] = torch.zeros(size * _AVERAGED, dtype=dtype, device=self._device)
+        zeros = self._zeros(dtype)[: parts * chunk - count]
         if self._memory is None or self._used + needed > self._memory.size(0):
             self._used += needed
             return None
-        every, zeros = [1] * size, self._zeros[dtype][: parts * chunk - count]
+        every = [1] * size
         whole = torch.cat([*[tensor.reshape(-1) for tensor in tensors], zeros]).view(parts, chunk)
         arrived = self.send(whole, every, every, shared=added_by_all)
         means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
         if not added_by_all:
             means = self.send(means.view(1, chunk), every, every, shared=True).clone()
         return means.view(-1)[:count]
-
-    def _take(self, size: int) -> int | None:
-        """Returns the offset of `size` bytes, None if they do not fit."""
-        offset, self._used = self._used, self._used + _aligned(size)
-        return None if self._memory is None or self._used > self._memory.size(0) else offset
-
-    def _target_tensor(self, targets: tuple[int, ...]) -> Tensor:
-        if targets not in self._targets:  # in the eager step before any capture
-            self._targets[targets] = torch.tensor(targets, dtype=torch.int64, device=self._device)
-        return self._targets[targets]
 
 
 def _aligned(size: int) -> int:
