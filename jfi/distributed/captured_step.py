@@ -34,10 +34,10 @@ class CapturedShardedStep(StepGraphs):
     capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
     on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.exchange`).
 
-    What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
+    The conditions for the step are those of `jfi.CapturedStep`, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
-    which cannot be captured. The collections are called with the ids of the batch and no others. Parameters and buffers
-    beside the tables become those of the first rank at the construction. NCCL ends only after the graphs of its
+    which cannot be captured. The collections are called with the ids of the batch and no others. The construction gives
+    all ranks the first one's parameters and buffers, tables excepted. NCCL ends only after the graphs of its
     collectives: call `reset()` before `torch.distributed.destroy_process_group()`.
 
     Args:

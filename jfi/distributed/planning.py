@@ -1,7 +1,7 @@
 """The ranks that own the rows of each table, and the path of each embedding's ids, from a TorchRec sharding plan.
 
 Sequences of ids that are sent together form a table group: the histories of features alike, whose events carry what
-attention reads beside the row as payload (ids of small tables, the bucket of a bias, a weight), or all other keys,
+attention reads besides the row as payload (ids of small tables, the bucket of a bias, a weight), or all other keys,
 whose rows are fetched.
 """
 
@@ -207,12 +207,12 @@ class TableGroup:
 
     @property
     def has_bucket(self) -> bool:
-        """Whether the payload has a row of the learned bias tables."""
+        """True if the payload has a row of the learned bias tables."""
         return bool(self.features) and isinstance(self.features[0].bias, PositionBias | KeyBias)
 
     @property
     def has_weight(self) -> bool:
-        """Whether the payload has a weight."""
+        """True if the payload has a weight."""
         return bool(self.features) and self.features[0].reads_weights
 
     @property
