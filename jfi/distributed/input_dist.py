@@ -64,16 +64,6 @@ class GroupInput(Multistreamable):
     positions: list[Tensor] | None = None
     slots: Tensor | None = None
 
-    @property
-    def buckets(self) -> Tensor | None:
-        """[R] int32: rows of the learned bias tables."""
-        return self.columns[1 + len(self.group.field_shardings)] if self.group.has_bucket else None
-
-    @property
-    def weights(self) -> Tensor | None:
-        """[R] float32."""
-        return self.columns[-1].view(torch.float32) if self.group.has_weight else None
-
     def record_stream(self, stream: torch.Stream) -> None:
         for tensor in (*self.columns, self.offsets, self.order, self.slots, *(self.positions or ())):
             if tensor is not None:

@@ -64,9 +64,10 @@ class AttentionAtOwners(RemoteAttention):
         return self._fetched[self.feature_names.index(feature)]
 
     def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        arrived, feature = self._arrived, self._arrived.group.features[0]
+        arrived, group = self._arrived, self._arrived.group
+        feature, columns = group.features[0], arrived.columns
         shared = arrived.queries.send(query.detach(), shared=True)
-        weights = arrived.weights
+        weights = columns[-1].view(torch.float32) if group.has_weight else None
         if isinstance(feature.bias, WeightBias):
             table = weights.log().unsqueeze(1).expand(-1, query.size(2)).to(query.dtype)
         inputs, impl = prepare_target_attention(
@@ -75,7 +76,7 @@ class AttentionAtOwners(RemoteAttention):
             None,
             offsets=arrived.offsets,
             key_bias=table,
-            key_bias_index=arrived.buckets,
+            key_bias_index=columns[1 + len(group.field_shardings)] if group.has_bucket else None,
             value_scale=weights if feature.weighted_values else None,
             scale=scale,
             max_seqlen=None,
