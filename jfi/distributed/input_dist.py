@@ -235,12 +235,13 @@ def check_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
     Raises:
         ValueError: an id is outside of its table, or of the buckets of its feature's bias.
     """
-    tables = list(zip(group.keys, group.shardings, strict=True))
+    tables, is_padded = list(zip(group.keys, group.shardings, strict=True)), padding_state.is_padded
     for keys in group.fields:
         tables += zip(keys, group.field_shardings, strict=True)
     for key, sharding in tables:
         ids, rows_of = by_key[key], f"table '{sharding.table}'"
-        check_indices(f"features['{key}']", ids.values(), sharding.num_rows, rows_of, ids.lengths())
+        lengths = ids.lengths() if is_padded else None
+        check_indices(f"features['{key}']", ids.values(), sharding.num_rows, rows_of, lengths, padded=False)
     for feature in group.features:
         if isinstance(feature.bias, KeyBias):
             ids, bias = by_key[feature.bias_key].values(), f"the bias of feature '{feature.name}'"
