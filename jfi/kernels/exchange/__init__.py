@@ -1,1 +1,1 @@
-"""Kernels that write to the memory of other GPUs of a host."""
+"""Kernels that put ids into slots by owner rank, and that write to the memory of other GPUs of a host."""
