@@ -19,7 +19,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
-from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
+from jfi.modules.fused_tables import FusedTables
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import TableRows
@@ -33,28 +33,46 @@ _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 class _FusedCollection(FusedOptimizerModule, nn.Module):
     """Base of both collections; a subclass has its TorchRec class as the next base."""
 
-    #: Name of the ModuleDict of the tables.
+    #: Name of the ModuleDict of the tables, and the class of their configs.
     _attribute: str
+    _config: type[BaseEmbeddingConfig]
 
-    def _fuse(
+    def __init__(
         self,
         tables: list[BaseEmbeddingConfig],
         optimizer_type: type[torch.optim.Optimizer],
         optimizer_kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
         average: float | None,
+        device: torch.device | None,
+        **options: object,
     ) -> None:
+        check_device("device", device)
+        if not isinstance(tables, list | tuple) or not all(isinstance(one, self._config) for one in tables):
+            raise TypeError(f"tables must be a list of {self._config.__name__}, got {shown(tables)}")
+        if not tables:
+            raise ValueError("tables must have at least one config, got none")
+        for config in tables:
+            if config.data_type not in _DATA_TYPES:
+                must = "have data_type FP32, FP16 or BF16"
+                raise ValueError(f"table '{config.name}' must {must}, got {config.data_type}")
+        if output_dtype is None:
+            output_dtype = torch.float32
+        if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:
+            raise TypeError(f"output_dtype must be a floating torch.dtype or None, got {output_dtype!r}")
+        super().__init__(tables=tables, device=device, **options)
         for config in tables:
             # TorchRec makes a table of float16 of every type but FP32.
             if config.data_type == DataType.BF16:
                 self._tables[config.name].to(torch.bfloat16)
-        self._output_dtype = torch.float32 if output_dtype is None else output_dtype
+        self._output_dtype = output_dtype
         self._lookups = [
             (embedding, key, config.name)
             for config, embeddings in zip(tables, get_embedding_names_by_table(tables), strict=True)
             for embedding, key in zip(embeddings, config.feature_names, strict=True)
         ]
-        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average)
+        prefix = f"{self._attribute}."
+        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average, prefix=prefix)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
         self.outside_ids[0].on(self.device)
 
@@ -68,9 +86,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         return next(iter(self._tables.values())).weight.device
 
     @property
-    def fused_optimizer(self) -> FusedTablesOptimizer:
+    def fused_optimizer(self) -> FusedTables:
         """Returns the optimizer with its states by parameter name; its `step()` makes a deferred step."""
-        return FusedTablesOptimizer(self._fused, self._attribute)
+        return self._fused
 
     def wait_sorted(self) -> None:
         """Makes the current stream wait for the ids that look-ups sort on a side stream of a GPU."""
@@ -85,11 +103,11 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         """
         require_keys("tables", self._fused.weights, [table])
         weight = self._fused.weights[table]
-        if rows.dtype != torch.bool or rows.shape != weight.shape[:1] or rows.device != weight.device:
-            raise ValueError(
-                f"rows must be bool of shape [{weight.shape[0]}] on {weight.device}, got {rows.dtype} of shape "
-                f"{list(rows.shape)} on {rows.device}"
-            )
+        elsewhere = rows.is_meta or (rows.device != weight.device and not weight.is_meta)
+        if rows.dtype != torch.bool or rows.shape != weight.shape[:1] or elsewhere:
+            on = "any device with memory" if weight.is_meta else weight.device
+            got = f"{rows.dtype} of shape {list(rows.shape)} on {rows.device}"
+            raise ValueError(f"rows must be bool of shape [{weight.shape[0]}] on {on}, got {got}")
         self._fused.frozen[table] = rows
 
     def averages(self) -> dict[str, Tensor]:
@@ -219,7 +237,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         >>> tables.fused_optimizer.param_groups[0]["lr"] = 0.05
     """
 
-    _attribute = "embeddings"
+    _attribute, _config = "embeddings", EmbeddingConfig
 
     def __init__(
         self,
@@ -231,9 +249,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         average: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _check(tables, EmbeddingConfig, output_dtype, device)
-        EmbeddingCollection.__init__(self, tables=tables, device=device)
-        self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
+        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, average, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
         """Looks the ids up.
@@ -294,7 +310,7 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         >>> pooled.values().sum().backward()
     """
 
-    _attribute = "embedding_bags"
+    _attribute, _config = "embedding_bags", EmbeddingBagConfig
 
     def __init__(
         self,
@@ -307,10 +323,9 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         average: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _check(tables, EmbeddingBagConfig, output_dtype, device)
         check_type("is_weighted", is_weighted, bool, "a bool")
-        EmbeddingBagCollection.__init__(self, tables=tables, is_weighted=is_weighted, device=device)
-        self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
+        arguments = optimizer_type, optimizer_kwargs, output_dtype, average, device
+        super().__init__(tables, *arguments, is_weighted=is_weighted)
         self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -379,16 +394,3 @@ def defer_steps(model: nn.Module) -> Iterator[None]:
             if isinstance(module, _FusedCollection):
                 stack.enter_context(module._fused.deferring())
         yield
-
-
-def _check(tables: list, kind: type[BaseEmbeddingConfig], output_dtype: Any, device: Any) -> None:
-    check_device("device", device)
-    if not isinstance(tables, list | tuple) or not all(isinstance(one, kind) for one in tables):
-        raise TypeError(f"tables must be a list of {kind.__name__}, got {shown(tables)}")
-    if not tables:
-        raise ValueError("tables must have at least one config, got none")
-    for config in tables:
-        if config.data_type not in _DATA_TYPES:
-            raise ValueError(f"table '{config.name}' must have data_type FP32, FP16 or BF16, got {config.data_type}")
-    if output_dtype is not None and (not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point):
-        raise TypeError(f"output_dtype must be a floating torch.dtype or None, got {output_dtype!r}")

@@ -21,21 +21,14 @@ from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows
 from jfi.utils import compat
 from jfi.utils.arguments import check_number, check_type, shown
 
-#: By class of optimizer its name and the defaults of its options, which are those of the class.
-_OPTIMIZERS: dict[type, tuple[str, dict[str, Any]]] = {
-    torch.optim.SGD: ("sgd", {"lr": 1e-3, "weight_decay": 0.0}),
-    torch.optim.Adagrad: ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-    torch.optim.Adam: ("adam", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
-    torch.optim.AdamW: ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}),
-    RowWiseAdagrad: ("rowwise_adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-}
-#: Names of the states that torch.optim and TorchRec give them.
-_STATES = {
-    "sgd": (),
-    "adagrad": ("sum",),
-    "rowwise_adagrad": ("sum",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+#: By class of optimizer its name, the names of its states, and its options with their defaults.
+_OPTIMIZERS: dict[type, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    torch.optim.SGD: ("sgd", (), {"lr": 1e-3, "weight_decay": 0.0}),
+    torch.optim.Adagrad: ("adagrad", ("sum",), {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    torch.optim.Adam: ("adam", ("exp_avg", "exp_avg_sq"), _ADAM),
+    torch.optim.AdamW: ("adamw", ("exp_avg", "exp_avg_sq"), _ADAM | {"weight_decay": 1e-2}),
+    RowWiseAdagrad: ("rowwise_adagrad", ("sum",), {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
 }
 #: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
 _MAX_NESTED = 8
@@ -50,8 +43,12 @@ class _Batch(NamedTuple):
     grads: tuple[Tensor | None, ...]
 
 
-class FusedTables:
-    """The optimizer and its states of the tables of one collection.
+class FusedTables(FusedOptimizer):
+    """The optimizer of the tables of one collection; a step is made in the backward pass.
+
+    `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
+    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `average` two
+    more: `average` and `averaged_at`.
 
     Args:
         tables: modules by table name, each with a `weight` [N, D].
@@ -59,6 +56,7 @@ class FusedTables:
         options: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has.
         average: decay of a moving average of the weights, or None.
         states: by table the optimizer's states, to use their memory; None makes them.
+        prefix: of the parameter names, such as "embeddings.".
 
     Raises:
         ValueError, TypeError: another optimizer, or an option of a wrong name or value.
@@ -71,13 +69,15 @@ class FusedTables:
         options: dict[str, Any],
         average: float | None,
         states: dict[str, tuple[Tensor, ...]] | None = None,
+        prefix: str = "",
     ) -> None:
-        name, options = _checked(optimizer_type, options, average)
+        options = _checked(optimizer_type, options, average)
+        name, self._state_names, _ = _OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], average)
         self.group = ParameterGroup(options)
-        self.step = torch.zeros((), dtype=torch.int64)
-        self._tables = tables
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self._tables, self._prefix = tables, prefix
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: The look-ups of each running backward pass, and those of finished ones that are not stepped yet.
         self._running: dict[int, list[_Batch]] = {}
@@ -89,6 +89,7 @@ class FusedTables:
         self._sort_stream: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
         self.allocate_states()
+        super().__init__(self.params, self.state, self.param_groups)
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
@@ -99,12 +100,47 @@ class FusedTables:
         """Returns the weight [N, D] of each table by name."""
         return {name: table.weight for name, table in self._tables.items()}
 
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        return {f"{self._prefix}{name}.weight": weight for name, weight in self.weights.items()}
+
+    @params.setter
+    def params(self, params: object) -> None: ...
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        found = {}
+        for name, weight in self.weights.items():
+            states = dict(zip((*self._state_names, "average", "averaged_at"), self._states[name], strict=False))
+            if self.optimizer.name == "rowwise_adagrad":
+                states["sum"] = states["sum"].view(-1, 1)
+            if states:
+                found[weight] = {"step": self.steps, **states}
+        return found
+
+    @state.setter
+    def state(self, state: object) -> None: ...
+
+    @property
+    def param_groups(self) -> list["ParameterGroup"]:
+        self.group["params"] = list(self.weights.values())
+        return [self.group]
+
+    @param_groups.setter
+    def param_groups(self, groups: object) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing."""
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Does nothing: the states always exist."""
+
     def allocate_states(self) -> None:
         """Makes the states, zeros, or moves them to the weights' device; behind the meta device they begin anew."""
-        names = _STATES[self.optimizer.name]
         for name, weight in self.weights.items():
             rows, dtype = weight.shape[:1], _wide(weight.dtype)
-            kinds = [(rows if self.optimizer.name == "rowwise_adagrad" else weight.shape, dtype)] * len(names)
+            kinds = [(rows if self.optimizer.name == "rowwise_adagrad" else weight.shape, dtype)]
+            kinds *= len(self._state_names)
             if self.optimizer.average is not None:
                 kinds += [(weight.shape, dtype), (rows, torch.int32)]
             states = self._states.get(name)
@@ -112,10 +148,10 @@ class FusedTables:
                 self._states[name] = tuple([torch.zeros(s, dtype=d, device=weight.device) for s, d in kinds])
             elif not weight.is_meta:
                 self._states[name] = tuple([x.to(weight.device, d) for x, (_, d) in zip(states, kinds, strict=True)])
-            if name in self.frozen:
+            if name in self.frozen and not weight.is_meta:
                 self.frozen[name] = self.frozen[name].to(weight.device)
         if not weight.is_meta:
-            self.step = self.step.to(weight.device)
+            self.steps = self.steps.to(weight.device)
             self.group.learning_rate = self.group.learning_rate.to(weight.device, _wide(weight.dtype))
 
     def reset(self) -> None:
@@ -123,21 +159,13 @@ class FusedTables:
         for states in self._states.values():
             for state in states:
                 state.zero_()
-        self.step.zero_()
-
-    def named_states(self, table: str) -> dict[str, Tensor]:
-        """Returns the states of a table by the names of the optimizer's class; they share memory with these."""
-        names = *_STATES[self.optimizer.name], "average", "averaged_at"
-        states = dict(zip(names, self._states[table], strict=False))
-        if self.optimizer.name == "rowwise_adagrad":
-            states["sum"] = states["sum"].view(-1, 1)
-        return {"step": self.step, **states} if states else {}
+        self.steps.zero_()
 
     def averages(self) -> dict[str, Tensor]:
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
         found = {}
         for name, (*_, average, at) in self._states.items():
-            flush_average(self.weights[name].detach(), average, at, self.optimizer.average, self.step)
+            flush_average(self.weights[name].detach(), average, at, self.optimizer.average, self.steps)
             found[name] = average
         return found
 
@@ -188,7 +216,7 @@ class FusedTables:
     def wait_sorted(self) -> None:
         """Makes the current stream wait for the ids of all look-ups, if they are sorted on a side stream."""
         if self._sorting:
-            torch.cuda.current_stream(self.step.device).wait_event(self._sort_stream[1])
+            torch.cuda.current_stream(self.steps.device).wait_event(self._sort_stream[1])
             self._sorting = False
 
     def _numbered(self, ids: list[tuple[str, Tensor]], tables: dict[str, nn.Parameter]) -> tuple[Tensor, int]:
@@ -219,7 +247,7 @@ class FusedTables:
     def _finish(self, task: int) -> None:
         self._finished += self._running.pop(task)
         if not self._deferring:
-            self.step_deferred()
+            self.step()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -234,7 +262,7 @@ class FusedTables:
             self._deferring = False
 
     @torch.no_grad()
-    def step_deferred(self) -> None:
+    def step(self, closure: Callable | None = None) -> None:
         """Makes one step of all backward passes that have finished since the last step, if any has."""
         batches, self._finished = self._finished, []
         if not batches:
@@ -245,7 +273,7 @@ class FusedTables:
                 "the tables of a fused collection have a gradient besides that of their look-ups, which would be lost: "
                 "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
-        self.step += 1
+        self.steps += 1
         self.wait_sorted()
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:
@@ -262,7 +290,7 @@ class FusedTables:
                 [size for batch in own for size in batch.sizes],
                 self.optimizer,
                 self.group.learning_rate,
-                self.step,
+                self.steps,
             )
             torch.autograd.graph.increment_version(list(tables.values()))
 
@@ -317,68 +345,18 @@ class ParameterGroup(dict):
             self[key] = value
 
 
-class FusedTablesOptimizer(FusedOptimizer):
-    """The states and the learning rate of a collection's tables by parameter name; a step is made in the backward pass.
-
-    `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
-    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `average` two
-    more: `average` and `averaged_at`.
-
-    Args:
-        tables: of the collection.
-        prefix: of the parameter names, such as "embeddings".
-    """
-
-    def __init__(self, tables: FusedTables, prefix: str) -> None:
-        self._fused, self._prefix = tables, prefix
-        super().__init__(self.params, self.state, self.param_groups)
-
-    @property
-    def params(self) -> dict[str, nn.Parameter]:
-        return {f"{self._prefix}.{name}.weight": weight for name, weight in self._fused.weights.items()}
-
-    @params.setter
-    def params(self, params: object) -> None: ...
-
-    @property
-    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        states = {weight: self._fused.named_states(name) for name, weight in self._fused.weights.items()}
-        return {weight: named for weight, named in states.items() if named}
-
-    @state.setter
-    def state(self, state: object) -> None: ...
-
-    @property
-    def param_groups(self) -> list[ParameterGroup]:
-        self._fused.group["params"] = list(self._fused.weights.values())
-        return [self._fused.group]
-
-    @param_groups.setter
-    def param_groups(self, groups: object) -> None: ...
-
-    def step(self, closure: Callable | None = None) -> None:
-        """Makes the step that waits, if one does."""
-        self._fused.step_deferred()
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing."""
-
-    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Does nothing: the states always exist."""
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> tuple[str, dict[str, Any]]:
-    """Checks an optimizer; returns its name and all its options."""
+def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> dict[str, Any]:
+    """Checks the options of an optimizer; returns them with the defaults of the others."""
     if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
         got = getattr(optimizer_type, "__name__", shown(optimizer_type))
         raise ValueError(f"optimizer_type must be one of {known}, got {got}")
     check_type("optimizer_kwargs", options, dict, "a dict of options")
-    name, defaults = _OPTIMIZERS[optimizer_type]
+    defaults = _OPTIMIZERS[optimizer_type][2]
     if unknown := sorted(map(str, options.keys() - defaults.keys())):
         raise ValueError(f"optimizer_kwargs of {optimizer_type.__name__} must be of {sorted(defaults)}, got {unknown}")
     options = defaults | options
@@ -395,4 +373,4 @@ def _checked(optimizer_type: type, options: dict[str, Any], average: float | Non
         options["betas"] = tuple(betas)
     if average is not None:
         check_number("average", average, lambda x: 0 < x < 1, "between 0 and 1, or None")
-    return name, options
+    return options

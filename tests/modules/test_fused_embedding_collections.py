@@ -297,6 +297,21 @@ def test_meta_then_empty_then_reset():
     torch.testing.assert_close(fused.averages()["item"], fused.embeddings["item"].weight.detach())
 
 
+@pytest.mark.parametrize("freeze_on", ["cpu", "meta"])
+def test_rows_frozen_before_and_on_the_meta_device_stay(freeze_on):
+    fused = fused_events("sgd", device=torch.device(freeze_on))
+    frozen = torch.arange(ROWS["item"]) % 2 == 0
+    fused.freeze_rows("item", frozen)
+    fused.to("meta").to_empty(device="cpu")
+    fused.reset_parameters()
+    before = fused.embeddings["item"].weight.detach().clone()
+    sum(rows.values().sum() for rows in fused(batch()).values()).backward()
+    moved = (fused.embeddings["item"].weight.detach() != before).any(1)
+    assert moved.any() and not moved[frozen].any()
+    with pytest.raises(ValueError, match="rows must be bool of shape"):
+        fused.to("meta").freeze_rows("item", frozen.to("meta"))
+
+
 def test_tables_without_a_gradient_and_frozen_rows_stay():
     fused = fused_events("adamw")
     fused.embeddings["brand"].weight.requires_grad_(False)
@@ -707,7 +722,7 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
 
     with jfi.modules.defer_steps(collection):
         total(collection, parts[0]).backward()
-    assert int(collection._fused.step) == 0
+    assert int(collection._fused.steps) == 0
     total(collection, parts[1]).backward()
     (total(twin, parts[0]) + total(twin, parts[1])).backward()
     before = {name: weight.detach().clone() for name, weight in collection.named_parameters()}
@@ -726,7 +741,7 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
         total(collection, parts[0]).backward()
         raise RuntimeError("stop")
     (0.0 * total(collection, parts[1])).backward()
-    assert int(collection._fused.step) == 3
+    assert int(collection._fused.steps) == 3
     moved = {name for name, weight in collection.named_parameters() if not torch.equal(weight, before[name])}
     assert moved == set(before)  # by Adam's moments alone
     total(twin, parts[1]).mul(0.0).backward()
