@@ -18,7 +18,7 @@ from torch import Tensor
 from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.modules import WeightBias
-from jfi.modules.remote_rows import RemoteAttention
+from jfi.modules.table_rows import RemoteAttention
 from jfi.ops.partial_target_attention import (
     add_parts,
     attend_to_part,

@@ -24,8 +24,7 @@ from jfi.distributed.planning import plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import SequenceFeatureConfig, lookups
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.remote_rows import RemoteRows
-from jfi.modules.table_rows import TableRows
+from jfi.modules.table_rows import RemoteRows, TableRows
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 
 

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.models.heads import Heads
-from jfi.models.sequence_arch import AttentionPooling, RefinedAttention, SequenceArch, merged, pooling_layers
+from jfi.models.sequence_arch import AttentionPooling, SequenceArch, merged
 from jfi.models.tables import configs_of, keys_of, output_widths
 from jfi.modules import (
     JaggedEncoder,
@@ -175,29 +175,18 @@ class SequenceDLRM(nn.Module):
             validation.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
         if encoder is not None:
             _check_encoder(encoder, features, event_dim, events_of)
-        rows = features if encoder is None else [feature.encoded() for feature in features]
-        layers = pooling_layers(pooling, rows, embedding_dim, event_dim, dense_device)
-        pooled_dim = embedding_dim if isinstance(pooling, AttentionPooling) else event_dim
-        further = RefinedAttention(layers[1:], dense_device) if len(layers) > 1 else None
-        pooled_width = sum(one.output_width for one in layers[:2])
-        num_entries = len(bag_keys) + len(single_keys) + pooled_width // pooled_dim
-        others = {key: widths[key] for key in bag_keys + single_keys if widths[key] != embedding_dim}
-        others |= {"": pooled_dim} if layers and pooled_dim != embedding_dim else {}
-
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self.semantic_ids = semantic_ids
-        biased = features + encoder_features
+        self._user_keys = user_keys or []
+        options = pooling, encoder, self._user_keys, lookups.id_keys(configs_of(embedding_collection)), dense_device
+        self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, embedding_dim, event_dim, *options)
+        num_entries, biased = self.sequence_arch.num_entries, self.sequence_arch.features
         self._id_keys = keys_of(embedding_bag_collection) + keys_of(embedding_collection)
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
-        self._user_keys = user_keys or []
-        first, id_keys = layers[0] if layers else None, lookups.id_keys(configs_of(embedding_collection))
-        options = {"widths": others, "device": dense_device, "id_keys": id_keys}
-        entries = features, bag_keys, single_keys, embedding_dim
-        self.sequence_arch = SequenceArch(*entries, first, encoder, user_keys, further, **options)
         self.dropout = nn.Dropout(dropout)
         self._dense_in_features = dense_in_features
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)

@@ -16,7 +16,6 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
-from jfi.modules.remote_rows import RemoteAttention, RemoteRows
 from jfi.modules.sequence_configs import (
     Bias,
     FeatureGroup,
@@ -27,7 +26,16 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import DigitRows, TableRows, UnreadRows, digit_numbers, join, own_rows
+from jfi.modules.table_rows import (
+    DigitRows,
+    RemoteAttention,
+    RemoteRows,
+    TableRows,
+    UnreadRows,
+    digit_numbers,
+    join,
+    own_rows,
+)
 from jfi.ops.gather_rows import bound_ids, read_rows
 from jfi.ops.rows_by_id import RowsById, join_rows, sum_rows
 from jfi.ops.target_attention import table_bias

@@ -37,6 +37,7 @@ from jfi.modules.sequence_configs import (
     describe,
     initial_bias,
 )
+from jfi.modules.table_rows import parts_of
 from jfi.ops import jagged_attention
 from jfi.utils.arguments import check_device, check_number, check_type
 from jfi.utils.context import not_scriptable
@@ -315,7 +316,5 @@ def _with_encoded(
 ) -> JaggedTensor | dict[str, JaggedTensor]:
     outputs = {}
     for feature, values in zip(features, encoded, strict=True):
-        events = by_key[feature.sequence_keys[0]]
-        parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
-        outputs[feature.name] = JaggedTensor(values, weights=events.weights_or_none(), **parts)
+        outputs[feature.name] = JaggedTensor(values, **parts_of(by_key[feature.sequence_keys[0]]))
     return outputs[features[0].name] if isinstance(sequences, JaggedTensor) else by_key | outputs

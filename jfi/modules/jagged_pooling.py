@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from jfi.modules import validation
 from jfi.modules.events import Events, read_events, targets_as_dict
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
@@ -159,8 +160,9 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
     Rows behind the last sample are padding, whose gradients may be anything.
     """
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
-    one_each = offsets.size(0) == values.size(0) + 1
-    if one_each and (key in padding_state.fixed_length_keys or (values.is_cpu and bool((lengths == 1).all()))):
+    may_be_one_each = offsets.size(0) == values.size(0) + 1
+    is_read = may_be_one_each and validation.may_read(lengths)
+    if may_be_one_each and (key in padding_state.fixed_length_keys or (is_read and bool((lengths == 1).all()))):
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
     pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)

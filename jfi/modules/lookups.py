@@ -13,9 +13,8 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.remote_rows import RemoteRows
 from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.modules.table_rows import TableRows, with_weights
+from jfi.modules.table_rows import RemoteRows, TableRows, parts_of, with_weights
 from jfi.modules.validation import input_key, require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.ops.rows_by_id import bounded_rows_by_id
@@ -167,6 +166,5 @@ def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
     read = as_dict(sequences)
     for key, events in read.items():
         if isinstance(events, RemoteRows):
-            parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
-            read[key] = JaggedTensor(events.values(), weights=events.weights_or_none(), **parts)
+            read[key] = JaggedTensor(events.values(), **parts_of(events))
     return read

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
-from jfi.modules.table_rows import DigitRows
+from jfi.modules.table_rows import DigitRows, parts_of
 from jfi.ops.gather_rows import bound_ids, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
@@ -178,9 +178,7 @@ class SemanticIDEmbedding(nn.Module):
             counts = self.outside_ids[0].on(by_feature[0].device)
             by_feature = bound_ids(by_feature, [self.catalogue.size(0)] * len(by_feature), counts)
         for key, ids in zip(self.feature_names, by_feature, strict=True):
-            jagged = by_key[key]
-            parts = {"lengths": jagged.lengths_or_none(), "offsets": jagged.offsets_or_none()}
-            parts["weights"] = jagged.weights_or_none()
+            parts = parts_of(by_key[key])
             if self._stays_digits() and not is_traced():
                 found[key] = DigitRows(ids, self, self._dtype(ids.device.type), **parts)
             else:

@@ -1,6 +1,7 @@
-"""Embeddings of events that have not been read yet: rows of a table, and digits of semantic IDs."""
+"""Embeddings of events that have not been read yet: rows of tables, here or on other ranks, and semantic IDs."""
 
 from copy import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,6 @@ class UnreadRows(JaggedTensor):
     Attributes:
         rows: [S, D] of the embeddings' dtype and device. Its values are never read and take no memory.
     """
-
-    rows: Tensor
 
     def __init__(
         self, rows: Tensor, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None = None
@@ -49,8 +48,7 @@ class UnreadRows(JaggedTensor):
         return self._read is not None
 
     @property
-    def _values(self) -> Tensor:
-        # What JaggedTensor's own methods read.
+    def _values(self) -> Tensor:  # read by JaggedTensor's own methods
         wants_grad = torch.is_grad_enabled() and self.is_trained
         if self._read is None or (wants_grad and not self._read.requires_grad):
             self._read = self.read()
@@ -117,6 +115,47 @@ class TableRows(UnreadRows):
         return read_rows((self.rows, (self.table,), (self.ids,)))
 
 
+class RemoteAttention(Protocol):
+    """Attention to the events of some features of a group, whose rows lie on several ranks (see `jfi.distributed`)."""
+
+    #: Of the rows as attention reads them, and of its queries.
+    dtype: torch.dtype
+    #: In the order of the queries that `attend` takes.
+    feature_names: list[str]
+
+    def rows(self, feature: str) -> Tensor:
+        """Fetches the rows [S, D] of a feature's events from their ranks."""
+
+    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
+        """Computes `jfi.ops.target_attention` of the events; all ranks call it together.
+
+        Args:
+            query: [F * B, T, H, D], absorbed, of the F features one after the other.
+            table: [R, H], the learned bias tables of the whole group, if the features have one.
+            scale: of the scores.
+        """
+
+
+class RemoteRows(UnreadRows):
+    """A JaggedTensor of embeddings whose rows lie on several ranks; `values()` fetches them at first use.
+
+    Args:
+        events: by feature whose history this is, attention to its events.
+        rows: [S, D], without memory.
+        parts: lengths, offsets and weights.
+    """
+
+    is_trained = True
+
+    def __init__(self, events: dict[str, RemoteAttention], rows: Tensor, *parts: Tensor | None) -> None:
+        self.events = events
+        super().__init__(rows, *parts)
+
+    def read(self) -> Tensor:
+        feature, events = next(iter(self.events.items()))
+        return events.rows(feature)
+
+
 class DigitRows(UnreadRows):
     """A JaggedTensor of embeddings of semantic IDs, given by the IDs; `values()` makes them at first use.
 
@@ -127,30 +166,17 @@ class DigitRows(UnreadRows):
         ids: [S] int64; of an embedding with a catalogue its items, int32 or int64.
         embedding: the SemanticIDEmbedding, with read="digits".
         dtype: of the embeddings.
-        lengths: [B]; None if offsets are given.
-        offsets: [B + 1].
-        weights: [S], of the events.
+        parts: lengths, offsets and weights.
     """
 
-    def __init__(
-        self,
-        ids: Tensor,
-        embedding: nn.Module,
-        dtype: torch.dtype,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
+    def __init__(self, ids: Tensor, embedding: nn.Module, dtype: torch.dtype, **parts: Tensor | None) -> None:
         self.ids, self.embedding, self._words = ids, embedding, None
         rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
-        super().__init__(rows, lengths, offsets, weights)
+        super().__init__(rows, **parts)
 
     @property
     def words(self) -> Tensor:
-        """Returns words [S, ceil((L + 2) / 16)] int32, made at the first use; or those of the catalogue.
-
-        The events are then its rows `indices`.
-        """
+        """Returns words [S, ceil((L + 2) / 16)] int32; or those of a catalogue, of which the events are `indices`."""
         if self._words is None:
             self._words = self.embedding.words(self.ids)
         return self._words
@@ -165,7 +191,7 @@ class DigitRows(UnreadRows):
 
     def to_dtype(self, dtype: torch.dtype) -> "DigitRows":
         """Returns the same embeddings in another dtype."""
-        other = self.with_parts(self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none())
+        other = self.with_parts(**parts_of(self))
         other.rows = self.rows.new_zeros((), dtype=dtype).expand_as(self.rows)
         return other
 
@@ -188,12 +214,16 @@ def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
     return unpack_digits(words, events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
 
 
+def parts_of(events: JaggedTensor) -> dict[str, Tensor | None]:
+    """Returns the lengths, the offsets and the weights of events, as the constructor of a JaggedTensor takes them."""
+    lengths, offsets = events.lengths_or_none(), events.offsets_or_none()
+    return {"lengths": lengths, "offsets": offsets, "weights": events.weights_or_none()}
+
+
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
     """Returns the events with other weights."""
-    lengths, offsets = events.lengths_or_none(), events.offsets_or_none()
-    if isinstance(events, UnreadRows):
-        return events.with_parts(lengths, offsets, weights)
-    return JaggedTensor(events.values(), lengths=lengths, offsets=offsets, weights=weights)
+    parts = parts_of(events) | {"weights": weights}
+    return events.with_parts(**parts) if isinstance(events, UnreadRows) else JaggedTensor(events.values(), **parts)
 
 
 def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:

@@ -14,7 +14,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     KeyBias,
-    RelativeTimeBias,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
@@ -41,19 +40,27 @@ def input_key(key: str) -> str:
     return f"ids of {key}"
 
 
+def jagged_of(argument: str, tensors: dict[str, JaggedTensor], key: str) -> JaggedTensor:
+    """Returns the jagged tensor of a key; raises if there is none."""
+    found = tensors.get(key)
+    if not isinstance(found, JaggedTensor):
+        require_keys(argument, tensors, [key])
+        raise TypeError(f"{argument}['{key}'] must be a JaggedTensor, got {type(found).__name__}")
+    return found
+
+
 def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
     """Returns the bucket ids or times of a key, which `with_event_inputs` or the caller of a layer has put there."""
-    events = sequences.get(input_key(key), sequences.get(key))
-    if not isinstance(events, JaggedTensor):
-        _refuse_type(sequences, key)
-    return events
+    return jagged_of("sequences", sequences, input_key(key) if input_key(key) in sequences else key)
+
+
+def unread(events: JaggedTensor) -> Tensor:
+    """Returns the values of events, for their shape, dtype and device: of rows not read yet a tensor without memory."""
+    return events.rows if isinstance(events, UnreadRows) else events.values()
 
 
 def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
-    """Checks that the parts of what has this name are dense tensors on one device, and its lengths integers.
-
-    Returns its values, for their shape, dtype and device alone.
-    """
+    """Checks that all parts are dense tensors on one device, and the lengths integers; returns the `unread` values."""
     values, weights = unread(events), events.weights_or_none()
     check_dense(name, values)
     if values.dim() == 0:
@@ -61,12 +68,11 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
     if weights is not None:
         check_dense(f"the weights of {name}", weights)
     for what, part in (("lengths", events.lengths_or_none()), ("offsets", events.offsets_or_none())):
-        if part is not None and (not isinstance(part, Tensor) or part.dtype not in _INTEGERS or part.is_nested):
-            got = part.dtype if isinstance(part, Tensor) else type(part).__name__
-            raise TypeError(f"{name} must have {what} in a dense int32 or int64 tensor, got {got}")
-        if part is not None and (part.layout is not torch.strided or part.dim() != 1):
-            got = f"{part.layout} of shape {list(part.shape)}"
-            raise ValueError(f"{name} must have {what} in a dense tensor of one dimension, got {got}")
+        if part is not None:
+            is_dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_nested
+            if not is_dense or part.dtype not in _INTEGERS or part.dim() != 1:
+                got = f"{part.dtype} of shape {list(part.shape)}" if is_dense else type(part).__name__
+                raise TypeError(f"{name} must have {what} in a dense int32 or int64 tensor [B], got {got}")
         for tensor in (part, weights):
             if tensor is not None and tensor.device != values.device:
                 raise ValueError(f"{name} must be on one device, got {values.device} and {tensor.device}")
@@ -111,55 +117,45 @@ def check_inputs(
 ) -> None:
     """Checks all that the features of all groups read.
 
-    Args:
-        sequences: the events, by key.
-        groups: the features.
-        targets: the embeddings, by target key; None if none are read.
-        target_offsets: [U + 1], of ragged targets, which `check_ragged_targets` has checked.
-        has_times: whether targets and events have times.
-
-    Raises:
-        ValueError, TypeError: the first fault.
+    Ragged targets have `target_offsets` [U + 1], which `check_ragged_targets` has checked.
     """
     batch_size = first_key = None
     for group in groups:
         dtype = None
         for feature in group.features:
+            key = feature.sequence_keys[0]
             events, values = _check_events(sequences, feature, group.embedding_dim, has_times)
             if dtype is None:
                 dtype = values.dtype
             elif values.dtype != dtype:
                 raise ValueError(
-                    f"sequences['{feature.sequence_keys[0]}'] must be {dtype} like '{group.sequence_keys[0][0]}', "
-                    f"since both are read in one launch, got {values.dtype}"
+                    f"sequences['{key}'] must be {dtype} like '{group.sequence_keys[0][0]}', since both are read in "
+                    f"one launch, got {values.dtype}"
                 )
             if targets is None:
                 continue
             lengths = events.lengths_or_none()
             samples = events.offsets().size(0) - 1 if lengths is None else lengths.size(0)
             if batch_size is None:
-                batch_size, first_key, rows = samples, feature.sequence_keys[0], samples
+                batch_size, first_key, rows = samples, key, samples
                 if target_offsets is not None:
-                    key = group.target_keys[0][0]
-                    rows = targets[key].size(0)
+                    target_key = group.target_keys[0][0]
+                    rows = targets[target_key].size(0)
                     if target_offsets.size(0) != samples + 1:
-                        raise ValueError(
-                            f"targets['{key}'] must have {samples} users like sequences['{first_key}'], "
-                            f"got {target_offsets.size(0) - 1}"
-                        )
+                        got = target_offsets.size(0) - 1
+                        like = f"{samples} users like sequences['{first_key}']"
+                        raise ValueError(f"targets['{target_key}'] must have {like}, got {got}")
             elif samples != batch_size:
                 raise ValueError(
-                    f"sequences['{feature.sequence_keys[0]}'] must have {batch_size} samples like '{first_key}', "
-                    f"since both enter one output, got {samples}"
+                    f"sequences['{key}'] must have {batch_size} samples like '{first_key}', since both enter one "
+                    f"output, got {samples}"
                 )
-            for key in feature.target_keys:
-                target = targets.get(key)
-                is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
-                if not is_dense or target.shape != (rows, group.width_of_targets) or target.dtype not in FLOATING:
-                    _refuse_target(targets, key, rows, group.width_of_targets, target_offsets is not None)
-                if target.device != values.device:
-                    of = f"that of sequences['{feature.sequence_keys[0]}']"
-                    raise ValueError(f"targets['{key}'] must be on {values.device}, {of}, got {target.device}")
+            for target_key in feature.target_keys:
+                shape = rows, group.width_of_targets
+                _check_target(targets, target_key, shape, "samples" if target_offsets is None else "rows")
+                if targets[target_key].device != values.device:
+                    must = f"on {values.device}, that of sequences['{key}']"
+                    raise ValueError(f"targets['{target_key}'] must be {must}, got {targets[target_key].device}")
 
 
 def _check_events(
@@ -168,29 +164,33 @@ def _check_events(
     """Checks the events of a feature with what its bias and its values read; returns the first field, and its rows."""
     first_key, first = feature.sequence_keys[0], None
     for key in feature.sequence_keys:
-        events = sequences.get(key)
-        if not isinstance(events, JaggedTensor):
-            _refuse_type(sequences, key)
-        values = check_jagged(f"sequences['{key}']", events)
+        events, name = jagged_of("sequences", sequences, key), f"sequences['{key}']"
+        values = check_jagged(name, events)
         if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in FLOATING:
             raise ValueError(
-                f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
+                f"{name} must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
                 f"got {values.dtype} of shape {list(values.shape)}"
             )
         if first is None:
-            first, rows, reads_contents = events, values, may_read(values)
+            first, rows = events, values
             continue
         if values.dtype != rows.dtype:
-            raise ValueError(f"sequences['{key}'] must be {rows.dtype} like '{first_key}', got {values.dtype}")
-        check_aligned(f"sequences['{key}']", events, first_key, first, reads_contents)
-    if reads_contents:
-        check_lengths(f"sequences['{first_key}']", first, rows.size(0))
+            raise ValueError(f"{name} must be {rows.dtype} like '{first_key}', got {values.dtype}")
+        _check_aligned(name, events, first_key, first)
+    _check_lengths(f"sequences['{first_key}']", first)
     bias = feature.bias
-    if feature.weighted_values or isinstance(bias, WeightBias):
+    if feature.reads_weights:
         _check_weights(feature, first)
     if isinstance(bias, KeyBias) and not (has_times and isinstance(bias, TimeBias)):
-        _check_bucket_ids(sequences, feature, first)
-    if isinstance(feature.relative_bias, RelativeTimeBias):
+        name, must = f"sequences['{bias.key}']", "integer bucket ids of shape [S]"
+        must += f", since it is the bias of feature '{feature.name}'"
+        ids = _check_numbers(name, event_input(sequences, bias.key), _INTEGERS, must, first_key, first)
+        if may_read(ids) and ids.numel():
+            low, high = ids.min().item(), ids.max().item()
+            if low < 0 or high >= bias.num_buckets:
+                must = f"from 0 to {bias.num_buckets - 1} (num_buckets={bias.num_buckets} in feature '{feature.name}')"
+                raise ValueError(f"{name} must hold bucket ids {must}, got {low if low < 0 else high}")
+    if feature.time_key is not None:
         because = f", since feature '{feature.name}' has a RelativeTimeBias"
         times = event_input(sequences, feature.time_key)
         _check_times(f"sequences['{feature.time_key}']", times, first_key, first, because=because)
@@ -219,40 +219,28 @@ def check_ragged_targets(
         raise TypeError(
             f"{given} needs ragged targets: targets['{first_key}'] must be a JaggedTensor, got {type(first).__name__}"
         )
-    values = check_jagged(f"targets['{first_key}']", first)
-    reads_contents = may_read(values)
     for key in dict.fromkeys(key for feature in features for key in feature.target_keys):
         name = f"targets['{key}']"
         require_keys("targets", targets, [key])
-        target = targets[key]
-        if not isinstance(target, JaggedTensor):
-            raise TypeError(
-                f"{name} must be a JaggedTensor like '{first_key}', got {type(target).__name__}: ragged and "
-                "dense targets cannot be mixed"
-            )
-        if check_jagged(name, target).dim() != 2:
-            raise ValueError(f"{name} must be [R, embedding_dim], got shape {list(target.values().shape)}")
+        if not isinstance(targets[key], JaggedTensor):
+            must = f"a JaggedTensor like '{first_key}', got {type(targets[key]).__name__}"
+            raise TypeError(f"{name} must be {must}: ragged and dense targets cannot be mixed")
+        check_jagged(name, targets[key])
         if key != first_key:
-            check_aligned(name, target, first_key, first, reads_contents, "candidates")
-        elif reads_contents:
-            check_lengths(name, first, values.size(0), "candidates")
+            _check_aligned(name, targets[key], first_key, first, "candidates")
+        else:
+            _check_lengths(name, first, "candidates")
     _check_options(features, target_times, event_times, max_events)
     if target_times is None:
         return
-    times = _check_times("target_times", target_times, first_key, first, "candidates")
-    if times.device != values.device:
-        raise ValueError(f"target_times must be on {values.device} like the targets, got {times.device}")
+    times, device = _check_times("target_times", target_times, first_key, first, "candidates"), unread(first).device
+    if times.device != device:
+        raise ValueError(f"target_times must be on {device} like the targets, got {times.device}")
     for key in dict.fromkeys(feature.sequence_keys[0] for feature in features):
         name, own = "event_times", event_times
         if not isinstance(event_times, JaggedTensor):
-            require_keys(name, event_times, [key])
-            name, own = f"event_times['{key}']", event_times[key]
-        if not isinstance(own, JaggedTensor):
-            raise TypeError(f"{name} must be a JaggedTensor, got {type(own).__name__}")
-        events = sequences.get(key)
-        if not isinstance(events, JaggedTensor):
-            continue  # check_inputs refuses it
-        of_events = _check_times(name, own, key, events)
+            name, own = f"event_times['{key}']", jagged_of("event_times", event_times, key)
+        of_events = _check_times(name, own, key, jagged_of("sequences", sequences, key))
         if of_events.device != times.device:
             raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events.device}")
         if of_events.dtype != times.dtype:
@@ -291,21 +279,16 @@ def _check_options(
             )
 
 
-def _refuse_type(sequences: dict[str, JaggedTensor], key: str) -> None:
-    require_keys("sequences", sequences, [key])
-    raise TypeError(f"sequences['{key}'] must be a JaggedTensor, got {type(sequences[key]).__name__}")
-
-
-def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_dim: int, is_ragged: bool) -> None:
+def _check_target(targets: dict[str, Tensor], key: str, shape: tuple[int, int], rows: str) -> None:
+    target, name = targets.get(key), f"targets['{key}']"
+    is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
+    if is_dense and target.shape == shape and target.dtype in FLOATING:
+        return
     require_keys("targets", targets, [key])
-    target = targets[key]
-    if not isinstance(target, Tensor):
-        raise TypeError(f"targets['{key}'] must be a Tensor, got {type(target).__name__}")
-    check_dense(f"targets['{key}']", target)
+    check_dense(name, target)
     if target.dtype not in FLOATING:
-        raise TypeError(f"targets['{key}'] must be float32, bfloat16, float16 or float64, got {target.dtype}")
-    what, got = "rows" if is_ragged else "samples", list(target.shape)
-    raise ValueError(f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({what}, embedding_dim), got {got}")
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {target.dtype}")
+    raise ValueError(f"{name} must have shape {list(shape)} ({rows}, embedding_dim), got {list(target.shape)}")
 
 
 def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None:
@@ -324,45 +307,35 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
         raise ValueError(f"sequences['{key}'] must have weights of at least 0, {reason}, got {got}")
 
 
-def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
-    key, num_buckets = feature.bias.key, feature.bias.num_buckets
-    ids = event_input(sequences, key)
-    values = check_jagged(f"sequences['{key}']", ids)
-    if values.dtype not in _INTEGERS or values.dim() != 1:
-        raise TypeError(
-            f"sequences['{key}'] must hold integer bucket ids of shape [S], since it is the bias of feature "
-            f"'{feature.name}', got {values.dtype} of shape {list(values.shape)}"
-        )
-    reads_contents = may_read(values)
-    check_aligned(f"sequences['{key}']", ids, feature.sequence_keys[0], first, reads_contents)
-    if reads_contents and values.numel():
-        low, high = values.min().item(), values.max().item()
-        if low < 0 or high >= num_buckets:
-            raise ValueError(
-                f"sequences['{key}'] must hold bucket ids from 0 to {num_buckets - 1} "
-                f"(num_buckets={num_buckets} in feature '{feature.name}'), got {low if low < 0 else high}"
-            )
+def _check_numbers(
+    name: str,
+    numbers: JaggedTensor,
+    dtypes: tuple[torch.dtype, ...],
+    must: str,
+    first_key: str,
+    first: JaggedTensor,
+    rows: str = "events",
+) -> Tensor:
+    """Checks numbers of one dimension that are aligned with `first`, whose rows are `rows`; returns them."""
+    values = check_jagged(name, numbers)
+    if values.dtype not in dtypes or values.dim() != 1:
+        raise TypeError(f"{name} must hold {must}, got {values.dtype} of shape {list(values.shape)}")
+    _check_aligned(name, numbers, first_key, first, rows)
+    return values
 
 
 def _check_times(
     name: str, times: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events", because: str = ""
 ) -> Tensor:
-    """Checks times that must be aligned with `first` and, where readable, not decrease; returns their values."""
-    values = check_jagged(name, times)
-    check_aligned(name, times, first_key, first, may_read(values), rows)
-    if values.dtype not in (torch.int32, torch.int64, torch.float64) or values.dim() != 1:
-        raise TypeError(
-            f"{name} must hold times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}, "
-            f"got {values.dtype} of shape {list(values.shape)}"
-        )
+    """Checks numbers that, where readable, must not decrease either; returns them."""
+    must = f"times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}"
+    values = _check_numbers(name, times, (*_INTEGERS, torch.float64), must, first_key, first, rows)
     if may_read(values) and values.numel():
         check_ascending(name, values, first.offsets(), rows[:-1])
     return values
 
 
-def check_aligned(
-    name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, reads_contents: bool, rows: str = "events"
-) -> None:
+def _check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events") -> None:
     """Checks that the jagged tensor of this name, whose rows are `rows`, has the lengths of another one."""
     count, first_count = unread(tensor).size(0), unread(first).size(0)
     if torch.compiler.is_compiling():
@@ -370,25 +343,23 @@ def check_aligned(
         torch._check(count == first_count)
     elif count != first_count:
         raise ValueError(f"{name} must be aligned with '{first_key}', which has {first_count} {rows}, got {count}")
-    if reads_contents:
+    if may_read(unread(first)):
         lengths, first_lengths = tensor.lengths(), first.lengths()
         if lengths.shape != first_lengths.shape or not torch.equal(lengths.long(), first_lengths.long()):
             raise ValueError(f"{name} must be aligned with '{first_key}', got other lengths in at least one sample")
 
 
-def check_lengths(name: str, tensor: JaggedTensor, count: int, rows: str = "events") -> None:
-    """Checks that the offsets of the jagged tensor of this name go from 0 to the number of rows, never down."""
+def _check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None:
+    """Checks, where they are readable, that offsets go from 0 to the number of rows, never down."""
+    values = unread(tensor)
+    if not may_read(values):
+        return
     offsets = tensor.offsets()
     if offsets.numel() == 0:
         return
-    first, last = offsets[0].item(), offsets[-1].item()
+    first, last, count = offsets[0].item(), offsets[-1].item(), values.size(0)
     if (first, last) != (0, count):
         raise ValueError(f"{name} must have offsets from 0 to {count}, the number of its {rows}, got {first} to {last}")
     lengths = offsets.diff()
     if (lengths < 0).any():
         raise ValueError(f"{name} must have lengths of at least 0, got {lengths.min().item()}")
-
-
-def unread(events: JaggedTensor) -> Tensor:
-    """Returns the values of events, for their shape, dtype and device: of rows not read yet a tensor without memory."""
-    return events.rows if isinstance(events, UnreadRows) else events.values()
