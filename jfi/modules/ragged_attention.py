@@ -9,18 +9,15 @@ looked up for each pair of candidate and event. For a history cut to what the ca
 same numbers: the newest event that a candidate sees has distance 1 in the operator, and d = 0 in PositionBias.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
 from jfi.modules.events import Events, is_by_pair
-from jfi.modules.projections import linear
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
-from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
+from jfi.ops import jagged_attention, jagged_softmax
 from jfi.utils.operands import MAX_BUCKETS
 from jfi.utils.padding import padding_state
 
@@ -50,7 +47,7 @@ def attend(
     bias: Bias | None,
     scale: float,
 ) -> Tensor:
-    """Attends from R candidates of F features to the events of their users: [F * R, T, H, D] -> the same shape.
+    """Attends from R candidates of F features to the events of their users: [F * R, T, H, D] -> as many numbers.
 
     Args:
         query: [F * R, T, H, D].
@@ -65,58 +62,38 @@ def attend(
         raise ValueError(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
-    num_queries, num_heads = query.shape[1:3]
-    if key is None:
+    (num_features, num_rows, _), (num_queries, num_heads) = events.target.shape, query.shape[1:3]
+    is_projected, indices = key is not None, None
+    if is_projected:  # the T query heads of a key head are neighbours
+        query = query.transpose(1, 2)
+        table = None if table is None else table.repeat_interleave(num_queries, 1)
+    else:
         key, indices = join_words(events.digits) if events.digits else (events.history.unsqueeze(1), None)
         table = None if table is None else table.repeat(1, num_queries)
-        return _attend(query.flatten(1, 2), key, None, indices, events, table, bias, scale)
-    # The T query heads of a key head are neighbours.
-    query = query.transpose(1, 2).flatten(1, 2)
-    table = None if table is None else table.repeat_interleave(num_queries, 1)
-    attended = _attend(query, key, value, None, events, table, bias, scale)
-    return attended.view(-1, num_heads, num_queries, query.size(2)).transpose(1, 2)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    indices: Tensor | None,
-    events: Events,
-    table: Tensor | None,
-    bias: Bias | None,
-    scale: float,
-) -> Tensor:
-    """Attends from queries [F * R, T * H, D], with tables [F * num_buckets, T * H]; `indices` of packed digits."""
-    options = {"scale": scale, "max_visible": events.max_visible}
+    query = query.flatten(1, 2)
     of_queries = {"query": query, "query_time": events.target_times}
-    of_events = {
-        "key": key,
-        "value": value,
-        "indices": indices,
-        "value_scale": events.value_scale,
-        "key_time": events.times,
-    }
-    if not is_by_pair(bias, events.target_times is not None):
+    of_events = {"value": value, "value_scale": events.value_scale, "key_time": events.times, "indices": indices}
+    options = {"scale": scale, "max_visible": events.max_visible}
+    (options if indices is not None else of_events)["key"] = key  # a catalogue's words are the same for all features
+    if is_by_pair(bias, events.target_times is not None):
+        # One call of the operator a feature, since each has its own table.
+        parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
+        parts |= {name: x.split(events.counts) for name, x in of_events.items() if x is not None}
+        parts["query_offsets"] = _by_feature(events.target_offsets, num_features)
+        parts["key_offsets"] = _by_feature(events.offsets, num_features)
+        outputs = []
+        for f, own in enumerate(table.to(query.dtype).chunk(num_features)):
+            if isinstance(bias, TimeBias):
+                options["time_bias"] = own
+            else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
+                options["position_bias"] = F.pad(own[: MAX_BUCKETS - 1], (0, 0, 1, 0))
+            outputs.append(jagged_attention(**{name: part[f] for name, part in parts.items()}, **options))
+        attended = outputs[0] if num_features == 1 else torch.cat(outputs)
+    else:
         options |= {"query_offsets": events.target_offsets, "key_offsets": events.offsets}
         key_bias = events.key_bias(table, query.size(1), query.dtype)
-        return jagged_attention(**of_queries, **of_events, key_bias=key_bias, **options)
-    # One call of the operator a feature, since each has its own table.
-    num_features, num_rows, _ = events.target.shape
-    parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
-    for name, x in of_events.items():
-        is_whole = x is None or (name == "key" and indices is not None)
-        parts[name] = [x] * num_features if is_whole else x.split(events.counts)
-    parts["query_offsets"] = _by_feature(events.target_offsets, num_features)
-    parts["key_offsets"] = _by_feature(events.offsets, num_features)
-    tables, attended = table.to(query.dtype).chunk(num_features), []
-    for f in range(num_features):
-        if isinstance(bias, TimeBias):
-            options["time_bias"] = tables[f]
-        else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
-            options["position_bias"] = F.pad(tables[f][: MAX_BUCKETS - 1], (0, 0, 1, 0))
-        attended.append(jagged_attention(**{name: part[f] for name, part in parts.items()}, **options))
-    return attended[0] if num_features == 1 else torch.cat(attended)
+        attended = jagged_attention(**of_queries, **of_events, key_bias=key_bias, **options)
+    return attended.view(-1, num_heads, num_queries, query.size(2)).transpose(1, 2) if is_projected else attended
 
 
 def _by_feature(offsets: Tensor, num_features: int) -> list[Tensor]:
@@ -126,44 +103,38 @@ def _by_feature(offsets: Tensor, num_features: int) -> list[Tensor]:
     return [F.pad(lengths.cumsum(0), (1, 0)) for lengths in offsets.diff().view(num_features, -1).unbind()]
 
 
-def attention_weights(
-    events: Events, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, bias: Bias | None, num_heads: int
+def weights_of_pairs(
+    events: Events, history: Tensor, query: Tensor, table: Tensor | None, bias: Bias | None, num_heads: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the probabilities [P, T, H] of the pairs of candidate and event, and the pairs of each candidate [F * R].
 
-    A candidate has a pair with every event of its user; the weight of an event that it does not see is 0. Dense targets
-    are the only candidates of their samples.
+    The query is absorbed and scaled, [F * R, T * H, D]. A candidate has a pair with every event of its user; the weight
+    of an event that it does not see is 0. Dense targets are the only candidates of their samples.
     """
-    history, (num_features, num_rows, _) = events.history, events.target.shape
-    w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
-    query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * R, T * H, D_x]
-    num_queries = query.size(1) // num_heads
-
-    is_ragged = events.target_offsets is not None
-    counts = events.target_offsets.diff() if is_ragged else events.offsets.new_ones(query.size(0))
-    lengths = events.offsets.diff().repeat_interleave(counts, output_size=query.size(0))
-    begins = events.offsets[:-1].repeat_interleave(counts, output_size=query.size(0))
-    offsets = F.pad(lengths.cumsum(0), (1, 0))
-    candidate = torch.arange(query.size(0), device=query.device).repeat_interleave(lengths)
-    position = torch.arange(candidate.size(0), device=query.device) - offsets[candidate]  # of the event in its history
-    event = begins[candidate] + position
+    (num_features, num_rows, _), num_queries = events.target.shape, query.size(1) // num_heads
+    target_offsets = events.target_offsets
+    if target_offsets is None:
+        target_offsets = torch.arange(query.size(0) + 1, device=query.device)
+    pairs = reference.Pairs(target_offsets, events.offsets, None)
+    candidate, event, offsets = pairs.left, pairs.right, pairs.row_offsets(query.size(0))
+    lengths = offsets.diff()
 
     rows = history[event]
     scores = torch.stack([torch.linalg.vecdot(rows, one[candidate]) for one in query.unbind(1)], dim=1)  # [P, T * H]
     is_relative = is_by_pair(bias, events.target_times is not None)
-    added = events.key_bias(None if is_relative else bucket_bias, num_heads, history.dtype)
+    added = events.key_bias(None if is_relative else table, num_heads, history.dtype)
     added = None if added is None else added[event]
     if events.target_times is not None:
         age = reference.ages(events.target_times[candidate], events.times[event])
         visible = age > 0
         seen = torch.zeros_like(lengths).index_add_(0, candidate, visible.to(lengths.dtype))
+        position = torch.arange(pairs.count, device=query.device) - offsets[candidate]  # of the event in its history
         distance = seen[candidate] - position
         if is_relative:
             count, first = (age, 0) if isinstance(bias, TimeBias) else (distance, 1)
-            num_buckets = bucket_bias.size(0) // num_features
+            num_buckets = table.size(0) // num_features
             bucket = (torch.frexp(count.double()).exponent - first).clamp(0, num_buckets - 1)
-            added = bucket_bias[bucket + candidate // max(num_rows, 1) * num_buckets].to(history.dtype)
+            added = table[bucket + candidate // max(num_rows, 1) * num_buckets].to(history.dtype)
         if events.max_visible is not None:
             visible &= distance <= events.max_visible
         scores = scores.masked_fill(~visible[:, None], -torch.inf)

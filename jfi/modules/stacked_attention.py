@@ -31,18 +31,20 @@ and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
-from jfi.modules.projections import absorbed, projected
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
 from jfi.modules.table_rows import join_words
-from jfi.ops import digit_attention, target_attention
+from jfi.ops import absorb_weights, digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import attend_absorbed
 from jfi.utils.context import without_autocast
 
@@ -176,8 +178,7 @@ def attend(
         The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
     """
     weights, table = stack(parameters)
-    bias, is_ragged = group.features[0].bias, events.target_offsets is not None
-    scale = 1 / math.sqrt(weights[2].size(1) // num_heads)
+    is_ragged, scale = events.target_offsets is not None, _scale(weights, num_heads)
     if events.digits and (is_ragged or not project_history):  # those of the digits d of events x = P d
         query, query_bias, key, value, *output = weights
         with without_autocast(events.fields[0].device.type):
@@ -186,37 +187,19 @@ def attend(
     if is_ragged:
         if project_for_ragged and not project_history:
             project_history = ragged_attention.pays_to_project(events, weights, num_heads)
+        bias = group.features[0].bias
         attention = partial(ragged_attention.attend, events=events, table=table, bias=bias, scale=scale)
-        if project_history:
-            return projected(events, events.rows, weights, num_heads, attention)
-        return absorbed(events, weights, num_heads, attention)
-    if events.remote:
-        attention = partial(_attend_to_remote, events=events, group=group, table=table, scale=scale)
-        return absorbed(events, weights, num_heads, attention)
-    options = {
-        "offsets": events.offsets,
-        "key_bias": table,
-        "key_bias_index": events.bias_index,
-        "value_scale": events.value_scale,
-        "scale": scale,
-    }
-    if project_history:
-
-        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if table is None:
-                options["key_bias"] = events.key_bias(None, num_heads, key.dtype)
-            return target_attention(query, key, value, max_seqlen=group.max_seqlen, **options)
-
-        return projected(events, events.history, weights, num_heads, attention)
-    if table is None and bias is not None:
-        options["key_bias"] = events.key_bias(None, num_heads, events.fields[0].dtype)
-    if events.digits:
-        words, indices = join_words(events.digits)
-        attention = partial(digit_attention, digits=words, indices=indices, **options)
-        return absorbed(events, weights, num_heads, attention)
-    history = events.fields if events.by_id is None else events.by_id
-    options |= {"num_heads": num_heads, "max_seqlen": group.max_seqlen}
-    return attend_absorbed(events.target, history, weights, **options)
+    elif events.remote:
+        project_history, attention = False, partial(_attend_to_remote, events, group, table, scale)
+    elif project_history or events.digits:
+        attention = partial(_attend_to_dense, events, group, table, scale)
+    else:
+        history = events.fields if events.by_id is None else events.by_id
+        options = _options(events, table, scale, num_heads, events.fields[0].dtype)
+        return attend_absorbed(
+            events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
+        )
+    return (_projected if project_history else _absorbed)(events, weights, num_heads, attention)
 
 
 @torch.no_grad()
@@ -227,16 +210,95 @@ def attention_weights(
 
     The arguments are those of `attend`.
     """
+    (weights, table), history = stack(parameters), events.history
+    w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
+    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
+    query = query.to(history.dtype) * _scale(weights, num_heads)  # [F * R, T * H, D_x]
     bias = group.features[0].bias
-    values, lengths = ragged_attention.attention_weights(events, *stack(parameters), bias, num_heads)
+    values, lengths = ragged_attention.weights_of_pairs(events, history, query, table, bias, num_heads)
     lengths = lengths.view(len(group.features), -1)
     values = values.split(lengths.sum(1).tolist())
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
 
 
-def _attend_to_remote(
-    query: Tensor, *, events: Events, group: FeatureGroup, table: Tensor | None, scale: float
+def _scale(weights: tuple[Tensor, ...], num_heads: int) -> float:
+    return 1 / math.sqrt(weights[2].size(1) // num_heads)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Maps [F, B, M] by weights [F, N, M] and biases [F, N] to [F, B, N], in the dtype of the weight."""
+    return torch.baddbmm(bias.unsqueeze(1), rows.to(weight.dtype), weight.mT)
+
+
+def _absorbed(events: Events, weights: tuple[Tensor, ...], num_heads: int, attention: Callable[..., Tensor]) -> Tensor:
+    """Returns the outputs [F, B, D] with all projections on the targets' side.
+
+    The attention is that of queries [F * B, T, H, D_x] to raw events, and returns outputs of this shape.
+    """
+    *projections, output_bias = weights
+    device = events.fields[0].device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
+    with without_autocast(device):
+        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
+        num_queries = projections[0].size(1) // projections[2].size(1)
+        query = linear(events.target, w_qk, b_qk).view(-1, num_queries, num_heads, projections[2].size(2))
+        attended = attention(query.to(events.fields[0].dtype))
+        return linear(attended.reshape(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
+
+
+def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, attention: Callable[..., Tensor]) -> Tensor:
+    """Returns the outputs [F, B, D] with keys and values projected on the history's side.
+
+    The attention is that of queries [F * B, T, H, D / H] to keys and values [S, H, D / H].
+    """
+    query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
+    query = linear(events.target, query_weight, query_bias)
+    rows = events.history if events.target_offsets is None else events.rows  # whose weights are those of digits
+    by_feature = rows.split(events.counts)
+    key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))
+    query = query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2))
+    attended = attention(query.to(key.dtype), key, value)
+    return linear(attended.reshape(output_bias.size(0), -1, output_weight.size(2)), output_weight, output_bias)
+
+
+def _project(rows: tuple[Tensor, ...], weight: Tensor, num_heads: int) -> Tensor:
+    """Returns each feature's events [.., D_x] times its weight [D, D_x], concatenated: [S, H, D / H]."""
+    weight = weight.to(rows[0].dtype)
+    found = [functional.linear(rows[f], weight[f]) for f in range(len(rows))]
+    found = found[0] if len(rows) == 1 else torch.cat(found)
+    return found.view(-1, num_heads, weight.size(1) // num_heads)
+
+
+def _options(events: Events, table: Tensor | None, scale: float, num_heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns what target attention takes of the events besides keys and values."""
+    return {
+        "offsets": events.offsets,
+        "key_bias": events.key_bias(None, num_heads, dtype) if table is None else table,
+        "key_bias_index": events.bias_index,
+        "value_scale": events.value_scale,
+        "scale": scale,
+    }
+
+
+def _attend_to_dense(
+    events: Events,
+    group: FeatureGroup,
+    table: Tensor | None,
+    scale: float,
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> Tensor:
+    """Attends from a target a sample to projected events, or without them to digits."""
+    options = _options(events, table, scale, query.size(2), query.dtype)
+    if key is None:
+        words, indices = join_words(events.digits)
+        return digit_attention(query, words, indices=indices, **options)
+    return target_attention(query, key, value, max_seqlen=group.max_seqlen, **options)
+
+
+def _attend_to_remote(events: Events, group: FeatureGroup, table: Tensor | None, scale: float, query: Tensor) -> Tensor:
     """Attends to events whose rows lie on several ranks."""
     if len(events.remote) == 1:
         return events.remote[0].attend(query, table, scale)

@@ -166,13 +166,23 @@ class DigitRows(UnreadRows):
         ids: [S] int64; of an embedding with a catalogue its items, int32 or int64.
         embedding: the SemanticIDEmbedding, with read="digits".
         dtype: of the embeddings.
-        parts: lengths, offsets and weights.
+        lengths: [B]; None if offsets are given.
+        offsets: [B + 1].
+        weights: [S], of the events.
     """
 
-    def __init__(self, ids: Tensor, embedding: nn.Module, dtype: torch.dtype, **parts: Tensor | None) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        embedding: nn.Module,
+        dtype: torch.dtype,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
         self.ids, self.embedding, self._words = ids, embedding, None
         rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
-        super().__init__(rows, **parts)
+        super().__init__(rows, lengths, offsets, weights)
 
     @property
     def words(self) -> Tensor:

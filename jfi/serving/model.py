@@ -1,7 +1,7 @@
 """The dense part of a SequenceDLRM for U users and R candidates, in the form that is exported.
 
 All candidates of a user attend to one history, as the rows of a timeline do in training, and the same code computes
-both (`jfi.modules.projections`, `EncoderStack`). The weights are constant here, so the projections of keys and
+both (`jfi.modules.stacked_attention`, `EncoderStack`). The weights are constant here, so the projections of keys and
 values, which training absorbs into those of the query and the output in every step, are absorbed once, together with
 the scale of the scores:
 
@@ -31,7 +31,7 @@ from jfi.modules import (
 )
 from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
-from jfi.modules.projections import linear
+from jfi.modules.stacked_attention import linear
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
