@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
@@ -160,22 +159,8 @@ def read_events(
 
 def targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
     """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
-    if isinstance(targets, LazyAwaitable):
-        targets = lookups.wait(targets)
-    if isinstance(targets, dict):
-        targets = dict(targets)
-        for key, one in targets.items():
-            if isinstance(one, LazyAwaitable):
-                targets[key] = lookups.wait(one)
-        return targets
-    if hasattr(targets, "to_dict"):
-        return targets.to_dict()
-    if hasattr(targets, "items"):
-        return dict(targets.items())
-    raise TypeError(
-        "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
-        f"{{'{first_key}': target}}, got {type(targets).__name__}"
-    )
+    must = f"a KeyedTensor or a dict of Tensor by target key, such as {{'{first_key}': target}}"
+    return lookups.as_dict(targets, f"targets must be {must}")
 
 
 def _read_group(
@@ -193,10 +178,8 @@ def _read_group(
         else:
             fields = [torch.stack([targets[key] for key in keys]) for keys in group.target_keys]
         events.target = fields[0] if len(fields) == 1 else combine(fields, feature)
-    is_unread = False
-    for keys in group.sequence_keys:
-        for key in keys:
-            is_unread = is_unread or isinstance(sequences[key], UnreadRows)
+    own_keys = [key for keys in group.sequence_keys for key in keys]
+    is_unread = any([isinstance(sequences[key], UnreadRows) for key in own_keys])
     if not (is_unread and _refer_to_unread(events, sequences, group, firsts, candidates is not None)):
         fields = []
         for keys in group.sequence_keys:
@@ -213,11 +196,8 @@ def _read_group(
         events.counts = tuple([validation.unread(one).size(0) for one in firsts])
     is_padded = bool(padding_state.blocks) and padding_state.is_padded  # the first part spares two calls
     if is_padded:
-        sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
-        if len(events.fields) < len(sources):
-            sources = [[one for field in sources for one in field]]
-        pairs = zip(events.fields, sources, strict=True)
-        events.fields = tuple([own_rows(rows, events.offsets, own) for rows, own in pairs])
+        sources = [sequences[key] for key in own_keys]
+        events.fields = tuple([own_rows(rows, events.offsets, sources) for rows in events.fields])
     weights = join([one.weights() for one in firsts]) if group.reads_weights else None
     if feature.weighted_values:
         events.value_scale = weights

@@ -24,7 +24,6 @@ from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
-from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.utils.arguments import check_device, check_module, check_type, shown
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
@@ -151,14 +150,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
-        ids, sizes = [], []
-        for _, key, table in self._lookups:
-            own, size = by_key[key].values(), weights[table].shape[0]
-            check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
-            ids.append(own)
-            sizes.append(size)
-        ids = bound_ids(ids, sizes, self.outside_ids[0].counts)
-        tables, found = [table for _, _, table in self._lookups], {}
+        reads = [(key, table, weights[table]) for _, key, table in self._lookups]
+        ids, found = lookups.bounded(by_key, reads, self.outside_ids[0]), {}
+        tables = [table for _, table, _ in reads]
         handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
             parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()

@@ -35,7 +35,7 @@ from jfi.modules.sequence_configs import (
     check_features,
     check_sizes,
     describe,
-    initial_bias,
+    reset_bias,
 )
 from jfi.modules.table_rows import parts_of
 from jfi.ops import jagged_attention
@@ -161,15 +161,12 @@ class JaggedEncoder(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, EncoderBlock):
-                nn.init.zeros_(module.output.weight)
-                nn.init.zeros_(module.feedforward[-2].weight)
-                if module.bucket_bias is not None:
-                    table = module.bucket_bias.detach()
-                    table.copy_(initial_bias(module.bias, *table.shape))
-                if module.relative_bias is not None:
-                    nn.init.zeros_(module.relative_bias)
+        for stack in self.stacks.values():
+            for block in stack.blocks:
+                nn.init.zeros_(block.output.weight)
+                nn.init.zeros_(block.feedforward[-2].weight)
+                reset_bias(block.bucket_bias, block.bias)
+                reset_bias(block.relative_bias, None)
 
     __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
@@ -300,7 +297,7 @@ def _by_key(
     sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
-        return lookups.as_dict(sequences, "a JaggedTensor or a dict of them, an embedding a row")
+        return lookups.as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
     read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")

@@ -24,8 +24,6 @@ from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
 
-_NO_TARGETS = "targets must be a KeyedTensor or a dict of Tensor by target key, got None"
-
 
 class JaggedFeatureInteraction(nn.Module):
     """Pools each sample's history into one embedding: multi-head attention of the target over the events.
@@ -146,8 +144,7 @@ class JaggedFeatureInteraction(nn.Module):
                     f"{what} must be None in this layer, got {feature.relative_bias!r}: it belongs to a JaggedEncoder, "
                     "and feature.encoded() is the feature behind it"
                 )
-        if project_history is not None and not isinstance(project_history, bool):
-            raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
+        check_type("project_history", project_history, bool | None, "a bool or None")
         check_device("device", device)
         #: The key of the ids by the key of the collection's output.
         self._id_keys: dict[str, str] = {}
@@ -165,15 +162,8 @@ class JaggedFeatureInteraction(nn.Module):
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
         self.groups = group_features(features, sequence_dim, target_dim)
-        options = (embedding_dim, num_heads, num_queries, device)
-        self.attention = FeatureModules(
-            {
-                one.name: FeatureAttention(
-                    one, one.target_width(target_dim), one.sequence_width(sequence_dim), *options
-                )
-                for one in features
-            }
-        )
+        sizes = (target_dim, sequence_dim, embedding_dim, num_heads, num_queries, device)
+        self.attention = FeatureModules({feature.name: FeatureAttention(feature, *sizes) for feature in features})
         self._names, self._widths = [feature.name for feature in features], [embedding_dim] * len(features)
 
     @property
@@ -226,10 +216,7 @@ class JaggedFeatureInteraction(nn.Module):
                 batch sizes for a collection that is not sharded. The contents of lengths, weights and ids are checked
                 on the CPU only; on a GPU that would synchronize.
         """
-        if targets is None:
-            raise TypeError(_NO_TARGETS)
-        if self.embedding_collection is not None:
-            sequences = self._embed(sequences)
+        sequences = self._embed(sequences, targets)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         outputs, options = [], (self.num_heads, self.project_history, self._project_for_ragged)
         for number, group in enumerate(self.groups):
@@ -254,11 +241,7 @@ class JaggedFeatureInteraction(nn.Module):
             events of a sample. Of ragged targets [P, num_queries, num_heads], by candidate: each has a weight for every
             event of its user, 0 for those that it does not see.
         """
-        if targets is None:
-            raise TypeError(_NO_TARGETS)
-        if self.embedding_collection is not None:
-            sequences = self._embed(sequences)
-        sequences, weights = lookups.fetched(sequences), {}
+        sequences, weights = lookups.fetched(self._embed(sequences, targets)), {}
         by_group = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         for group, events in zip(self.groups, by_group, strict=True):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
@@ -288,8 +271,7 @@ class JaggedFeatureInteraction(nn.Module):
         """
         check_type("name", name, str, "the name of a feature")
         validation.require_keys("features", self._names, [name])
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(f"attention must be an nn.MultiheadAttention, got {type(attention).__name__}")
+        check_type("attention", attention, nn.MultiheadAttention, "an nn.MultiheadAttention")
         feature = self.features[self._names.index(name)]
         if self.num_queries > 1:
             raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {self.num_queries}")
@@ -326,8 +308,15 @@ class JaggedFeatureInteraction(nn.Module):
             pooled |= {feature.name: rows[index] for index, feature in enumerate(group.features)}
         return torch.cat([pooled[name] for name in self._names], dim=1)
 
-    def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    def _embed(
+        self, ids: KeyedJaggedTensor | dict[str, JaggedTensor], targets: object
+    ) -> KeyedJaggedTensor | dict[str, JaggedTensor]:
+        """Returns the embeddings of the histories, looked up if the layer has a collection; targets must be given."""
+        if targets is None:
+            raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
         collection = self.embedding_collection
+        if collection is None:
+            return ids
         # DistributedModelParallel puts a module of another class in the collection's place.
         sharded = not isinstance(collection, lookups.Collections)
         validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)

@@ -4,8 +4,10 @@ Call these functions through the module (`lookups.allow_no_samples`): torch.fx.w
 that TorchRec's tracers would trace into a function that is imported by name.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
@@ -86,21 +88,24 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     return is_unobserved(collection, ids) and not padding_state.is_padded
 
 
+def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, Tensor]], outside: OutsideIds) -> list[Tensor]:
+    """Returns by look-up, a key with its table and the weight, the checked ids; -1 for those outside of the table."""
+    ids = [by_key[key].values() for key, _, _ in reads]
+    for own, (key, table, weight) in zip(ids, reads, strict=True):
+        check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table}'", by_key[key].lengths())
+    return bound_ids(ids, [weight.shape[0] for *_, weight in reads], outside.on(ids[0].device))
+
+
 def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, TableRows]:
     """Returns the collection's output as rows not read yet, with the same gradients; counts ids outside of tables."""
-    by_key, found, values, lookups = ids.to_dict(), {}, [], []
-    for table, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True):
-        weight = collection.embeddings[table.name].weight
-        for name, key in zip(names, table.feature_names, strict=True):
-            own = by_key[key].values()
-            check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table.name}'", padded=False)
-            values.append(own)
-            lookups.append((name, by_key[key], weight))
-    values = bound_ids(values, [weight.shape[0] for *_, weight in lookups], outside.on(values[0].device))
-    for (name, jagged, weight), own in zip(lookups, values, strict=True):
+    by_key, found, weights = ids.to_dict(), {}, collection.embeddings
+    tables, embeddings = collection.embedding_configs(), collection.embedding_names_by_table()
+    reads = [(key, table.name, weights[table.name].weight) for table in tables for key in table.feature_names]
+    names = [name for of_table in embeddings for name in of_table]
+    for name, (key, _, weight), own in zip(names, reads, bounded(by_key, reads, outside), strict=True):
         # As the collection converts them, whatever the table's dtype.
         by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
-        parts = jagged.lengths_or_none(), jagged.offsets_or_none()
+        parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
         found[name] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
     return found
 
@@ -142,21 +147,22 @@ def wait(awaitable: LazyAwaitable) -> object:
     return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
 
 
-def as_dict(
-    sequences: dict[str, JaggedTensor], must_be: str = "a dict of JaggedTensor by key"
-) -> dict[str, JaggedTensor]:
-    """Returns the mapping as a new dict, or what the awaitable holds that a sharded collection returns.
+def as_dict(tensors: object, must: str = "sequences must be a dict of JaggedTensor by key") -> dict[str, Any]:
+    """Returns a mapping of tensors by key, a KeyedTensor or what an awaitable holds as a new dict.
 
-    A ManagedCollisionEmbeddingCollection returns it in a tuple, with the remapped ids or None. An awaitable is waited
-    for before the first look at an attribute: that waits too, but torch.compile cannot trace it.
+    A sharded collection returns an awaitable, a ManagedCollisionEmbeddingCollection a tuple with the remapped ids or
+    None. An awaitable is waited for before the first look at an attribute: that waits too, but torch.compile cannot
+    trace it.
     """
-    if type(sequences) is tuple and len(sequences) == 2:
-        sequences = sequences[0]
-    if isinstance(sequences, LazyAwaitable):
-        sequences = wait(sequences)
-    if not hasattr(sequences, "items"):
-        raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
-    return dict(sequences.items())
+    if type(tensors) is tuple and len(tensors) == 2:
+        tensors = tensors[0]
+    if isinstance(tensors, LazyAwaitable):
+        tensors = wait(tensors)
+    if hasattr(tensors, "to_dict"):
+        tensors = tensors.to_dict()
+    if not hasattr(tensors, "items"):
+        raise TypeError(f"{must}, got {type(tensors).__name__}")
+    return {key: wait(one) if isinstance(one, LazyAwaitable) else one for key, one in tensors.items()}
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

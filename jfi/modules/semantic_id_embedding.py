@@ -12,11 +12,11 @@ from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows, parts_of
-from jfi.ops.gather_rows import bound_ids, may_read
+from jfi.ops.gather_rows import check_dense, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout
-from jfi.utils.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number
+from jfi.utils.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number, check_type
 from jfi.utils.context import is_traced
 
 
@@ -171,12 +171,16 @@ class SemanticIDEmbedding(nn.Module):
         validation.check_ids("features", features, self.feature_names, sharded=True)
         lookups.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
-        by_feature = [by_key[key].values() for key in self.feature_names]
-        for key, ids in zip(self.feature_names, by_feature, strict=True):
-            self._check_ids(f"features['{key}']", ids)
         if self.catalogue is not None:
-            counts = self.outside_ids[0].on(by_feature[0].device)
-            by_feature = bound_ids(by_feature, [self.catalogue.size(0)] * len(by_feature), counts)
+            reads = [(key, "catalogue", self.catalogue) for key in self.feature_names]
+            by_feature = lookups.bounded(by_key, reads, self.outside_ids[0])
+        else:
+            by_feature = [by_key[key].values() for key in self.feature_names]
+            for key, sids in zip(self.feature_names, by_feature, strict=True):
+                if sids.dtype != torch.int64:
+                    raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
+                if may_read(sids):
+                    _check_sids(f"features['{key}']", sids, self.layout)
         for key, ids in zip(self.feature_names, by_feature, strict=True):
             parts = parts_of(by_key[key])
             if self._stays_digits() and not is_traced():
@@ -192,24 +196,6 @@ class SemanticIDEmbedding(nn.Module):
             return False
         plain = all([type(one) is nn.Parameter for one in (projection.weight, projection.bias)])
         return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
-
-    def _check_ids(self, name: str, ids: Tensor) -> None:
-        if self.catalogue is None:
-            if ids.dtype != torch.int64:
-                raise TypeError(f"{name} must be int64 semantic IDs, got {ids.dtype}")
-            if may_read(ids):
-                try:
-                    self.layout.check(ids)
-                except ValueError as fault:
-                    raise ValueError(f"{name}: {fault}") from None
-            return
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64 items of the catalogue, got {ids.dtype}")
-        if may_read(ids) and ids.numel():
-            low, high, count = int(ids.min()), int(ids.max()), self.catalogue.size(0)
-            if low < 0 or high >= count:
-                got = low if low < 0 else high
-                raise ValueError(f"{name} must hold items from 0 to {count - 1}, those of the catalogue, got {got}")
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked.
@@ -232,9 +218,7 @@ class SemanticIDEmbedding(nn.Module):
         return rows if missing is None else rows.masked_fill(missing.unsqueeze(1), 0)
 
     def words(self, ids: Tensor) -> Tensor:
-        """Returns the L + 2 digits of IDs [S] with read="digits", as `digit_attention` takes them.
-
-        They are words [S, ceil((L + 2) / 16)] int32.
+        """Returns the L + 2 digits of IDs [S] in words [S, ceil((L + 2) / 16)] int32, as `digit_attention` takes them.
 
         The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0. With a
         catalogue they are those of its items, [N, ceil((L + 2) / 16)], and `ids` are its rows.
@@ -273,27 +257,28 @@ def _text(words: Tensor) -> str:
     return struct.pack(">4q", *words.tolist()).hex()
 
 
+def _check_sids(name: str, sids: Tensor, layout: Layout) -> None:
+    try:
+        layout.check(sids)
+    except ValueError as fault:
+        raise ValueError(f"{name}: {fault}") from None
+
+
 def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
-    if not isinstance(catalogue, Tensor):
-        raise TypeError(f"catalogue must be a Tensor or None, got {type(catalogue).__name__}")
-    if catalogue.is_nested or catalogue.layout is not torch.strided:
-        raise TypeError("catalogue must be a dense tensor, got a nested or a sparse one")
+    check_type("catalogue", catalogue, Tensor, "a Tensor or None")
+    check_dense("catalogue", catalogue)
     if catalogue.dtype != torch.int64 or catalogue.dim() != 1 or not len(catalogue):
         got = f"{catalogue.dtype} of shape {list(catalogue.shape)}"
         raise ValueError(f"catalogue must be [N] int64 semantic IDs, at least one, got {got}")
     catalogue = catalogue.detach().cpu().contiguous()
-    try:
-        layout.check(catalogue)
-    except ValueError as fault:
-        raise ValueError(f"catalogue: {fault}") from None
+    _check_sids("catalogue", catalogue, layout)
     return catalogue
 
 
 def _check(
     codec: Codec, embedding_dim: int, feature_names: list[str], read: str, init: str, spread: float, num_buckets: int
 ) -> None:
-    if not isinstance(codec, Codec):
-        raise TypeError(f"codec must be a jfi.sid.Codec, got {type(codec).__name__}")
+    check_type("codec", codec, Codec, "a jfi.sid.Codec")
     check_keys("feature_names", feature_names, may_be_empty=False)
     check_choice("read", read, get_args(Read))
     check_choice("init", init, get_args(Init))

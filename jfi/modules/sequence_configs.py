@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
+from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int, check_type
 from jfi.utils.operands import MAX_BUCKETS
 
 
@@ -182,8 +182,7 @@ relative_bias=None)
     relative_bias: RelativeBias | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be a str, got {self.name!r}")
+        check_type("name", self.name, str, "a str")
         if not self.name or "." in self.name:
             raise ValueError(f"name must not be empty or contain a period, got {self.name!r}")
         of_feature = f"of feature '{self.name}'"
@@ -199,16 +198,13 @@ relative_bias=None)
             raise TypeError(f"bias {of_feature} must be a PositionBias, WeightBias, KeyBias or None, got {self.bias!r}")
         if self.bias_key in self.sequence_keys:
             raise ValueError(f"bias {of_feature} must not read one of its sequence_keys, got {self.bias!r}")
-        if not isinstance(self.weighted_values, bool):
-            raise TypeError(f"weighted_values {of_feature} must be a bool, got {self.weighted_values!r}")
+        check_type(f"weighted_values {of_feature}", self.weighted_values, bool, "a bool")
         if self.max_seqlen is not None:
             check_int(f"max_seqlen {of_feature}", self.max_seqlen, most=torch.iinfo(torch.int64).max)
-        relative = self.relative_bias
-        if relative is not None and not isinstance(relative, RelativeBias):
-            kinds = "RelativePositionBias, RelativeTimeBias or None"
-            raise TypeError(f"relative_bias {of_feature} must be a {kinds}, got {relative!r}")
+        kinds = "a RelativePositionBias, RelativeTimeBias or None"
+        check_type(f"relative_bias {of_feature}", self.relative_bias, RelativeBias | None, kinds)
         if self.time_key is not None and self.time_key in (*self.sequence_keys, self.bias_key):
-            raise ValueError(f"relative_bias {of_feature} must read a key of its own, got {relative!r}")
+            raise ValueError(f"relative_bias {of_feature} must read a key of its own, got {self.relative_bias!r}")
 
     def encoded(self) -> "SequenceFeatureConfig":
         """Returns the feature behind a JaggedEncoder, which has the encoded events under the feature's name."""
@@ -216,22 +212,22 @@ relative_bias=None)
 
     @property
     def bias_key(self) -> str | None:
-        """Key of the bucket ids, if the bias reads any."""
+        """Returns the key of the bucket ids, if the bias reads any."""
         return self.bias.key if isinstance(self.bias, KeyBias) else None
 
     @property
     def time_key(self) -> str | None:
-        """Key of the events' times, if the relative bias reads them."""
+        """Returns the key of the events' times, if the relative bias reads them."""
         return self.relative_bias.key if isinstance(self.relative_bias, RelativeTimeBias) else None
 
     @property
     def input_keys(self) -> list[str]:
-        """Keys of what is read besides embeddings: bucket ids and times."""
+        """Returns the keys of what is read besides embeddings: bucket ids and times."""
         return [key for key in (self.bias_key, self.time_key) if key is not None]
 
     @property
     def num_buckets(self) -> int:
-        """Rows of the learned bias table; 0 if nothing is learned."""
+        """Returns the number of rows of the learned bias table; 0 if nothing is learned."""
         return 0 if self.bias is None else getattr(self.bias, "num_buckets", 0)
 
     @property
@@ -240,11 +236,11 @@ relative_bias=None)
         return self.weighted_values or isinstance(self.bias, WeightBias)
 
     def sequence_width(self, embedding_dim: int) -> int:
-        """Width of a combined event."""
+        """Returns the width of a combined event."""
         return embedding_dim * (len(self.sequence_keys) if self.combine == "concat" else 1)
 
     def target_width(self, embedding_dim: int) -> int:
-        """Width of the combined target."""
+        """Returns the width of the combined target."""
         return embedding_dim * (len(self.target_keys) if self.combine == "concat" else 1)
 
 
@@ -277,9 +273,11 @@ def has_own_buckets(bias: Bias | None) -> bool:
     return isinstance(bias, PositionBias) and bias.buckets is not None
 
 
-def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
-    """Returns the initial values [num_buckets, num_heads] of the learned table of a bias, float32."""
-    return bias.initial_table(num_heads) if isinstance(bias, PositionBias) else torch.zeros(num_buckets, num_heads)
+@torch.no_grad()
+def reset_bias(table: Tensor | None, bias: Bias | None) -> None:
+    """Sets the learned table [num_buckets, num_heads] of a bias, if there is one, to its initial values."""
+    if table is not None:
+        table.copy_(bias.initial_table(table.size(1))) if isinstance(bias, PositionBias) else table.zero_()
 
 
 def group_features(
@@ -305,12 +303,9 @@ def describe(features: list[SequenceFeatureConfig], **options: object) -> str:
     """Returns the repr of a module with sequence features: a line for each, and the options."""
     lines = []
     for one in features:
-        what = f"{one.name}: {' + '.join(one.target_keys)} -> {' + '.join(one.sequence_keys)}"
-        extras = [f"combine={one.combine!r}"] if one.combine != "sum" else []
-        extras += [f"bias={one.bias!r}"] if one.bias is not None else []
-        extras += ["weighted_values=True"] if one.weighted_values else []
-        extras += [f"relative_bias={one.relative_bias!r}"] if one.relative_bias is not None else []
-        lines.append(", ".join([what, *extras]))
+        shown = {name: getattr(one, name) for name in ("combine", "bias", "weighted_values", "relative_bias")}
+        extras = [f", {name}={value!r}" for name, value in shown.items() if value not in ("sum", None, False)]
+        lines.append(f"{one.name}: {' + '.join(one.target_keys)} -> {' + '.join(one.sequence_keys)}{''.join(extras)}")
     return "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in options.items())])
 
 
@@ -335,7 +330,6 @@ def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
 
 
 def _check_key(argument: str, key: str) -> None:
-    if not isinstance(key, str):
-        raise TypeError(f"{argument} must be a str, got {key!r}")
+    check_type(argument, key, str, "a str")
     if not key or key != key.strip():
         raise ValueError(f"{argument} must be a key without spaces around it, got {key!r}")

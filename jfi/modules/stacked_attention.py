@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
-from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
+from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import attend_absorbed
@@ -64,8 +64,8 @@ class FeatureAttention(nn.Module):
 
     Args:
         feature: the feature.
-        target_width: width D_e of the combined targets.
-        event_width: width D_x of the combined events.
+        target_dim: width of the embeddings of targets; combined they are D_e wide.
+        event_dim: width of the embeddings of events; combined they are D_x wide.
         embedding_dim: width D of the projected queries over all heads, and of the output.
         num_heads: H, a divisor of `embedding_dim`.
         num_queries: T.
@@ -80,8 +80,8 @@ class FeatureAttention(nn.Module):
     def __init__(
         self,
         feature: SequenceFeatureConfig,
-        target_width: int,
-        event_width: int,
+        target_dim: int,
+        event_dim: int,
         embedding_dim: int,
         num_heads: int,
         num_queries: int,
@@ -94,7 +94,8 @@ class FeatureAttention(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device))
 
         queries, buckets = num_queries * embedding_dim, feature.num_buckets
-        self.query_weight = parameter(queries, target_width)
+        event_width = feature.sequence_width(event_dim)
+        self.query_weight = parameter(queries, feature.target_width(target_dim))
         self.query_bias = parameter(queries)
         self.key_weight = parameter(embedding_dim, event_width)
         self.value_weight = parameter(embedding_dim, event_width)
@@ -117,9 +118,7 @@ class FeatureAttention(nn.Module):
         self.value_weight.copy_(_identity(self.value_weight))
         nn.init.zeros_(self.query_bias)
         nn.init.zeros_(self.output_bias)
-        if self.bucket_bias is not None:
-            table = self.bucket_bias.detach()
-            table.copy_(initial_bias(self.bias, *table.shape))
+        reset_bias(self.bucket_bias, self.bias)
 
     def own_parameters(self) -> tuple[Tensor | None, ...]:
         """Returns the six parameters of the projections and `bucket_bias`."""

@@ -273,47 +273,48 @@ def join(tensors: list[Tensor]) -> Tensor:
     """
     if len(tensors) == 1:
         return tensors[0]
-    if is_traced() or not _are_adjacent(tensors):
+    span = None if is_traced() else _span(tensors)
+    if span is None:
         return torch.cat(tensors)
-    if not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
-        return _span(tensors)
-    return _Adjacent.apply(*tensors)
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        return _Adjacent.apply([span], *tensors)
+    return span
 
 
 class _Adjacent(torch.autograd.Function):
-    """Computes `_span`; its gradient is cut into views."""
+    """Returns the `_span` of the tensors; its gradient is cut into views."""
 
     @staticmethod
-    def forward(ctx, *tensors: Tensor) -> Tensor:
+    def forward(ctx, span: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.sizes = [tensor.size(0) for tensor in tensors]
-        return _span(tensors)
+        return span[0]
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.sizes)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grad.split(ctx.sizes)
 
 
-def _are_adjacent(tensors: list[Tensor]) -> bool:
-    """Returns whether the tensors, those without an element aside, directly follow one another in one storage."""
-    end = None
+def _span(tensors: list[Tensor]) -> Tensor | None:
+    """Returns one tensor over the memory of tensors that directly follow one another in one storage, else None.
+
+    Tensors without an element may lie elsewhere.
+    """
+    first = end = None
     for tensor in tensors:
         if type(tensor) is not Tensor:
-            return False
+            return None
         if tensor.numel() == 0:
             continue
-        if end is None:
-            first, end, dtype, width = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:]
+        if first is None:
+            first, end, dtype, width, count = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:], 0
         if tensor.data_ptr() != end or tensor.dtype != dtype or tensor.shape[1:] != width or not tensor.is_contiguous():
-            return False
+            return None
         end += tensor.nbytes
-    if end is None:
-        return False
+        count += tensor.numel()
+    if first is None:
+        return None
     # Storages of their own may be neighbours too: the first one must hold all.
     storage = first.untyped_storage()
-    return end <= storage.data_ptr() + storage.nbytes()
-
-
-def _span(tensors: list[Tensor]) -> Tensor:
-    """Returns one tensor over the memory of adjacent tensors."""
-    first = next(tensor for tensor in tensors if tensor.numel())
-    return first.detach().as_strided((sum([tensor.numel() for tensor in tensors]),), (1,)).view(-1, *first.shape[1:])
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((count,), (1,)).view(-1, *width)

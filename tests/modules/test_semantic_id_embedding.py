@@ -244,7 +244,7 @@ def test_items_and_catalogues_that_are_refused(dpca):
     codec, sids = dpca
     embedding = SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=sids[:7])
     for item in (7, -1):
-        with pytest.raises(ValueError, match=rf"features\['item'\] must hold items from 0 to 6, .* got {item}"):
+        with pytest.raises(ValueError, match=rf"features\['item'\] must be from 0 to 6, .*catalogue.* got {item}"):
             embedding(KeyedJaggedTensor(["item"], torch.tensor([0, item]), lengths=torch.tensor([2])))
     with pytest.raises(TypeError, match=r"features must hold int32 or int64 ids .* got torch.float32"):
         embedding(KeyedJaggedTensor(["item"], torch.rand(1), lengths=torch.tensor([1])))
