@@ -121,18 +121,13 @@ def read_events(
     target_times: JaggedTensor | None = None,
     event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
     max_events: int | None = None,
+    only_ragged: bool = False,
 ) -> list[Events]:
     """Checks, reads and concatenates the tensors of every group.
 
-    A caller's module registers it by `torch.fx.wrap("read_events")`, so that TorchRec's tracers do not enter it.
-
-    Args:
-        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids and times [S] by the keys of biases.
-        groups: what to read.
-        targets: embeddings [B, embedding_dim] by target key, or ragged ones; None where no target is read.
-        target_times: of ragged targets, as `JaggedFeatureInteraction.forward` takes them.
-        event_times: given with target_times.
-        max_events: the most events that a candidate sees.
+    A caller's module registers it by `torch.fx.wrap("read_events")`, so that TorchRec's tracers do not enter it. The
+    arguments are those of `JaggedFeatureInteraction.forward` without a collection; no targets are read if they are
+    None, or with `only_ragged` if they are dense.
     """
     if isinstance(sequences, KeyedJaggedTensor):
         raise TypeError(
@@ -141,26 +136,23 @@ def read_events(
         )
     if type(sequences) is not dict:
         sequences = lookups.as_dict(sequences)
-    candidates, first_key = None, groups[0].target_keys[0][0]
-    if targets is not None:
-        targets, times = targets_as_dict(targets, first_key), (target_times, event_times, max_events)
-        is_ragged = isinstance(targets.get(first_key), JaggedTensor)
-        if is_ragged or target_times is not None or event_times is not None or max_events is not None:
+    candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
+    has_times = any([one is not None for one in times])
+    if targets is not None or has_times:
+        must = f"a KeyedTensor or a dict of Tensor by target key, such as {{'{first_key}': target}}"
+        targets = lookups.as_dict({} if targets is None else targets, f"targets must be {must}")
+        if has_times or isinstance(targets.get(first_key), JaggedTensor):
             validation.check_ragged_targets(targets, groups, sequences, *times)
             candidates = targets[first_key].offsets(), *times
             read = {key for group in groups for keys in group.target_keys for key in keys}
             targets = {key: targets[key].values() for key in read}
-    has_times = candidates is not None and target_times is not None
-    validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates[0], has_times)
+        elif only_ragged:
+            targets = None
+    target_offsets = None if candidates is None else candidates[0]
+    validation.check_inputs(sequences, groups, targets, target_offsets, target_times is not None)
     device = sequences[groups[0].sequence_keys[0][0]].offsets().device
     with without_autocast(device.type):  # under which cat refuses some dtypes
         return [_read_group(sequences, group, targets, candidates) for group in groups]
-
-
-def targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
-    """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
-    must = f"a KeyedTensor or a dict of Tensor by target key, such as {{'{first_key}': target}}"
-    return lookups.as_dict(targets, f"targets must be {must}")
 
 
 def _read_group(

@@ -6,6 +6,7 @@ a row that several of them have read is stepped once, by the sum of its gradient
 forward pass, on a side stream.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -362,10 +363,7 @@ def _checked(optimizer_type: type, options: dict[str, Any], average: float | Non
     options = defaults | options
     betas = options.pop("betas", None)
     for key, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"optimizer_kwargs['{key}'] must be a float, got {type(value).__name__}")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"optimizer_kwargs['{key}'] must be 0 or more and finite, got {value}")
+        check_number(f"optimizer_kwargs['{key}']", value, lambda x: 0 <= x < math.inf, "0 or more and finite")
     if betas is not None:
         is_pair = isinstance(betas, list | tuple) and len(betas) == 2 and bool not in map(type, betas)
         if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from jfi.modules import validation
-from jfi.modules.events import Events, read_events, targets_as_dict
+from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
 from jfi.utils.arguments import check_choice, check_int
 from jfi.utils.padding import padding_state
+
+torch.fx.wrap("read_events")
 
 Mode = Literal["mean", "sum"]
 
@@ -56,7 +58,7 @@ class JaggedPooling(nn.Module):
 
     @property
     def output_width(self) -> int:
-        """Sum of the widths of the output's entries."""
+        """Returns the sum of the widths of the output's entries."""
         return sum(feature.sequence_width(self.embedding_dim) for feature in self.features)
 
     def forward(
@@ -80,28 +82,13 @@ class JaggedPooling(nn.Module):
         Returns:
             An entry for each feature, `embedding_dim` wide; with "concat" `len(sequence_keys) * embedding_dim`.
         """
+        times = target_times, event_times, max_events
+        events = read_events(sequences, self._groups, targets, *times, only_ragged=True)
         return KeyedTensor(
             keys=[feature.name for feature in self.features],
             length_per_key=[feature.sequence_width(self.embedding_dim) for feature in self.features],
-            values=_pool(_read(sequences, self._groups, targets, target_times, event_times, max_events), self.mode),
+            values=_pool(events, self.mode),
         )
-
-
-@torch.fx.wrap
-def _read(
-    sequences: dict[str, JaggedTensor],
-    groups: list[FeatureGroup],
-    targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None,
-    *times: JaggedTensor | dict[str, JaggedTensor] | int | None,
-) -> list[Events]:
-    """Reads the events of every group, with the targets only if they are ragged."""
-    first_key = groups[0].target_keys[0][0]
-    if targets is not None:
-        targets = targets_as_dict(targets, first_key)
-    is_ragged = targets is not None and isinstance(targets.get(first_key), JaggedTensor)
-    if any([one is not None for one in times]):  # refused unless the targets are ragged
-        return read_events(sequences, groups, targets or {}, *times)
-    return read_events(sequences, groups, targets if is_ragged else None)
 
 
 @torch.fx.wrap
