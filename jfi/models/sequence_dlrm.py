@@ -56,7 +56,7 @@ class SequenceDLRM(nn.Module):
     Model for Personalization and Recommendation Systems" (2019), and Wang et al., "DCN V2" (2021).
 
     A target and its history share a table if one EmbeddingConfig lists both, such as
-    `feature_names=["item", "history_item"]`. The target then has the same embedding as its own events.
+    `feature_names=["item", "history_item"]`. The target then has the same embedding as the events of the same id.
 
     `forward` has the signature of `torchrec.models.dlrm.DLRM.forward`, so `torchrec.models.dlrm.DLRMTrain` wraps it
     for training and for TorchRec's train pipelines.
@@ -73,7 +73,7 @@ class SequenceDLRM(nn.Module):
             (JaggedPooling) of the events' combined embeddings, one entry for each field if they are concatenated; or
             "none", which leaves the histories out.
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
-            have the names and the sequence keys of `sequence_features`, and their own biases.
+            have the names and the sequence keys of `sequence_features`, and biases for the self-attention.
         dropout: probability with which an element of an entry is zeroed in training.
         cross_layers: layers of the cross network, of rank embedding_dim; 0 for none.
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
@@ -216,7 +216,7 @@ class SequenceDLRM(nn.Module):
             dense_features: [B, dense_in_features].
             sparse_features: ids with the keys of both collections and of the biases; with `timelines` without the
                 bucket ids of a TimeBias.
-            timelines: whose rows share events; None if each sample has its own.
+            timelines: whose rows share events; None if no samples share any.
 
         Returns:
             Logits [B, 1] (of L outputs [B, L], see `heads`), as `torchrec.models.dlrm.DLRM` returns them.

@@ -1,4 +1,4 @@
-"""Modules by feature, whose names may be those of a module's own attributes, such as "type", "items" or "training"."""
+"""Modules by feature, whose names may be those of attributes of a module, such as "type", "items" or "training"."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ class FeatureModules(nn.ModuleDict):
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
-        self._modules.update(modules)  # add_module() refuses names of nn.ModuleDict's own
+        self._modules.update(modules)  # add_module() refuses names of attributes of nn.ModuleDict
 
     def __setattr__(self, name: str, value: object) -> None:
         # nn.Module would take the name of a feature for its module: train() could not set `training`.

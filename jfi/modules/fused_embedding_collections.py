@@ -1,4 +1,4 @@
-"""TorchRec's embedding collections with an optimizer of their own, which steps only the rows that a batch has read."""
+"""TorchRec's embedding collections with a fused optimizer, which steps only the rows that a batch has read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -181,7 +181,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode does not
     matter. A table whose weight does not require a gradient is not stepped.
 
-    It trains in one process: each of several would step a copy of its own, which raises an error, with and without
+    It trains in one process: each of several would step a separate copy, which raises an error, with and without
     DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. Gradients that a GradScaler has
     scaled are taken as they are: train in bfloat16. `fused_optimizer.state_dict()` has no rate: a scheduler has it.
 
@@ -250,7 +250,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
 
         Args:
             features: ids, int32 or int64. On a GPU it may have more ids than its lengths count, with the
-                capacity of each key as `length_per_key`: the ids behind a key's own must be -1, padding.
+                capacity of each key as `length_per_key`: ids that the lengths do not count must be -1, padding.
 
         Returns:
             By key the embeddings [S, D] with the key's lengths; a key that two tables have is named `key@table`.
@@ -267,7 +267,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     def averaged(self) -> EmbeddingCollection:
         """TorchRec's collection of the same names whose weights are `averages()`, for evaluation.
 
-        It shares their memory: `averages()` brings it to the present.
+        It shares their memory: `averages()` updates it.
         """
         return self._over_averages(EmbeddingCollection(self.embedding_configs(), device=torch.device("meta")))
 

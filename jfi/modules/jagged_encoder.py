@@ -47,7 +47,7 @@ torch.fx.wrap("jagged_attention")
 
 #: Attention among each sample's events, as `jagged_attention` with its offsets bound: called with query, key and value
 #: [S, H, D/H], and `causal`, `key_bias` and what a relative bias needs by keyword. An argument, since serving exports
-#: the blocks with its own.
+#: the blocks with another attention.
 Attention = Callable[..., Tensor]
 
 
@@ -59,7 +59,7 @@ class JaggedEncoder(nn.Module):
     under the feature's name, where the feature's `SequenceFeatureConfig.encoded()` reads them. Other keys are returned
     unchanged; a key equal to a feature's name is replaced after all features have read it.
 
-    Each feature has its own blocks; state_dict() names them by feature, `stacks.taste.blocks.0...`. A learned bias has
+    Each feature has separate blocks; state_dict() names them by feature, `stacks.taste.blocks.0...`. A learned bias has
     a table in every block, of `num_buckets * num_heads` numbers that start at zero, so that each block learns how far
     it looks back: `bucket_bias` by the attended event, `relative_bias` by the pair of events.
 

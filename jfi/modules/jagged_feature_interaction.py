@@ -41,7 +41,7 @@ class JaggedFeatureInteraction(nn.Module):
     Features of the same kind form a group, and each kernel serves a whole group: the same number of sequence keys and
     of target keys, of the same widths, the same kind of bias with the same number of buckets, and all or none with
     weighted values. The number of kernels does not depend on the number of features in a group, unless targets are
-    ragged and have times: then each feature with a bias by position or age takes a call of its own. The histories of a
+    ragged and have times: then each feature with a bias by position or age takes a separate call. The histories of a
     group are concatenated (a shared history once for each feature), without a copy if they are adjacent in memory
     already, as in the output of a sharded EmbeddingCollection.
 
@@ -52,7 +52,7 @@ class JaggedFeatureInteraction(nn.Module):
         features: the sequence features, with distinct names.
         embedding_dim: width of each feature's output, and of every input embedding whose width is not given.
         num_heads: heads, a divisor of `embedding_dim`.
-        num_queries: queries per target (the paper's T), each with its own projection.
+        num_queries: queries per target (the paper's T), each with a separate projection.
         embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection that looks up the histories.
             With it, `forward` takes a KeyedJaggedTensor of ids; without it, the output of an EmbeddingCollection, and
             the layer has no tables.
@@ -174,7 +174,7 @@ class JaggedFeatureInteraction(nn.Module):
     __prepare_scriptable__ = not_scriptable("JaggedFeatureInteraction")
 
     def reset_parameters(self) -> None:
-        """Draws the layer's own parameters anew; those of a given `embedding_collection` stay as they are."""
+        """Draws the parameters of the layer anew; those of a given `embedding_collection` stay as they are."""
         for feature in self.attention.values():
             feature.reset_parameters()
 
@@ -198,7 +198,7 @@ class JaggedFeatureInteraction(nn.Module):
                 for all keys. The `values()` of a JaggedTensor are dense targets only where each sample has exactly one
                 id: with 2, 0 and 1 they have as many rows as samples too, which nothing can notice.
             target_times: of ragged targets the times [R], int32, int64 or float64 in any unit, not decreasing within a
-                user. A candidate then sees the events that are strictly older than itself, never those of its own time,
+                user. A candidate then sees the events that are strictly older than itself, none of the same time,
                 and its biases by position and age are those of a history cut to these events. Without times it sees
                 all events of its user.
             event_times: given with `target_times`: times [S] of the same dtype, not decreasing within a user, by the

@@ -78,7 +78,7 @@ def is_unobserved(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
 
 
 def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
-    """Returns whether `look_up` replaces the collection: TorchRec's own, with dense gradients, on a GPU, untraced."""
+    """Returns whether `look_up` replaces the collection: TorchRec's class, with dense gradients, on a GPU, untraced."""
     if type(collection) is not EmbeddingCollection:
         return False
     for table in collection.embeddings.values():

@@ -76,7 +76,7 @@ def attend(
     options = {"scale": scale, "max_visible": events.max_visible}
     (options if indices is not None else of_events)["key"] = key  # a catalogue's words are the same for all features
     if is_by_pair(bias, events.target_times is not None):
-        # One call of the operator a feature, since each has its own table.
+        # One call of the operator a feature, since the tables differ.
         parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
         parts |= {name: x.split(events.counts) for name, x in of_events.items() if x is not None}
         parts["query_offsets"] = _by_feature(events.target_offsets, num_features)

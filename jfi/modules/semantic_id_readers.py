@@ -108,7 +108,7 @@ def _mix(numbers: Tensor) -> Tensor:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shifts logically to the right; torch's own shift repeats the sign."""
+    """Shifts logically to the right; torch's shift repeats the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -157,9 +157,9 @@ class SequenceFeatureConfig:
             gradient. With WeightBias as well, a weight does both.
         max_seqlen: the longest history, if it is known, such as the length at which the data is cut. A hint: even a
             wrong one changes nothing but speed and rounding.
-        relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it, besides
-            `bias`: `RelativePositionBias`, `RelativeTimeBias`, or None for none. Each block learns a value for each
-            bucket and head.
+        relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it:
+            `RelativePositionBias`, `RelativeTimeBias`, or None for none. Each block learns a value for each bucket and
+            head. `bias` is added too.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -222,7 +222,7 @@ relative_bias=None)
 
     @property
     def input_keys(self) -> list[str]:
-        """Returns the keys of what is read besides embeddings: bucket ids and times."""
+        """Returns the keys of what is read in addition to embeddings: bucket ids and times."""
         return [key for key in (self.bias_key, self.time_key) if key is not None]
 
     @property

@@ -270,7 +270,7 @@ def _project(rows: tuple[Tensor, ...], weight: Tensor, num_heads: int) -> Tensor
 
 
 def _options(events: Events, table: Tensor | None, scale: float, num_heads: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns what target attention takes of the events besides keys and values."""
+    """Returns what target attention takes of the events apart from keys and values."""
     return {
         "offsets": events.offsets,
         "key_bias": events.key_bias(None, num_heads, dtype) if table is None else table,

@@ -48,7 +48,7 @@ class UnreadRows(JaggedTensor):
         return self._read is not None
 
     @property
-    def _values(self) -> Tensor:  # read by JaggedTensor's own methods
+    def _values(self) -> Tensor:  # read by JaggedTensor's methods
         wants_grad = torch.is_grad_enabled() and self.is_trained
         if self._read is None or (wants_grad and not self._read.requires_grad):
             self._read = self.read()
@@ -311,7 +311,7 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
         count += tensor.numel()
     if first is None:
         return None
-    # Storages of their own may be neighbours too: the first one must hold all.
+    # Different storages may be adjacent too: the first must hold all.
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():
         return None
