@@ -4,12 +4,9 @@ from collections.abc import Iterator
 
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from jfi.modules import lookups
 from jfi.utils.arguments import check_module
 
 
@@ -28,9 +25,7 @@ def keys_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> 
 
 def output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> dict[str, int]:
     """Returns the width of each key of a collection's output."""
-    tables = configs_of(collection)
-    names = get_embedding_names_by_table(tables)
-    return {key: table.embedding_dim for table, keys in zip(tables, names, strict=True) for key in keys}
+    return {name: table.embedding_dim for name, _, table in lookups.names_of(configs_of(collection))}
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,7 +11,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, Em
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
-    get_embedding_names_by_table,
     process_pooled_embeddings,
     reorder_inverse_indices,
 )
@@ -65,11 +64,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             if config.data_type == DataType.BF16:
                 self._tables[config.name].to(torch.bfloat16)
         self._output_dtype = output_dtype
-        self._lookups = [
-            (embedding, key, config.name)
-            for config, embeddings in zip(tables, get_embedding_names_by_table(tables), strict=True)
-            for embedding, key in zip(embeddings, config.feature_names, strict=True)
-        ]
+        self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(tables)]
         prefix = f"{self._attribute}."
         self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average, prefix=prefix)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)

@@ -96,6 +96,10 @@ class FusedTables(FusedOptimizer):
         """Returns the state of a copy, which makes a stream for itself."""
         return self.__dict__ | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""
+        self.__dict__.update(state)
+
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """Returns the weight [N, D] of each table by name."""

@@ -152,8 +152,9 @@ class JaggedFeatureInteraction(nn.Module):
         if embedding_collection is not None:
             self._id_keys = lookups.check_collection(embedding_collection, features, sequence_dim)
         if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
-            tables = embedding_collection.embedding_configs()
-            self.outside_ids = (OutsideIds([table.name for table in tables for _ in table.feature_names]),)
+            names = lookups.names_of(embedding_collection.embedding_configs())
+            self._lookups = [(name, key, table.name) for name, key, table in names]
+            self.outside_ids = (OutsideIds([table for *_, table in self._lookups]),)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
@@ -324,7 +325,7 @@ class JaggedFeatureInteraction(nn.Module):
         if type(collection) is FusedEmbeddingCollection and lookups.is_unobserved(collection, ids):
             embeddings = collection.look_up(ids)  # without a second check of the ids
         elif lookups.is_read_by_id(collection, ids):
-            embeddings = lookups.look_up(collection, ids, self.outside_ids[0])
+            embeddings = lookups.look_up(collection, self._lookups, ids, self.outside_ids[0])
         else:
             embeddings = collection(ids)
         return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys)

@@ -46,13 +46,18 @@ def check_collection(
     return names
 
 
+def names_of(tables: list[BaseEmbeddingConfig]) -> list[tuple[str, str, BaseEmbeddingConfig]]:
+    """Returns for each embedding of a collection its key, that of its ids, and its table.
+
+    Where several tables read the same ids, the key is `<key of the ids>@<table>`.
+    """
+    by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
+    return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
+
+
 def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
-    """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
-    return {
-        name: key
-        for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
-        for name, key in zip(names, table.feature_names, strict=True)
-    }
+    """Returns by key of a collection's output that of the ids."""
+    return {name: key for name, key, _ in names_of(tables)}
 
 
 @torch.fx.wrap
@@ -96,13 +101,16 @@ def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, Tensor]
     return bound_ids(ids, [weight.shape[0] for *_, weight in reads], outside.on(ids[0].device))
 
 
-def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, TableRows]:
-    """Returns the collection's output as rows not read yet, with the same gradients; counts ids outside of tables."""
-    by_key, found, weights = ids.to_dict(), {}, collection.embeddings
-    tables, embeddings = collection.embedding_configs(), collection.embedding_names_by_table()
-    reads = [(key, table.name, weights[table.name].weight) for table in tables for key in table.feature_names]
-    names = [name for of_table in embeddings for name in of_table]
-    for name, (key, _, weight), own in zip(names, reads, bounded(by_key, reads, outside), strict=True):
+def look_up(
+    collection: EmbeddingCollection, names: list[tuple[str, str, str]], ids: KeyedJaggedTensor, outside: OutsideIds
+) -> dict[str, TableRows]:
+    """Returns the collection's output as rows not read yet, with the same gradients; counts ids outside of tables.
+
+    The names are those of each embedding, of its ids and of its table.
+    """
+    by_key, found, tables = ids.to_dict(), {}, collection.embeddings
+    reads = [(key, table, tables[table].weight) for _, key, table in names]
+    for (name, key, _), (*_, weight), own in zip(names, reads, bounded(by_key, reads, outside), strict=True):
         # As the collection converts them, whatever the table's dtype.
         by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
         parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
