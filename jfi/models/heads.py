@@ -63,11 +63,11 @@ class Heads:
 
     @property
     def trained(self) -> int:
-        """The number of outputs in training."""
+        """Returns the number of outputs in training."""
         return self.count + self.auxiliary
 
     def arch(self, width: int, layer_sizes: list[int], device: torch.device | None = None) -> nn.Module:
-        """The module from [B, width] to [B, count], in training mode [B, trained]; `layer_sizes` end in 1."""
+        """Returns the module from [B, width] to [B, count], in training mode [B, trained]; `layer_sizes` end in 1."""
         arch = OverArch if self.trained == 1 else TaskArch
         options = {} if self.trained == 1 else {"heads": self}
         made = arch(width, layer_sizes, device=device, **options)
@@ -75,13 +75,9 @@ class Heads:
 
 
 class TaskArch(nn.Module):
-    """[B, in_features] -> [B, heads.count], in training mode [B, heads.trained].
+    """Maps [B, in_features] to [B, heads.count], in training mode to [B, heads.trained].
 
-    Args:
-        in_features: width of the input.
-        layer_sizes: of the bottom (or of an expert), then of each tower, which ends in 1.
-        heads: the outputs.
-        device: of the parameters.
+    The layer sizes are that of the bottom (or of an expert), then those of each tower, which end in 1.
     """
 
     def __init__(
@@ -112,10 +108,7 @@ class TaskArch(nn.Module):
 
 
 class OutputScale(nn.Module):
-    """The first L of outputs times a deviation plus a mean, which are buffers: a saved model has them.
-
-    Outputs behind the first L stay as they are.
-    """
+    """Multiplies the first L outputs by a deviation and adds a mean; both are buffers, which a saved model has."""
 
     def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
         super().__init__()

@@ -63,15 +63,12 @@ class SequenceArch(nn.Module):
     of their graph.
 
     Args:
-        features: the sequence features; empty where histories are not used.
+        features: as in SequenceDLRM, as `pooling`, `encoder` and `user_keys`; empty where histories are not used.
         bag_keys: keys of the EmbeddingBagCollection's output, an entry each, in the order of the entries.
         single_keys: keys of the EmbeddingCollection's output that become an entry each.
         widths: by key that of its embeddings; those that are not `embedding_dim` wide are projected.
         embedding_dim: width of every entry.
         event_dim: width of the embeddings of events.
-        pooling: as `SequenceDLRM` takes it.
-        encoder: encodes every feature's events before they are pooled, or None.
-        user_keys: keys of entries that the rows of a timeline share.
         id_keys: by key of the EmbeddingCollection's output that of the ids where they differ.
         device: of the parameters outside the encoder.
     """

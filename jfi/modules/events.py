@@ -98,10 +98,7 @@ class Events:
     def key_bias(self, table: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
         """Returns what is added to the scores of each event, by head: [S, H], or None without a bias.
 
-        Args:
-            table: [F * num_buckets, H], the learned values, if any.
-            num_heads: H.
-            dtype: of the result.
+        The table [F * num_buckets, H] has the learned values of a learned bias.
         """
         if self.bias_index is not None:
             return table_bias(table, self.bias_index).to(dtype)

@@ -177,9 +177,7 @@ class FusedTables(FusedOptimizer):
     def gradient_handles(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
         """Returns for each table and its ids [S] a tensor [S, D] without memory, whose gradient the step takes.
 
-        Args:
-            ids: by look-up the table and its rows; -1 is none.
-            dtype: of the gradients; None for that of the table.
+        An id of -1 is none. The gradients are of the dtype, or of that of the table if it is None.
         """
         weights, handles, groups = self.weights, [], {}
         for i, (table, rows) in enumerate(ids):

@@ -127,11 +127,7 @@ def with_event_inputs(
 ) -> dict[str, JaggedTensor]:
     """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events.
 
-    Args:
-        embeddings: the output.
-        ids: the input, with the keys of biases.
-        features: what reads them.
-        id_keys: by key of the output that of the ids where they differ.
+    `id_keys` has by key of the output that of the ids where they differ.
     """
     sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:

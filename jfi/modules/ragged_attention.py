@@ -49,14 +49,8 @@ def attend(
 ) -> Tensor:
     """Attends from R candidates of F features to the events of their users: [F * R, T, H, D] -> as many numbers.
 
-    Args:
-        query: [F * R, T, H, D].
-        key: [S, H, D], projected; None for the raw events.
-        value: [S, H, D], given with key.
-        events: with ragged targets.
-        table: [F * num_buckets, H], the learned bias tables.
-        bias: of the features.
-        scale: of the scores.
+    Key and value are projected events [S, H, D], or None for the raw events; the table [F * num_buckets, H] has the
+    learned values of the features' bias.
     """
     if padding_state.is_padded:
         raise ValueError(

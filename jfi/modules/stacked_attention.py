@@ -141,9 +141,8 @@ def _identity(like: Tensor, scale: float = 1.0) -> Tensor:
 def stack(parameters: list[tuple[Tensor | None, ...]]) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Stacks the `own_parameters` of F features alike, so that one launch serves all.
 
-    Returns:
-        The parameters of the projections [F, ...], and the bias tables one below the other [F * num_buckets, H], None
-        without one. Those of a single feature are views.
+    Returns the parameters of the projections [F, ...], and the bias tables one below the other [F * num_buckets, H],
+    None without one. Those of a single feature are views.
     """
     if len(parameters) == 1:
         *weights, table = parameters[0]
@@ -161,20 +160,13 @@ def attend(
     project_history: bool,
     project_for_ragged: bool,
 ) -> Tensor:
-    """Pools the events of a group's F features in one launch.
+    """Pools the events of a group's F features in one launch to [F, B, embedding_dim]; [F, R, ..] if ragged.
 
-    The attention itself runs in the dtype of the history, which is never cast, or of its projections.
+    The attention itself runs in the dtype of the history, which is never cast, or of its projections; the outputs have
+    the dtype of the parameters, which are `own_parameters` of each feature, or that of autocast.
 
-    Args:
-        events: of the group.
-        group: the features.
-        parameters: by feature, as `FeatureAttention.own_parameters` returns them.
-        num_heads: H.
-        project_history: whether keys and values are projected on the history's side.
-        project_for_ragged: whether they also are for ragged targets where that pays.
-
-    Returns:
-        The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
+    Keys and values are projected on the history's side with `project_history`, and with `project_for_ragged` for
+    ragged targets where that pays.
     """
     weights, table = stack(parameters)
     is_ragged, scale = events.target_offsets is not None, _scale(weights, num_heads)
