@@ -88,7 +88,7 @@ class SequenceArch(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        self._id_keys, self.user_keys, self.encoder = id_keys, user_keys, encoder
+        self._id_keys, self.user_keys = id_keys, user_keys
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
         attends, layers = isinstance(pooling, AttentionPooling), []
         pooled = features if encoder is None else [feature.encoded() for feature in features]
@@ -98,7 +98,7 @@ class SequenceArch(nn.Module):
             layers = [JaggedFeatureInteraction(pooled, *sizes, **options) for _ in range(pooling.layers)]
         elif features:
             layers = [JaggedPooling(pooled, event_dim, pooling)]
-        self.pooling = layers[0] if layers else None
+        self.pooling, self.encoder = layers[0] if layers else None, encoder
         #: Layers of attention to the same histories, each with a target refined by what the layers before have found;
         #: the first target of each feature is refined. The sum of all layers is one more entry for each feature.
         self.further = nn.ModuleList(layers[1:])

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.models.heads import Heads
 from jfi.models.sequence_arch import AttentionPooling, SequenceArch, merged
-from jfi.models.tables import configs_of, keys_of, output_widths
+from jfi.models.tables import configs_of
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
@@ -25,6 +25,7 @@ from jfi.modules import (
     lookups,
     validation,
 )
+from jfi.modules.lookups import names_of
 from jfi.modules.sequence_configs import check_features
 from jfi.utils.arguments import (
     MAX_LAYERS,
@@ -149,8 +150,9 @@ class SequenceDLRM(nn.Module):
         _check_optional("semantic_ids", semantic_ids, SemanticIDEmbedding)
         _check_optional("heads", heads, Heads)
         embedding_dim = dense_arch_layer_sizes[-1]
-        widths = output_widths(embedding_bag_collection) | output_widths(embedding_collection)
-        bag_keys, keys = (list(output_widths(one)) for one in (embedding_bag_collection, embedding_collection))
+        bags, singles = (names_of(configs_of(one)) for one in (embedding_bag_collection, embedding_collection))
+        widths = {name: table.embedding_dim for name, _, table in bags + singles}
+        bag_keys, keys = ([name for name, *_ in names] for names in (bags, singles))
         # TorchRec's collection has one width for all of its tables.
         event_dim, events_of = embedding_dim, "the last of dense_arch_layer_sizes"
         if keys:
@@ -179,10 +181,10 @@ class SequenceDLRM(nn.Module):
         self.embedding_collection = embedding_collection
         self.semantic_ids = semantic_ids
         self._user_keys = user_keys or []
-        options = pooling, encoder, self._user_keys, lookups.id_keys(configs_of(embedding_collection)), dense_device
+        options = pooling, encoder, self._user_keys, {name: key for name, key, _ in singles}, dense_device
         self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, embedding_dim, event_dim, *options)
         num_entries, biased = self.sequence_arch.num_entries, self.sequence_arch.features
-        self._id_keys = keys_of(embedding_bag_collection) + keys_of(embedding_collection)
+        self._id_keys = [key for _, key, _ in bags + singles]
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.

@@ -6,7 +6,6 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from jfi.modules import lookups
 from jfi.utils.arguments import check_module
 
 
@@ -16,16 +15,6 @@ def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) 
         return []
     bags = isinstance(collection, EmbeddingBagCollection)
     return collection.embedding_bag_configs() if bags else collection.embedding_configs()
-
-
-def keys_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[str]:
-    """Returns the feature names that a collection reads."""
-    return [key for table in configs_of(collection) for key in table.feature_names]
-
-
-def output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> dict[str, int]:
-    """Returns the width of each key of a collection's output."""
-    return {name: table.embedding_dim for name, _, table in lookups.names_of(configs_of(collection))}
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

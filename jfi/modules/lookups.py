@@ -40,7 +40,7 @@ def check_collection(
             raise ValueError(
                 f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
             )
-    names = id_keys(tables)
+    names = {name: key for name, key, _ in names_of(tables)}
     for feature in features:
         require_keys("embedding_collection", names, feature.sequence_keys)
     return names
@@ -53,11 +53,6 @@ def names_of(tables: list[BaseEmbeddingConfig]) -> list[tuple[str, str, BaseEmbe
     """
     by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
     return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
-
-
-def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
-    """Returns by key of a collection's output that of the ids."""
-    return {name: key for name, key, _ in names_of(tables)}
 
 
 @torch.fx.wrap
