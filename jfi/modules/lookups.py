@@ -12,7 +12,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
@@ -157,7 +157,7 @@ def as_dict(tensors: object, must: str = "sequences must be a dict of JaggedTens
         tensors = tensors[0]
     if isinstance(tensors, LazyAwaitable):
         tensors = wait(tensors)
-    if hasattr(tensors, "to_dict"):
+    if isinstance(tensors, KeyedTensor):
         tensors = tensors.to_dict()
     if not hasattr(tensors, "items"):
         raise TypeError(f"{must}, got {type(tensors).__name__}")

@@ -40,8 +40,7 @@ class PositionBias:
 
     def __post_init__(self) -> None:
         check_int("num_buckets of PositionBias", self.num_buckets, most=MAX_ROWS)
-        if not isinstance(self.recency, bool):
-            raise TypeError(f"recency of PositionBias is {self.recency!r}; it must be a bool")
+        check_type("recency of PositionBias", self.recency, bool, "a bool")
 
     def initial_table(self, num_heads: int) -> Tensor:
         """Returns the initial values [num_buckets, num_heads] of the learned table, float32."""

@@ -21,7 +21,7 @@ from jfi.modules.sequence_configs import (
 )
 from jfi.modules.table_rows import UnreadRows
 from jfi.ops.gather_rows import FLOATING, check_dense, may_read
-from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int
+from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int, check_type
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -119,7 +119,7 @@ def check_inputs(
 
     Ragged targets have `target_offsets` [U + 1], which `check_ragged_targets` has checked.
     """
-    batch_size = first_key = None
+    first_key, batch_size, rows = groups[0].sequence_keys[0][0], None, "samples"
     for group in groups:
         dtype = None
         for feature in group.features:
@@ -128,31 +128,25 @@ def check_inputs(
             if dtype is None:
                 dtype = values.dtype
             elif values.dtype != dtype:
-                raise ValueError(
-                    f"sequences['{key}'] must be {dtype} like '{group.sequence_keys[0][0]}', since both are read in "
-                    f"one launch, got {values.dtype}"
-                )
+                like = f"{dtype} like '{group.sequence_keys[0][0]}', since both are read in one launch"
+                raise ValueError(f"sequences['{key}'] must be {like}, got {values.dtype}")
             if targets is None:
                 continue
             lengths = events.lengths_or_none()
             samples = events.offsets().size(0) - 1 if lengths is None else lengths.size(0)
             if batch_size is None:
-                batch_size, first_key, rows = samples, key, samples
+                batch_size = count = samples
                 if target_offsets is not None:
-                    target_key = group.target_keys[0][0]
-                    rows = targets[target_key].size(0)
-                    if target_offsets.size(0) != samples + 1:
-                        got = target_offsets.size(0) - 1
-                        like = f"{samples} users like sequences['{first_key}']"
-                        raise ValueError(f"targets['{target_key}'] must have {like}, got {got}")
+                    target_key, rows = groups[0].target_keys[0][0], "rows"
+                    count, users = targets[target_key].size(0), target_offsets.size(0) - 1
+                    if users != samples:
+                        must = f"have {samples} users like sequences['{key}']"
+                        raise ValueError(f"targets['{target_key}'] must {must}, got {users}")
             elif samples != batch_size:
-                raise ValueError(
-                    f"sequences['{key}'] must have {batch_size} samples like '{first_key}', since both enter one "
-                    f"output, got {samples}"
-                )
+                must = f"have {batch_size} samples like '{first_key}', since both enter one output"
+                raise ValueError(f"sequences['{key}'] must {must}, got {samples}")
             for target_key in feature.target_keys:
-                shape = rows, group.width_of_targets
-                _check_target(targets, target_key, shape, "samples" if target_offsets is None else "rows")
+                _check_target(targets, target_key, (count, group.width_of_targets), rows)
                 if targets[target_key].device != values.device:
                     must = f"on {values.device}, that of sequences['{key}']"
                     raise ValueError(f"targets['{target_key}'] must be {must}, got {targets[target_key].device}")
@@ -230,9 +224,25 @@ def check_ragged_targets(
             _check_aligned(name, targets[key], first_key, first, "candidates")
         else:
             _check_lengths(name, first, "candidates")
-    _check_options(features, target_times, event_times, max_events)
+    if (target_times is None) != (event_times is None):
+        given, missing = ("target_times", "event_times")[:: 1 if event_times is None else -1]
+        raise ValueError(f"{missing} must be given with {given}, got None")
+    if max_events is not None:
+        check_int("max_events", max_events, most=MAX_ROWS)
+        if target_times is None:
+            raise ValueError("max_events needs target_times, which say what lies before a candidate, got None")
     if target_times is None:
         return
+    check_type("target_times", target_times, JaggedTensor, "a JaggedTensor")
+    check_type("event_times", event_times, JaggedTensor | dict, "a JaggedTensor or a dict of them")
+    for feature in features:
+        why = None
+        if isinstance(feature.bias, KeyBias) and not isinstance(feature.bias, TimeBias):
+            why = ", whose ids are the same for all candidates of a user: TimeBias computes ages from the times"
+        if has_own_buckets(feature.bias):
+            why = ": by pair of candidate and event the kernels know the buckets of PositionBias alone"
+        if why is not None:
+            raise ValueError(f"target_times must be None for feature '{feature.name}' with {feature.bias!r}{why}")
     times, device = _check_times("target_times", target_times, first_key, first, "candidates"), unread(first).device
     if times.device != device:
         raise ValueError(f"target_times must be on {device} like the targets, got {times.device}")
@@ -247,44 +257,13 @@ def check_ragged_targets(
             raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events.dtype}")
 
 
-def _check_options(
-    features: list[SequenceFeatureConfig],
-    target_times: JaggedTensor | None,
-    event_times: JaggedTensor | dict[str, JaggedTensor] | None,
-    max_events: int | None,
-) -> None:
-    if (target_times is None) != (event_times is None):
-        given, missing = ("target_times", "event_times")[:: 1 if event_times is None else -1]
-        raise ValueError(f"{missing} must be given with {given}, got None")
-    if max_events is not None:
-        check_int("max_events", max_events, most=MAX_ROWS)
-        if target_times is None:
-            raise ValueError("max_events needs target_times, which say what lies before a candidate, got None")
-    if target_times is None:
-        return
-    if not isinstance(target_times, JaggedTensor):
-        raise TypeError(f"target_times must be a JaggedTensor, got {type(target_times).__name__}")
-    if not isinstance(event_times, JaggedTensor | dict):
-        raise TypeError(f"event_times must be a JaggedTensor or a dict of them, got {type(event_times).__name__}")
-    for feature in features:
-        if isinstance(feature.bias, KeyBias) and not isinstance(feature.bias, TimeBias):
-            raise ValueError(
-                f"target_times must be None for feature '{feature.name}' with {feature.bias!r}, whose ids are the same "
-                "for all candidates of a user: TimeBias computes ages from the times"
-            )
-        if has_own_buckets(feature.bias):
-            raise ValueError(
-                f"target_times must be None for feature '{feature.name}' with {feature.bias!r}: by pair of candidate "
-                "and event the kernels know the buckets of PositionBias alone"
-            )
-
-
 def _check_target(targets: dict[str, Tensor], key: str, shape: tuple[int, int], rows: str) -> None:
-    target, name = targets.get(key), f"targets['{key}']"
+    target = targets.get(key)
     is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
     if is_dense and target.shape == shape and target.dtype in FLOATING:
         return
     require_keys("targets", targets, [key])
+    name = f"targets['{key}']"
     check_dense(name, target)
     if target.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {target.dtype}")

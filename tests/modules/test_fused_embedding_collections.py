@@ -622,7 +622,7 @@ def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
         (torch.optim.RMSprop, {}, {}, "optimizer_type must be one of SGD, .*, got RMSprop"),
         (torch.optim.SGD, {"momentum": 0.9}, {}, r"optimizer_kwargs of SGD must be of .*, got \['momentum'\]"),
         (torch.optim.SGD, {"lr": -1.0}, {}, r"optimizer_kwargs\['lr'\] must be 0 or more and finite, got -1.0"),
-        (torch.optim.SGD, {"lr": "x"}, {}, r"optimizer_kwargs\['lr'\] must be a float, got str"),
+        (torch.optim.SGD, {"lr": "x"}, {}, r"optimizer_kwargs\['lr'\] must be a number 0 or more and finite, got 'x'"),
         (torch.optim.Adam, {"betas": (0.9, 1.0)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.Adam, {"betas": (False, 0.9)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.SGD, {}, {"average": 1.0}, "average must be between 0 and 1, or None, got 1.0"),

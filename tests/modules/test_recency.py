@@ -54,5 +54,5 @@ def test_an_encoder_begins_so_too():
 
 
 def test_recency_is_a_bool():
-    with pytest.raises(TypeError, match="recency of PositionBias is 2; it must be a bool"):
+    with pytest.raises(TypeError, match="recency of PositionBias must be a bool, got 2"):
         PositionBias(6, 2)
