@@ -9,6 +9,8 @@ looked up for each pair of candidate and event. For a history cut to what the ca
 same numbers: the newest event that a candidate sees has distance 1 in the operator, and d = 0 in PositionBias.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,12 +48,14 @@ def attend(
     table: Tensor | None,
     bias: Bias | None,
     scale: float,
+    operator: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Attends from R candidates of F features to the events of their users: [F * R, T, H, D] -> as many numbers.
 
     Key and value are projected events [S, H, D], or None for the raw events; the table [F * num_buckets, H] has the
-    learned values of the features' bias.
+    learned values of the features' bias. The operator is `jagged_attention`, or another that takes its arguments.
     """
+    operator = jagged_attention if operator is None else operator
     if padding_state.is_padded:
         raise ValueError(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
@@ -81,12 +85,12 @@ def attend(
                 options["time_bias"] = own
             else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
                 options["position_bias"] = F.pad(own[: MAX_BUCKETS - 1], (0, 0, 1, 0))
-            outputs.append(jagged_attention(**{name: part[f] for name, part in parts.items()}, **options))
+            outputs.append(operator(**{name: part[f] for name, part in parts.items()}, **options))
         attended = outputs[0] if num_features == 1 else torch.cat(outputs)
     else:
         options |= {"query_offsets": events.target_offsets, "key_offsets": events.offsets}
         key_bias = events.key_bias(table, query.size(1), query.dtype)
-        attended = jagged_attention(**of_queries, **of_events, key_bias=key_bias, **options)
+        attended = operator(**of_queries, **of_events, key_bias=key_bias, **options)
     return attended.view(-1, num_heads, num_queries, query.size(2)).transpose(1, 2) if is_projected else attended
 
 
@@ -98,40 +102,39 @@ def _by_feature(offsets: Tensor, num_features: int) -> list[Tensor]:
 
 
 def weights_of_pairs(
-    events: Events, history: Tensor, query: Tensor, table: Tensor | None, bias: Bias | None, num_heads: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the probabilities [P, T, H] of the pairs of candidate and event, and the pairs of each candidate [F * R].
+    query: Tensor,
+    key: Tensor,
+    *,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    scale: float,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
+    max_visible: int | None,
+    key_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: None,
+) -> Tensor:
+    """Returns the probabilities [P, H] of `jagged_attention`, by query: those of the key rows [S, 1, D] of its sample.
 
-    The query is absorbed and scaled, [F * R, T * H, D]. A candidate has a pair with every event of its user; the weight
-    of an event that it does not see is 0. Dense targets are the only candidates of their samples.
+    The weight of a key that the query does not see is 0.
     """
-    (num_features, num_rows, _), num_queries = events.target.shape, query.size(1) // num_heads
-    target_offsets = events.target_offsets
-    if target_offsets is None:
-        target_offsets = torch.arange(query.size(0) + 1, device=query.device)
-    pairs = reference.Pairs(target_offsets, events.offsets, None)
-    candidate, event, offsets = pairs.left, pairs.right, pairs.row_offsets(query.size(0))
-    lengths = offsets.diff()
-
-    rows = history[event]
-    scores = torch.stack([torch.linalg.vecdot(rows, one[candidate]) for one in query.unbind(1)], dim=1)  # [P, T * H]
-    is_relative = is_by_pair(bias, events.target_times is not None)
-    added = events.key_bias(None if is_relative else table, num_heads, history.dtype)
-    added = None if added is None else added[event]
-    if events.target_times is not None:
-        age = reference.ages(events.target_times[candidate], events.times[event])
+    pairs = reference.Pairs(query_offsets, key_offsets, None)
+    offsets, rows = pairs.row_offsets(query.size(0)), key[pairs.right, 0]
+    scores = torch.stack([torch.linalg.vecdot(rows, one[pairs.left]) for one in query.unbind(1)], dim=1) * scale
+    if key_bias is not None:
+        scores = scores + key_bias[pairs.right]
+    if query_time is not None:
+        age = reference.ages(query_time[pairs.left], key_time[pairs.right])
         visible = age > 0
-        seen = torch.zeros_like(lengths).index_add_(0, candidate, visible.to(lengths.dtype))
-        position = torch.arange(pairs.count, device=query.device) - offsets[candidate]  # of the event in its history
-        distance = seen[candidate] - position
-        if is_relative:
-            count, first = (age, 0) if isinstance(bias, TimeBias) else (distance, 1)
-            num_buckets = table.size(0) // num_features
-            bucket = (torch.frexp(count.double()).exponent - first).clamp(0, num_buckets - 1)
-            added = table[bucket + candidate // max(num_rows, 1) * num_buckets].to(history.dtype)
-        if events.max_visible is not None:
-            visible &= distance <= events.max_visible
+        seen = torch.zeros_like(offsets).index_add_(0, pairs.left, visible.to(offsets.dtype))
+        # 1 for the newest key that the query sees.
+        distance = seen[pairs.left] - torch.arange(pairs.count, device=query.device) + offsets[pairs.left]
+        for table, count in ((time_bias, age), (position_bias, distance)):
+            if table is not None:
+                scores = scores + table[torch.frexp(count.double()).exponent.clamp(0, table.size(0) - 1)]
+        if max_visible is not None:
+            visible &= distance <= max_visible
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    if added is not None:
-        scores = scores + added.repeat(1, num_queries)
-    return jagged_softmax(scores, offsets).unflatten(1, (num_queries, num_heads)), lengths
+    return jagged_softmax(scores, offsets)

@@ -32,6 +32,7 @@ and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -203,12 +204,16 @@ def attention_weights(
     """
     (weights, table), history = stack(parameters), events.history
     w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
-    query = query.to(history.dtype) * _scale(weights, num_heads)  # [F * R, T * H, D_x]
-    bias = group.features[0].bias
-    values, lengths = ragged_attention.weights_of_pairs(events, history, query, table, bias, num_heads)
-    lengths = lengths.view(len(group.features), -1)
-    values = values.split(lengths.sum(1).tolist())
+    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, num_heads, history.size(1))).flatten(0, 1)
+    offsets = events.target_offsets
+    if offsets is None:  # dense targets are the only candidates of their samples
+        offsets = torch.arange(query.size(0) + 1, device=query.device)
+    events = replace(events, fields=(history,), by_id=None, digits=(), target_offsets=offsets)
+    options = {"table": table, "bias": group.features[0].bias, "scale": _scale(weights, num_heads)}
+    operator = ragged_attention.weights_of_pairs
+    found = ragged_attention.attend(query.to(history.dtype), events=events, operator=operator, **options)
+    lengths = events.offsets.diff().repeat_interleave(offsets.diff()).view(len(group.features), -1)
+    values = found.unflatten(1, query.shape[1:3]).split(lengths.sum(1).tolist())
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
 
 
