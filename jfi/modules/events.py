@@ -107,6 +107,7 @@ class Events:
         return None
 
 
+_TARGETS = "targets must be a KeyedTensor or a dict of Tensor by target key, such as {{'{}': target}}"
 #: Ragged targets: their offsets [U + 1] from 0 to R, and what `read_events` takes for them.
 _Candidates = tuple[Tensor, JaggedTensor | None, JaggedTensor | dict[str, JaggedTensor] | None, int | None]
 
@@ -134,10 +135,9 @@ def read_events(
     if type(sequences) is not dict:
         sequences = lookups.as_dict(sequences)
     candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
-    has_times = any([one is not None for one in times])
+    has_times = target_times is not None or event_times is not None or max_events is not None
     if targets is not None or has_times:
-        must = f"a KeyedTensor or a dict of Tensor by target key, such as {{'{first_key}': target}}"
-        targets = lookups.as_dict({} if targets is None else targets, f"targets must be {must}")
+        targets = lookups.as_dict({} if targets is None else targets, _TARGETS, first_key)
         if has_times or isinstance(targets.get(first_key), JaggedTensor):
             validation.check_ragged_targets(targets, groups, sequences, *times)
             candidates = targets[first_key].offsets(), *times
@@ -167,8 +167,10 @@ def _read_group(
         else:
             fields = [torch.stack([targets[key] for key in keys]) for keys in group.target_keys]
         events.target = fields[0] if len(fields) == 1 else combine(fields, feature)
-    own_keys = [key for keys in group.sequence_keys for key in keys]
-    is_unread = any([isinstance(sequences[key], UnreadRows) for key in own_keys])
+    is_unread = False
+    for keys in group.sequence_keys:
+        for key in keys:
+            is_unread = is_unread or isinstance(sequences[key], UnreadRows)
     if not (is_unread and _refer_to_unread(events, sequences, group, firsts, candidates is not None)):
         fields = []
         for keys in group.sequence_keys:
@@ -185,7 +187,7 @@ def _read_group(
         events.counts = tuple([validation.unread(one).size(0) for one in firsts])
     is_padded = bool(padding_state.blocks) and padding_state.is_padded  # the first part spares two calls
     if is_padded:
-        sources = [sequences[key] for key in own_keys]
+        sources = [sequences[key] for keys in group.sequence_keys for key in keys]
         events.fields = tuple([own_rows(rows, events.offsets, sources) for rows in events.fields])
     weights = join([one.weights() for one in firsts]) if group.reads_weights else None
     if feature.weighted_values:

@@ -145,8 +145,8 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
-        reads = [(key, table, weights[table]) for _, key, table in self._lookups]
-        ids, found = lookups.bounded(by_key, reads, self.outside_ids[0]), {}
+        reads, found = [(key, table, weights[table].shape[0]) for _, key, table in self._lookups], {}
+        ids = lookups.bounded(by_key, reads, self.outside_ids[0].counts)
         tables = [table for _, table, _ in reads]
         handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):

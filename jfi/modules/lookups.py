@@ -88,12 +88,18 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     return is_unobserved(collection, ids) and not padding_state.is_padded
 
 
-def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, Tensor]], outside: OutsideIds) -> list[Tensor]:
-    """Returns by look-up, a key with its table and the weight, the checked ids; -1 for those outside of the table."""
-    ids = [by_key[key].values() for key, _, _ in reads]
-    for own, (key, table, weight) in zip(ids, reads, strict=True):
-        check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table}'", by_key[key].lengths())
-    return bound_ids(ids, [weight.shape[0] for *_, weight in reads], outside.on(ids[0].device))
+def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
+    """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
+
+    A look-up is its key, its table and the number of the table's rows.
+    """
+    ids, sizes = [], []
+    for key, table, size in reads:
+        own = by_key[key].values()
+        check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
+        ids.append(own)
+        sizes.append(size)
+    return bound_ids(ids, sizes, counts)
 
 
 def look_up(
@@ -103,11 +109,12 @@ def look_up(
 
     The names are those of each embedding, of its ids and of its table.
     """
-    by_key, found, tables = ids.to_dict(), {}, collection.embeddings
-    reads = [(key, table, tables[table].weight) for _, key, table in names]
-    for (name, key, _), (*_, weight), own in zip(names, reads, bounded(by_key, reads, outside), strict=True):
+    by_key, found, weights = ids.to_dict(), {}, {name: one.weight for name, one in collection.embeddings.items()}
+    reads = [(key, table, weights[table].shape[0]) for _, key, table in names]
+    bounded_ids = bounded(by_key, reads, outside.on(ids.values().device))
+    for (name, key, table), own in zip(names, bounded_ids, strict=True):
         # As the collection converts them, whatever the table's dtype.
-        by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
+        by_id = bounded_rows_by_id((weights[table],), (own,), torch.float32)
         parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
         found[name] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
     return found
@@ -146,22 +153,29 @@ def wait(awaitable: LazyAwaitable) -> object:
     return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
 
 
-def as_dict(tensors: object, must: str = "sequences must be a dict of JaggedTensor by key") -> dict[str, Any]:
+def as_dict(
+    tensors: object, must: str = "sequences must be a dict of JaggedTensor by key", key: str = ""
+) -> dict[str, Any]:
     """Returns a mapping of tensors by key, a KeyedTensor or what an awaitable holds as a new dict.
 
     A sharded collection returns an awaitable, a ManagedCollisionEmbeddingCollection a tuple with the remapped ids or
     None. An awaitable is waited for before the first look at an attribute: that waits too, but torch.compile cannot
     trace it.
     """
-    if type(tensors) is tuple and len(tensors) == 2:
-        tensors = tensors[0]
-    if isinstance(tensors, LazyAwaitable):
-        tensors = wait(tensors)
-    if isinstance(tensors, KeyedTensor):
-        tensors = tensors.to_dict()
-    if not hasattr(tensors, "items"):
-        raise TypeError(f"{must}, got {type(tensors).__name__}")
-    return {key: wait(one) if isinstance(one, LazyAwaitable) else one for key, one in tensors.items()}
+    if type(tensors) is not dict:
+        if type(tensors) is tuple and len(tensors) == 2:
+            tensors = tensors[0]
+        if isinstance(tensors, LazyAwaitable):
+            tensors = wait(tensors)
+        if isinstance(tensors, KeyedTensor):
+            tensors = tensors.to_dict()
+        if not hasattr(tensors, "items"):
+            raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")
+    found = dict(tensors.items())
+    for key, one in found.items():
+        if isinstance(one, LazyAwaitable):
+            found[key] = wait(one)
+    return found
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

@@ -172,8 +172,8 @@ class SemanticIDEmbedding(nn.Module):
         lookups.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
         if self.catalogue is not None:
-            reads = [(key, "catalogue", self.catalogue) for key in self.feature_names]
-            by_feature = lookups.bounded(by_key, reads, self.outside_ids[0])
+            reads = [(key, "catalogue", self.catalogue.size(0)) for key in self.feature_names]
+            by_feature = lookups.bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
         else:
             by_feature = [by_key[key].values() for key in self.feature_names]
             for key, sids in zip(self.feature_names, by_feature, strict=True):

@@ -170,7 +170,7 @@ def attend(
     ragged targets where that pays.
     """
     weights, table = stack(parameters)
-    is_ragged, scale = events.target_offsets is not None, _scale(weights, num_heads)
+    is_ragged, scale = events.target_offsets is not None, 1 / math.sqrt(weights[2].size(1) // num_heads)
     if events.digits and (is_ragged or not project_history):  # those of the digits d of events x = P d
         query, query_bias, key, value, *output = weights
         with without_autocast(events.fields[0].device.type):
@@ -209,16 +209,13 @@ def attention_weights(
     if offsets is None:  # dense targets are the only candidates of their samples
         offsets = torch.arange(query.size(0) + 1, device=query.device)
     events = replace(events, fields=(history,), by_id=None, digits=(), target_offsets=offsets)
-    options = {"table": table, "bias": group.features[0].bias, "scale": _scale(weights, num_heads)}
+    scale = 1 / math.sqrt(weights[2].size(1) // num_heads)
+    options = {"table": table, "bias": group.features[0].bias, "scale": scale}
     operator = ragged_attention.weights_of_pairs
     found = ragged_attention.attend(query.to(history.dtype), events=events, operator=operator, **options)
     lengths = events.offsets.diff().repeat_interleave(offsets.diff()).view(len(group.features), -1)
     values = found.unflatten(1, query.shape[1:3]).split(lengths.sum(1).tolist())
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
-
-
-def _scale(weights: tuple[Tensor, ...], num_heads: int) -> float:
-    return 1 / math.sqrt(weights[2].size(1) // num_heads)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops.gather_rows import read_rows
 from jfi.reference import select_words, unpack_digits
-from jfi.utils.arguments import check_type, shown
+from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
 
 
@@ -99,8 +99,10 @@ class TableRows(UnreadRows):
         weights: Tensor | None = None,
     ) -> None:
         for argument, value in (("table", table), ("ids", ids), ("rows", rows)):
-            check_type(argument, value, Tensor, "a Tensor")
-        check_type("weights", weights, Tensor | None, "a Tensor or None")
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{argument} must be a Tensor, got {shown(value)}")
+        if not (weights is None or isinstance(weights, Tensor)):
+            raise TypeError(f"weights must be a Tensor or None, got {shown(weights)}")
         for argument, value in (("lengths", lengths), ("offsets", offsets)):
             if value is not None and (not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64)):
                 raise TypeError(f"{argument} must be an int32 or int64 Tensor or None, got {shown(value)}")

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     KeyBias,
+    RelativeTimeBias,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
@@ -146,10 +147,8 @@ def check_inputs(
                 must = f"have {batch_size} samples like '{first_key}', since both enter one output"
                 raise ValueError(f"sequences['{key}'] must {must}, got {samples}")
             for target_key in feature.target_keys:
-                _check_target(targets, target_key, (count, group.width_of_targets), rows)
-                if targets[target_key].device != values.device:
-                    must = f"on {values.device}, that of sequences['{key}']"
-                    raise ValueError(f"targets['{target_key}'] must be {must}, got {targets[target_key].device}")
+                shape = count, group.width_of_targets
+                _check_target(targets, target_key, shape, rows, values.device, key)
 
 
 def _check_events(
@@ -158,7 +157,9 @@ def _check_events(
     """Checks the events of a feature with what its bias and its values read; returns the first field, and its rows."""
     first_key, first = feature.sequence_keys[0], None
     for key in feature.sequence_keys:
-        events, name = jagged_of("sequences", sequences, key), f"sequences['{key}']"
+        events, name = sequences.get(key), f"sequences['{key}']"
+        if not isinstance(events, JaggedTensor):
+            jagged_of("sequences", sequences, key)  # raises
         values = check_jagged(name, events)
         if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in FLOATING:
             raise ValueError(
@@ -171,9 +172,9 @@ def _check_events(
         if values.dtype != rows.dtype:
             raise ValueError(f"{name} must be {rows.dtype} like '{first_key}', got {values.dtype}")
         _check_aligned(name, events, first_key, first)
-    _check_lengths(f"sequences['{first_key}']", first)
+    _check_lengths(f"sequences['{first_key}']", first, rows)
     bias = feature.bias
-    if feature.reads_weights:
+    if feature.weighted_values or isinstance(bias, WeightBias):
         _check_weights(feature, first)
     if isinstance(bias, KeyBias) and not (has_times and isinstance(bias, TimeBias)):
         name, must = f"sequences['{bias.key}']", "integer bucket ids of shape [S]"
@@ -184,7 +185,7 @@ def _check_events(
             if low < 0 or high >= bias.num_buckets:
                 must = f"from 0 to {bias.num_buckets - 1} (num_buckets={bias.num_buckets} in feature '{feature.name}')"
                 raise ValueError(f"{name} must hold bucket ids {must}, got {low if low < 0 else high}")
-    if feature.time_key is not None:
+    if isinstance(feature.relative_bias, RelativeTimeBias):
         because = f", since feature '{feature.name}' has a RelativeTimeBias"
         times = event_input(sequences, feature.time_key)
         _check_times(f"sequences['{feature.time_key}']", times, first_key, first, because=because)
@@ -219,11 +220,11 @@ def check_ragged_targets(
         if not isinstance(targets[key], JaggedTensor):
             must = f"a JaggedTensor like '{first_key}', got {type(targets[key]).__name__}"
             raise TypeError(f"{name} must be {must}: ragged and dense targets cannot be mixed")
-        check_jagged(name, targets[key])
+        values = check_jagged(name, targets[key])
         if key != first_key:
             _check_aligned(name, targets[key], first_key, first, "candidates")
         else:
-            _check_lengths(name, first, "candidates")
+            _check_lengths(name, first, values, "candidates")
     if (target_times is None) != (event_times is None):
         given, missing = ("target_times", "event_times")[:: 1 if event_times is None else -1]
         raise ValueError(f"{missing} must be given with {given}, got None")
@@ -257,16 +258,21 @@ def check_ragged_targets(
             raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events.dtype}")
 
 
-def _check_target(targets: dict[str, Tensor], key: str, shape: tuple[int, int], rows: str) -> None:
+def _check_target(
+    targets: dict[str, Tensor], key: str, shape: tuple[int, int], rows: str, device: torch.device, like: str
+) -> None:
+    """Checks the embeddings of one key, whose rows are `rows`, on the device of the history `like`."""
     target = targets.get(key)
     is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
-    if is_dense and target.shape == shape and target.dtype in FLOATING:
+    if is_dense and target.shape == shape and target.dtype in FLOATING and target.device == device:
         return
     require_keys("targets", targets, [key])
     name = f"targets['{key}']"
     check_dense(name, target)
     if target.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {target.dtype}")
+    if target.device != device:
+        raise ValueError(f"{name} must be on {device}, that of sequences['{like}'], got {target.device}")
     raise ValueError(f"{name} must have shape {list(shape)} ({rows}, embedding_dim), got {list(target.shape)}")
 
 
@@ -328,9 +334,8 @@ def _check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: Jagge
             raise ValueError(f"{name} must be aligned with '{first_key}', got other lengths in at least one sample")
 
 
-def _check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None:
-    """Checks, where they are readable, that offsets go from 0 to the number of rows, never down."""
-    values = unread(tensor)
+def _check_lengths(name: str, tensor: JaggedTensor, values: Tensor, rows: str = "events") -> None:
+    """Checks, where they are readable, that offsets go from 0 to the number of values, never down."""
     if not may_read(values):
         return
     offsets = tensor.offsets()
