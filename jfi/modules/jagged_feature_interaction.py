@@ -249,6 +249,7 @@ class JaggedFeatureInteraction(nn.Module):
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
         return {name: weights[name] for name in self._names}
 
+    @torch.no_grad()
     def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
         """Copies the weights of an `nn.MultiheadAttention` into one feature, which then computes the same function.
 
@@ -296,7 +297,20 @@ class JaggedFeatureInteraction(nn.Module):
             if (got is not None) if want is None else got != want:
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
-        _load_multihead_attention(self.attention[name], attention)
+        own = self.attention[name]
+        if attention.in_proj_weight is None:
+            weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+        else:
+            weights = attention.in_proj_weight.chunk(3)
+        for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
+            parameter.copy_(weight)
+        own.output_weight.copy_(attention.out_proj.weight)
+        own.query_bias.zero_()
+        own.output_bias.zero_()
+        if attention.in_proj_bias is not None:
+            query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
+            own.query_bias.copy_(query_bias)
+            own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
         by_name = self.attention
@@ -334,20 +348,3 @@ class JaggedFeatureInteraction(nn.Module):
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}
         widths = {name: width for name, width in widths.items() if width != self.embedding_dim}
         return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries, **widths)
-
-
-@torch.no_grad()
-def _load_multihead_attention(own: FeatureAttention, attention: nn.MultiheadAttention) -> None:
-    if attention.in_proj_weight is None:
-        weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
-    else:
-        weights = attention.in_proj_weight.chunk(3)
-    for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
-        parameter.copy_(weight)
-    own.output_weight.copy_(attention.out_proj.weight)
-    own.query_bias.zero_()
-    own.output_bias.zero_()
-    if attention.in_proj_bias is not None:
-        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
-        own.query_bias.copy_(query_bias)
-        own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
