@@ -15,7 +15,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.models.heads import Heads
 from jfi.models.sequence_arch import AttentionPooling, SequenceArch, merged
-from jfi.models.tables import configs_of
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
@@ -150,7 +149,7 @@ class SequenceDLRM(nn.Module):
         _check_optional("semantic_ids", semantic_ids, SemanticIDEmbedding)
         _check_optional("heads", heads, Heads)
         embedding_dim = dense_arch_layer_sizes[-1]
-        bags, singles = (names_of(configs_of(one)) for one in (embedding_bag_collection, embedding_collection))
+        bags, singles = (names_of(one) for one in (embedding_bag_collection, embedding_collection))
         widths = {name: table.embedding_dim for name, _, table in bags + singles}
         bag_keys, keys = ([name for name, *_ in names] for names in (bags, singles))
         # TorchRec's collection has one width for all of its tables.

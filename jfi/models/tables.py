@@ -1,20 +1,11 @@
-"""The embedding tables of collections, and of a model at any depth of its modules."""
+"""The embedding tables of a model, at any depth of its modules."""
 
 from collections.abc import Iterator
 
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from jfi.utils.arguments import check_module
-
-
-def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[BaseEmbeddingConfig]:
-    """Returns the configs of a collection's tables."""
-    if collection is None:
-        return []
-    bags = isinstance(collection, EmbeddingBagCollection)
-    return collection.embedding_bag_configs() if bags else collection.embedding_configs()
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -64,7 +64,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             if config.data_type == DataType.BF16:
                 self._tables[config.name].to(torch.bfloat16)
         self._output_dtype = output_dtype
-        self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(tables)]
+        self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(self)]
         prefix = f"{self._attribute}."
         self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average, prefix=prefix)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)

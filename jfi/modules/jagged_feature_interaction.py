@@ -152,7 +152,7 @@ class JaggedFeatureInteraction(nn.Module):
         if embedding_collection is not None:
             self._id_keys = lookups.check_collection(embedding_collection, features, sequence_dim)
         if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
-            names = lookups.names_of(embedding_collection.embedding_configs())
+            names = lookups.names_of(embedding_collection)
             self._lookups = [(name, key, table.name) for name, key, table in names]
             self.outside_ids = (OutsideIds([table for *_, table in self._lookups]),)
         self.features = features

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -34,23 +34,29 @@ def check_collection(
     must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
     check_type("embedding_collection", collection, Collections, must)
     managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
-    tables = (collection._embedding_collection if managed else collection).embedding_configs()
-    for table in tables:
+    embeddings = names_of(collection._embedding_collection if managed else collection)
+    for *_, table in embeddings:
         if table.embedding_dim != embedding_dim:
             raise ValueError(
                 f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
             )
-    names = {name: key for name, key, _ in names_of(tables)}
+    names = {name: key for name, key, _ in embeddings}
     for feature in features:
         require_keys("embedding_collection", names, feature.sequence_keys)
     return names
 
 
-def names_of(tables: list[BaseEmbeddingConfig]) -> list[tuple[str, str, BaseEmbeddingConfig]]:
+def names_of(
+    collection: EmbeddingBagCollection | EmbeddingCollection | None,
+) -> list[tuple[str, str, BaseEmbeddingConfig]]:
     """Returns for each embedding of a collection its key, that of its ids, and its table.
 
     Where several tables read the same ids, the key is `<key of the ids>@<table>`.
     """
+    if collection is None:
+        return []
+    is_bag = isinstance(collection, EmbeddingBagCollection)
+    tables = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
     by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
     return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
 
