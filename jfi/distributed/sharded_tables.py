@@ -69,7 +69,7 @@ class ShardedTables:
         #: The counts of this rank's ids outside of their tables.
         self.outside_ids = tuple([group.outside for group in (self.local, *self.groups)])
         #: By name of each pooled embedding the key of its ids.
-        self._pooled = lookups.id_keys(configs) if pooled else {}
+        self._pooled = {name: key for name, key, _ in lookups.names_of(module)} if pooled else {}
         self._is_mean = pooled and configs[0].pooling == PoolingType.MEAN
         #: The address of a batch's ids, and the output of their input dist.
         self._given: tuple[int, InputDistOutput] | None = None
