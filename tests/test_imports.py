@@ -184,7 +184,17 @@ for absent in ("triton", "torchrec", "fbgemm_gpu"):
         sys.modules[absent] = None
         import jfi.ops
         x = torch.randn(2, 1, 1, 4, requires_grad=True)
-        jfi.ops.target_attention(x, torch.randn(5, 1, 4), offsets=torch.tensor([0, 2, 5])).sum().backward()
+        offsets = torch.tensor([0, 2, 5])
+        jfi.ops.target_attention(x, torch.randn(5, 1, 4), offsets=offsets).sum().backward()
+        if absent == "triton":
+            from jfi.utils.context import interprets
+            assert interprets() is False
+            try:
+                jfi.ops.target_attention(x, torch.randn(5, 1, 4), offsets=offsets, impl="triton")
+            except ValueError as fault:
+                assert "impl='triton' must come with tensors on a GPU" in str(fault)
+            else:
+                raise AssertionError("kernels without Triton")
         os._exit(0)
     assert os.wait()[1] == 0, absent
 """

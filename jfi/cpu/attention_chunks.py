@@ -241,7 +241,7 @@ def backward(
     lse = (lse * LOG2_E)[..., None].masked_fill_(empty, torch.inf)  # weights of 2^(-inf) = 0
     for batch in _batches(x):
         num_kv_heads, _, _, group, _ = batch.shape
-        grads, lses, delta = (batch.take_queries(y) for y in (grad, lse, deltas))
+        grads, lses, delta = (batch.take_queries(y).contiguous() for y in (grad, lse, deltas))
         if batch.queries.padding is not None:
             lses.masked_fill_(batch.queries.padding.repeat(num_kv_heads, group)[..., None], torch.inf)
         weights = batch.scores(lses.mT).exp2_()
