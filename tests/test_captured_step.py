@@ -396,7 +396,7 @@ def as_on_a_gpu(monkeypatch):
         module_of = importlib.import_module(f"jfi.ops.{name}")
         if hasattr(module_of, "check_impl"):
             monkeypatch.setattr(module_of, "check_impl", lambda *_: "triton")
-    monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
+    monkeypatch.setattr("jfi.ops.checks.may_read", lambda *_: False)
     monkeypatch.setattr("jfi.modules.validation.may_read", lambda _: False)
 
 

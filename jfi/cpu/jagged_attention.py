@@ -79,7 +79,6 @@ class _Flash:
         return dquery.transpose(1, 2), self.sum_heads(dkey), self.sum_heads(dvalue)
 
 
-@torch.autocast("cpu", enabled=False)
 def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     """Results as those of the launcher in jfi/kernels/jagged_attention."""
     out = x.query.new_zeros(*x.query.shape[:2], x.value_dim)
@@ -94,7 +93,6 @@ def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@torch.autocast("cpu", enabled=False)
 def backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,11 @@ from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
 from jfi.kernels.plan import cpu_is_dense
+from jfi.reference import unpack_digits
+from jfi.utils.operands import TargetAttentionInputs, is_packed
+
+#: Packed digits are decoded for as many samples as have so many events, so that no [S, D] is made.
+DECODED_EVENTS = 2**15
 
 with warnings.catch_warnings():
     # The first sparse matrix of a process warns that they are in beta; only sampled_addmm is used here.
@@ -33,16 +38,15 @@ with warnings.catch_warnings():
 class _Problem:
     """The operands, at least float32, with query heads grouped by key head: Q = T · H/G query rows per key head."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
-    ):
+    def __init__(self, x: TargetAttentionInputs):
+        query, key, value, bias = x.query, x.key, x.value, x.bias
         self.batch, self.num_queries, self.num_heads = query.shape[:3]
         self.rows, self.num_kv_heads = key.shape[:2]
         self.qheads_per_kvhead = self.num_heads // self.num_kv_heads
         self.query_rows = self.num_queries * self.qheads_per_kvhead
-        self.offsets = offsets.long()
+        self.offsets = x.offsets.long()
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        self.query = self.group(query) * scale
+        self.query = self.group(query) * x.scale
         self.key = key.to(self.dtype)
         self.value = self.key if value is None else value.to(self.dtype)
         self.is_shared = value is None
@@ -256,33 +260,65 @@ def _dense_backward(
     return tuple(grads)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _decoded(x: TargetAttentionInputs) -> Iterator[tuple[slice, slice, TargetAttentionInputs]]:
+    """Yields (samples, events, their attention to decoded digits) of each block of samples.
+
+    A block has as many samples as hold some 2^15 events, at least one.
+    """
+    ends, first, dtype = x.offsets.tolist(), 0, torch.promote_types(x.query.dtype, torch.float32)
+    while first < len(ends) - 1:
+        last = first + 1
+        while last < len(ends) - 1 and ends[last + 1] - ends[first] <= DECODED_EVENTS:
+            last += 1
+        samples, events = slice(first, last), slice(ends[first], ends[last])
+        words = x.tables[0].index_select(0, x.indices[0][events]) if x.tables else x.key[events, 0]
+        key = unpack_digits(words, x.query.shape[3])[:, None].to(dtype)
+        value = None if x.value_scale is None else key * x.value_scale[events, None, None].to(dtype)
+        history = {"offsets": x.offsets[first : last + 1] - ends[first], "key": key, "value": value}
+        bias = None if x.bias is None else x.bias[events]
+        yield samples, events, x._replace(query=x.query[samples], bias=bias, **history)
+        first = last
+
+
+def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    problem = _Problem(query, key, value, offsets, bias, scale)
+    query = x.query
+    if is_packed(x.key):
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for samples, _, part in _decoded(x):
+            out[samples], lse[samples] = forward(part)
+        return out, lse
+    problem = _Problem(x)
     out, lse = (_dense_forward if problem.is_dense() else _sparse_forward)(problem)
     return problem.ungroup(out).to(query.dtype), problem.ungroup(lse[..., None])[..., 0]
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    needed: Sequence[bool],
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias, None if not needed."""
-    problem = _Problem(query, key, value, offsets, bias, scale)
+    if is_packed(x.key):
+        return _digits_backward(grad, x, out, lse, needed)
+    problem = _Problem(x)
     grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
     work = _dense_backward if problem.is_dense() else _sparse_backward
-    dquery, *others = work(problem, grads, deltas, lses, needed)
-    dquery = None if dquery is None else problem.ungroup(dquery * scale).to(query.dtype)
-    return dquery, *(None if x is None else x.to(query.dtype) for x in others)
+    dquery, *others = work(problem, grads, deltas, lses, needed[:4])
+    dquery = None if dquery is None else problem.ungroup(dquery * x.scale).to(x.query.dtype)
+    return dquery, *(None if y is None else y.to(x.query.dtype) for y in others)
+
+
+def _digits_backward(
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    dquery = torch.empty_like(x.query) if needed[0] else None
+    dbias = torch.empty_like(x.bias) if needed[3] else None
+    for samples, events, part in _decoded(x):
+        found = backward(grad[samples], part, out[samples], lse[samples], (needed[0], False, False, needed[3]))
+        if dquery is not None:
+            dquery[samples] = found[0]
+        if dbias is not None:
+            dbias[events] = found[3]
+    return dquery, None, None, dbias

@@ -12,7 +12,7 @@ from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows, parts_of
-from jfi.ops.gather_rows import check_dense, may_read
+from jfi.ops.checks import check_dense, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout

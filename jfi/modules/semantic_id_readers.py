@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jfi.ops.gather_rows import may_read
+from jfi.ops.checks import may_read
 from jfi.sid.codec import Codec
 from jfi.sid.packing import Layout, trits_of_bytes
 

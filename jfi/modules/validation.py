@@ -21,7 +21,7 @@ from jfi.modules.sequence_configs import (
     has_own_buckets,
 )
 from jfi.modules.table_rows import UnreadRows
-from jfi.ops.gather_rows import FLOATING, check_dense, may_read
+from jfi.ops.checks import FLOATING, check_dense, may_read
 from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int, check_type
 
 _INTEGERS = (torch.int32, torch.int64)

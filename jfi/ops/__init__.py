@@ -1,8 +1,8 @@
 """Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding."""
 
-from jfi.ops._checks import validation
 from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention
+from jfi.ops.checks import validation
 from jfi.ops.digit_attention import digit_attention
 from jfi.ops.explain import explain
 from jfi.ops.gather_rows import gather_rows

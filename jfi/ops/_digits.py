@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from jfi.ops._checks import check_dense, check_dim, check_size, may_read
+from jfi.ops.checks import check_device, check_dim, check_index, check_size, may_read
 from jfi.ops.gather_rows import check_indices
 from jfi.utils.integers import ceil_div
 from jfi.utils.operands import DIGITS_PER_WORD
@@ -11,21 +11,14 @@ from jfi.utils.operands import DIGITS_PER_WORD
 
 def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:
     """digits is [S, W], or [N, W] with indices [S]; where it may be read, of digits, and indices are rows of it."""
-    for called, x in {name: digits, "indices": indices}.items():
-        if x is None and called == "indices":
-            continue
-        check_dense(called, x)
-        if x.device != query.device:
-            raise ValueError(f"{called} must be on the device of query, {query.device}, got {x.device}")
+    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]")
     if digits.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {digits.dtype}")
-    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]")
+    check_device(name, digits, "query", query)
     words = ceil_div(num_digits, DIGITS_PER_WORD)
     check_size(name, digits.shape[1], words, f"W for the query's L = {num_digits} digits")
     if indices is not None:
-        check_dim("indices", indices, "[S]")
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+        check_index("indices", indices, None, "query", query)
         check_indices("indices", indices, digits.shape[0], name, padded=False)
     if may_read(digits):
         # Of a large catalogue the rows that are read.

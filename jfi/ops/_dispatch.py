@@ -20,7 +20,7 @@ from jfi.utils.context import is_traced, not_scriptable
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
 #: Types of other arguments: looked up first, since isinstance(x, Tensor) is slow for them.
-_NO_TENSORS = frozenset((type(None), int, float, bool, str))
+_NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients; ``eager`` of each is its work.
 operators = SimpleNamespace()
@@ -72,7 +72,8 @@ def operator(
             return registered(*args)
         if compat.functorch_transforms_active():  # of a backward pass; `public` refuses those of a forward
             raise refusal(f"jfi::{name}")
-        if args[0].is_meta:
+        first = args[0]
+        if (first[0] if type(first) is list else first).is_meta:
             return registered(*args)
         wants_grad = False
         for x in args:

@@ -23,7 +23,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jfi.kernels.plan import plan_absorbed_target_attention
-from jfi.ops._checks import (
+from jfi.ops._dispatch import PLAIN, operators, public, refusal
+from jfi.ops.absorb_weights import (
+    absorb,
+    absorb_in_kernel,
+    affine,
+    check_shapes,
+    check_weights,
+    weight_gradients,
+)
+from jfi.ops.checks import (
     FLOATING,
     check_all_dense,
     check_count,
@@ -34,15 +43,6 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
     check_size,
-)
-from jfi.ops._dispatch import PLAIN, operators, public, refusal
-from jfi.ops.absorb_weights import (
-    absorb,
-    absorb_in_kernel,
-    affine,
-    check_shapes,
-    check_weights,
-    weight_gradients,
 )
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
@@ -306,6 +306,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the node's inputs."""
     target, history, *rest = ctx.saved_tensors
     events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
+    tables, indices = by_id[: len(by_id) // 2], by_id[len(by_id) // 2 :]
     num_heads, scale, max_seqlen, impl = ctx.options
     needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
     needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
@@ -315,16 +316,9 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     with without_autocast(history.device.type):
         grads = operators.target_attention_bwd(
             torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
-            query,
-            history.unsqueeze(1),
             None,
-            *events,
-            by_id,
-            [attended, lse],
-            needed,
-            scale,
-            max_seqlen,
-            impl,
+            *(query, history.unsqueeze(1), None, *events, tables, indices, scale, max_seqlen),
+            *(attended, lse, needed, impl),
         )
         grads = iter(grads)
         dquery, dhistory, _, dbias, dsecond = [next(grads) if need else None for need in needed]

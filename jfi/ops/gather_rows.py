@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import FLOATING, check_dense, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
+from jfi.ops.checks import (
+    FLOATING,
+    check_device,
+    check_dim,
+    check_dtype,
+    check_impl,
+    check_index,
+    check_size,
+    may_read,
+)
 from jfi.ops.step_rows import sort_rows
-from jfi.utils import compat
 from jfi.utils.context import interprets, is_traced
 from jfi.utils.operands import MAX_STEPPED_WIDTH
 
@@ -33,12 +41,11 @@ def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, im
     return reference.gather_rows(tuple(tables), tuple(indices), dtype)
 
 
-_registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args=())
-
-
-@_registered.register_fake
-def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
+def _like_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
     return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
+
+
+_gather_rows = operator("gather_rows", _forward, _like_rows)
 
 
 def _sum_on_gpu(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -63,38 +70,29 @@ def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype)
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
-def _save(ctx, inputs, output) -> None:
-    tables, indices, _, _ = inputs
-    ctx.tables = [(table.shape[0], table.dtype) for table in tables]
-    ctx.save_for_backward(*indices)
-
-
-def _differentiate(ctx, grad):
-    wanted = ctx.needs_input_grad[0]
-    gradients = [
-        table_gradient(grad, one, *table) if needed else None
-        for one, table, needed in zip(ctx.saved_tensors, ctx.tables, wanted, strict=True)
-    ]
-    return gradients, [None] * len(gradients), None, None
-
-
-_registered.register_autograd(_differentiate, setup_context=_save)
-
-
-class _Gather(torch.autograd.Function):
-    """The operator for eager calls on plain tensors, at a quarter of the host's time."""
+class Lookup(torch.autograd.Function):
+    """Rows of tables by id; backward returns dense gradients of the tables."""
 
     @staticmethod
-    def forward(ctx, indices: list[Tensor], dtype: torch.dtype, impl: str, *tables: Tensor) -> Tensor:
-        _save(ctx, (tables, indices, dtype, impl), None)
-        return _forward(list(tables), indices, dtype, impl)
+    def forward(ctx, indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None, *tables: Tensor) -> Tensor:
+        """Reads the rows; with impl=None returns a tensor without memory in their place."""
+        ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+        ctx.save_for_backward(*indices)
+        if impl is None:
+            return rows_without_memory(tables[0], dtype, indices[0].shape[0])
+        return _gather_rows(list(tables), list(indices), dtype, impl)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (None, None, None)
-        for one, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True):
-            gradients += (table_gradient(grad, one, *table) if needed else None,)
+        for index, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True):
+            gradients += (table_gradient(grad, index, *table) if needed else None,)
         return gradients
+
+
+def rows_without_memory(like: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    """Returns a tensor [count, W], of which no element is ever read, for rows like those [.., W]."""
+    return like.new_zeros((), dtype=dtype).expand(count, like.shape[1])
 
 
 def check_indices(
@@ -201,12 +199,9 @@ def gather_bounded(
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
     impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
-    plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
-    if not plain or is_traced() or compat.profiler_enabled():
-        return _registered(tables, indices, dtype, impl)
     if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
-        return _Gather.apply(indices, dtype, impl, *tables)
-    return _forward(tables, indices, dtype, impl)
+        return Lookup.apply(indices, dtype, impl, *tables)
+    return _gather_rows(tables, indices, dtype, impl)
 
 
 def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) -> Tensor:
@@ -235,16 +230,9 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
             f"tables and indices must have one tensor for each other, at least one, got {len(tables)} and "
             f"{len(indices)}"
         )
-    for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
-        for name, x in {f"tables[{k}]": table, f"indices[{k}]": one}.items():
-            check_dense(name, x)
-            if x.device != tables[0].device:
-                raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
-        if table.dtype not in FLOATING:
-            raise TypeError(f"tables[{k}] must be float32, bfloat16, float16 or float64, got {table.dtype}")
-        if one.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"indices[{k}] must be int32 or int64, got {one.dtype}")
+    for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
         check_dim(f"tables[{k}]", table, "[N, D]")
-        check_dim(f"indices[{k}]", one, "[S]")
+        check_dtype(f"tables[{k}]", table)
         check_size(f"tables[{k}]", table.shape[1], tables[0].shape[1], "D")
-        check_size(f"indices[{k}]", one.shape[0], indices[0].shape[0], "S")
+        check_device(f"tables[{k}]", table, "tables[0]", tables[0])
+        check_index(f"indices[{k}]", index, indices[0].shape[0] if k else None, "tables[0]", tables[0])

@@ -14,15 +14,18 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 (2020), in powers of two as in Zhai et al., 'Actions Speak Louder than Words' (HSTU, 2024).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.kernels.plan import plan_jagged_attention
-from jfi.ops._checks import (
+from jfi.ops._attention import attention
+from jfi.ops._digits import check_digits
+from jfi.ops._dispatch import is_exported, public
+from jfi.ops._visibility import visibility
+from jfi.ops.checks import (
     check_dim,
     check_events,
     check_floating,
@@ -33,112 +36,46 @@ from jfi.ops._checks import (
     check_scale,
     check_untrained,
 )
-from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import aligned, is_exported, operator, public
-from jfi.ops._visibility import visibility
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
+from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    bias: Tensor | None,
-    edges: Tensor | None,
-    table: Tensor | None,
-    query_time: Tensor | None,
-    key_time: Tensor | None,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    is_causal: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
-    x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
+def _forward(x: JaggedAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        return jagged_attention.forward(x)
+        with without_autocast("cpu"):
+            return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
     return execute.forward(x, plan_jagged_attention(x, impl))
 
 
-def _forward_fake(query, key, value, *_):
-    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    width = query.shape[2] if value is None or value.dim() == 1 else value.shape[2]
-    return query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2], dtype=stats)
-
-
 def _backward(
     grad: Tensor,
     dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: list[Tensor],
-    bias: Tensor | None,
-    buckets: list[Tensor],
-    saved: list[Tensor],
-    needed: list[bool],
-    scale: float,
-    left: int | None,
-    right: int | None,
-    is_causal: bool,
+    x: JaggedAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
     impl: str,
-) -> list[Tensor]:
-    """Returns the gradients of query, key, value, bias and table that are needed, in this order.
-
-    ``offsets`` are those of queries and of keys, ``buckets`` as many of edges, table, query_time and key_time as there
-    are, since each needs those before it; ``saved`` is (output, log-sum-exp).
-    """
-    grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
-    tensors = (query, key, value, *offsets, bias, *buckets, *(None,) * (4 - len(buckets)))
-    x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
+) -> tuple[Tensor | None, ...]:
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        grads = jagged_attention.backward(grad, dlse, x, *saved, needed)
-    else:
-        from jfi.kernels.jagged_attention import execute
+        with without_autocast("cpu"):
+            return jagged_attention.backward(grad, dlse, x, out, lse, needed)
+    from jfi.kernels.jagged_attention import execute
 
-        grads = execute.backward(grad, dlse, x, *saved, needed, plan_jagged_attention(x, impl))
-    return [x for x, need in zip(grads, needed, strict=True) if need]
-
-
-def _backward_fake(grad, dlse, query, key, value, offsets, bias, buckets, saved, needed, *_):
-    tensors = (query, key, value, bias, buckets[1] if len(buckets) > 1 else None)
-    return [torch.empty_like(x) for x, need in zip(tensors, needed, strict=True) if need]
+    return execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, scale, left, right, is_causal, impl = inputs
-    ctx.rest = scale, left, right, is_causal, impl
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, dlse):
-    if grad is None and dlse is None:
-        return (None,) * 15
-    query, key, value, query_offsets, key_offsets, bias, *buckets, out, lse = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
-    buckets = [x for x in buckets if x is not None]
-    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5, 7)]
-    lists = [query_offsets, key_offsets], bias, buckets, [out, lse], needed
-    grads = iter(_jagged_attention_bwd(grad, dlse, query, key, value, *lists, *ctx.rest))
-    dquery, dkey, dvalue, dbias, dtable = [next(grads) if need else None for need in needed]
-    return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
-
-
-_jagged_attention_bwd = operator("jagged_attention_bwd", _backward, _backward_fake)
-_jagged_attention_fwd = operator("jagged_attention_fwd", _forward, _forward_fake, _save, _differentiate)
+_WITH_GRADIENT = ("query", "key", "value", "bias", "table")
+_operators = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
+_jagged_attention_fwd = _operators.forward
 
 
 @cache
@@ -146,7 +83,7 @@ def _exported_fwd() -> Callable:
     """The forward that AOTInductor compiles into a package; imported when wanted, since it needs Triton."""
     from jfi.kernels.jagged_attention import export
 
-    export.forward.register_autograd(_differentiate, setup_context=_save)
+    export.forward.register_autograd(_operators.differentiate, setup_context=_operators.save)
     return export.forward
 
 

@@ -44,9 +44,7 @@ def part_gradients(
         inputs: of the part, as `attend_to_part` took them.
         impl: as `attend_to_part` took it.
     """
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    options = ([*needed, False], scale, max_seqlen, impl)
-    found = iter(operators.target_attention_bwd(grad, *tensors, [*tables, *indices], [out, lse], *options))
+    found = iter(operators.target_attention_bwd(grad, None, *inputs, out, lse, [*needed, False], impl))
     return [next(found) if need else None for need in needed]
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
-from jfi.ops.gather_rows import bound_ids, check_indices, table_gradient
+from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
+from jfi.ops.gather_rows import Lookup, bound_ids, check_indices, rows_without_memory
 from jfi.utils.operands import MAX_TABLES
 from jfi.utils.padding import padding_state
 
@@ -60,11 +60,8 @@ def rows_by_id(
     for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
         own = name if len(tables) == 1 else f"{name}[{k}]"
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
-        for what, x in ((own, table), (of, index)):
-            check_dense(what, x)
-        if table.dtype not in FLOATING:
-            raise TypeError(f"{own} must be float32, bfloat16, float16 or float64, got {table.dtype}")
         check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
+        check_dtype(own, table)
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
             raise ValueError(
                 f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
@@ -72,14 +69,8 @@ def rows_by_id(
             )
         if width is not None:
             check_size(own, table.shape[2], width, "D")
-        if table.device != first.device or index.device != first.device:
-            raise ValueError(
-                f"{of} and {own} must be on the device of {name}, {first.device}, got {index.device} and {table.device}"
-            )
-        check_dim(of, index, "[S]")
-        if index.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
-        check_size(of, index.shape[0], indices[0].shape[0], "S")
+        check_device(own, table, name, first)
+        check_index(of, index, indices[0].shape[0] if k else None, name, first)
         check_indices(of, index, table.shape[0], own, padded=padding_state.is_padded)
     return bounded_rows_by_id(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype)
 
@@ -89,9 +80,9 @@ def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtyp
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table.flatten(1) for table in tables])
     if _need_gradient(flat):
-        rows = _Rows.apply(dtype, indices, *flat)
+        rows = Lookup.apply(indices, dtype, None, *flat)
     else:
-        rows = _rows_without_memory(flat[0], dtype, indices[0].shape[0], flat[0].shape[1])
+        rows = rows_without_memory(flat[0], dtype, indices[0].shape[0])
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
 
@@ -109,7 +100,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
     """Rows without memory, one after the other."""
     if _need_gradient(rows):
         return _Join.apply(*rows)
-    return _rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]), rows[0].shape[1])
+    return rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]))
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -131,34 +122,13 @@ def _need_gradient(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
 
 
-def _rows_without_memory(like: Tensor, dtype: torch.dtype, count: int, width: int) -> Tensor:
-    return like.new_zeros((), dtype=dtype).expand(count, width)
-
-
-class _Rows(torch.autograd.Function):
-    """Makes rows without memory of tables; backward returns dense gradients."""
-
-    @staticmethod
-    def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
-        ctx.tables = [(table.shape[0], table.dtype) for table in tables]
-        ctx.save_for_backward(*indices)
-        return _rows_without_memory(tables[0], dtype, indices[0].shape[0], tables[0].shape[1])
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (None, None)
-        for index, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[2:], strict=True):
-            gradients += (table_gradient(grad, index, *table) if needed else None,)
-        return gradients
-
-
 class _Sum(torch.autograd.Function):
     """Rows without memory of several fields as one; each gets the same gradient."""
 
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.count = len(rows)
-        return _rows_without_memory(rows[0], rows[0].dtype, *rows[0].shape)
+        return rows_without_memory(rows[0], rows[0].dtype, rows[0].shape[0])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
@@ -171,7 +141,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.sizes = [one.shape[0] for one in rows]
-        return _rows_without_memory(rows[0], rows[0].dtype, sum(ctx.sizes), rows[0].shape[1])
+        return rows_without_memory(rows[0], rows[0].dtype, sum(ctx.sizes))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as 
 import torch
 from torch import Tensor
 
-from jfi.ops._checks import check_impl
+from jfi.ops.checks import check_impl
 from jfi.utils.operands import RowOptimizer, SortedRows
 
 #: Rows that `flush_average` reads at a time.

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import (
+from jfi.ops._dispatch import operator, public
+from jfi.ops.checks import (
     check_count,
     check_dim,
     check_floating,
@@ -32,7 +33,6 @@ from jfi.ops._checks import (
     check_size,
     count_pairs,
 )
-from jfi.ops._dispatch import operator, public
 
 
 @cache

@@ -11,7 +11,7 @@ backward recomputes the weights in one more sweep:
 If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.plan import fits_single_tile
-from jfi.ops._checks import (
+from jfi.ops._attention import attention
+from jfi.ops._dispatch import public
+from jfi.ops.checks import (
     check_count,
     check_dim,
     check_events,
@@ -30,124 +32,39 @@ from jfi.ops._checks import (
     check_scale,
     may_read,
 )
-from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
+from jfi.utils.context import without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
-def _on_cpu(function: Callable, *args):
-    """Call a function with autocast disabled.  Disabling takes 3 µs, so it happens only where autocast is on."""
-    if not torch.is_autocast_enabled("cpu"):
-        return function(*args)
-    with torch.autocast("cpu", enabled=False):
-        return function(*args)
-
-
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    buckets: Tensor | None,
-    value_scale: Tensor | None,
-    second: Tensor | None,
-    tables: list[Tensor],
-    indices: list[Tensor],
-    scale: float,
-    max_seqlen: int | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _forward(x: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
-        return execute.forward(TargetAttentionInputs(*inputs))
-    if key.dtype == torch.int32:  # packed digits
-        from jfi.cpu import digit_attention
-
-        return _on_cpu(digit_attention.forward, query, key, offsets, bias, value_scale, tables, indices, scale)
+        return execute.forward(x)
     from jfi.cpu import target_attention
 
-    return _on_cpu(target_attention.forward, query, key, value, offsets, bias, scale)
-
-
-def _forward_fake(query, key, value, *_):
-    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty(*query.shape[:3], query.shape[3] if value is None else value.shape[2])
-    return out, query.new_empty(query.shape[:3], dtype=stats)
+    with without_autocast("cpu"):
+        return target_attention.forward(x)
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    buckets: Tensor | None,
-    value_scale: Tensor | None,
-    second: Tensor | None,
-    by_id: list[Tensor],
-    saved: list[Tensor],
-    needed: list[bool],
-    scale: float,
-    max_seqlen: int | None,
-    impl: str,
-) -> list[Tensor]:
-    """Returns the gradients of query, key, value, bias and second that are needed, in this order.
-
-    ``by_id`` are the tables and then their indices; ``saved`` is (output, log-sum-exp).
-    """
-    (out, lse), tables, indices = saved, by_id[: len(by_id) // 2], by_id[len(by_id) // 2 :]
+    grad: Tensor, _: None, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], impl: str
+) -> tuple[Tensor | None, ...]:
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
-        grads = execute.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
-    elif key.dtype == torch.int32:  # packed digits
-        from jfi.cpu import digit_attention
+        return execute.backward(grad, x, out, lse, needed)
+    from jfi.cpu import target_attention
 
-        inputs = (grad.contiguous(), query, key, offsets, bias, value_scale, tables, indices, scale)
-        grads = _on_cpu(digit_attention.backward, *inputs, out, lse, needed)
-    else:
-        from jfi.cpu import target_attention
-
-        inputs = (grad.contiguous(), query, key, value, offsets, bias, out, lse, scale, needed[:4])
-        grads = _on_cpu(target_attention.backward, *inputs)
-    return [x for x, need in zip(grads, needed, strict=False) if need]
+    with without_autocast("cpu"):
+        return target_attention.backward(grad, x, out, lse, needed)
 
 
-def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *rest):
-    needed = zip((query, key, value, bias, second), rest[2], strict=True)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in needed if need]
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, tables, indices, scale, max_seqlen, impl = inputs
-    ctx.rest, ctx.num_tables = (scale, max_seqlen, impl), len(tables)
-    # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
-    ctx.save_for_backward(*tensors, *output, *tables, *indices)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    no_lists = [None] * ctx.num_tables
-    if grad is None:
-        return *(None,) * 8, no_lists, no_lists, None, None, None
-    query, key, value, offsets, bias, buckets, value_scale, second, out, lse, *by_id = ctx.saved_tensors
-    tensors = (query, key, value, offsets, bias, buckets, value_scale, second)
-    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7)]
-    grads = iter(_target_attention_bwd(grad, *tensors, by_id, [out, lse], needed, *ctx.rest))
-    dquery, dkey, dvalue, dbias, dsecond = [next(grads) if need else None for need in needed]
-    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, no_lists, no_lists, None, None, None
-
-
-_target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
-target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake, _save, _differentiate)
+_WITH_GRADIENT = ("query", "key", "value", "bias", "second")
+target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT).forward
 
 
 @public

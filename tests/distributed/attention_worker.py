@@ -41,7 +41,7 @@ from jfi.distributed import (
 from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
-from jfi.ops import _checks
+from jfi.ops import checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -192,7 +192,7 @@ def unchecked(case: Case) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(_checks, "_READABLE", ()),
+        mock.patch.object(checks, "_READABLE", ()),
         mock.patch.object(validation, "may_read", lambda x: False),
     ):
         yield
@@ -344,7 +344,7 @@ def as_on_a_gpu() -> Iterator[None]:
         return attend_to_part(trimmed(inputs), impl)
 
     with (
-        mock.patch.object(_checks, "_READABLE", ()),
+        mock.patch.object(checks, "_READABLE", ()),
         mock.patch.object(validation, "may_read", lambda x: False),
         mock.patch.multiple(remote_attention, attend_to_part=attend, part_gradients=gradients),
     ):

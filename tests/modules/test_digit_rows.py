@@ -13,7 +13,7 @@ from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.modules.table_rows import DigitRows
-from jfi.ops import _checks
+from jfi.ops import checks
 from jfi.sid import UNKNOWN_SID, DiscretePCA
 from jfi.sid.packing import pack_trits
 from jfi.utils.padding import padded_to_capacity
@@ -30,7 +30,7 @@ def impl(request, device, monkeypatch) -> str:
     if device.type == "cpu" and request.param == "triton":
         for name in ("digit_attention", "jagged_attention"):
             module = importlib.import_module(f"jfi.ops.{name}")
-            monkeypatch.setattr(module, "check_impl", lambda impl, like: _checks.check_impl("triton", like))
+            monkeypatch.setattr(module, "check_impl", lambda impl, like: checks.check_impl("triton", like))
     return request.param
 
 
@@ -260,7 +260,7 @@ def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
 
 def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
     """As a captured step has it: IDs of 0, and events that no sample has."""
-    for name in ("ops._checks.may_read", "ops._digits.may_read", "modules.validation.may_read"):
+    for name in ("ops.checks.may_read", "ops._digits.may_read", "modules.validation.may_read"):
         module = importlib.import_module("jfi." + name.rpartition(".")[0])
         monkeypatch.setattr(module, name.rpartition(".")[2], lambda *_: False)
     layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(25, device)

@@ -204,9 +204,9 @@ SCHEMAS = {
         (
             torch.ops.jfi.target_attention_bwd,
             lambda q, d, o, b: (
-                *(q.detach(), q.detach(), d.unsqueeze(1), None, o, b.detach(), None, None, None, []),
+                *(q.detach(), None, q.detach(), d.unsqueeze(1), None, o, b.detach(), None, None, None, *NO_ROWS),
                 # A lower log-sum-exp would overflow.
-                *([q.detach(), q[..., 0].detach() + 50], [True, False, False, True, False], 0.3, None, "triton"),
+                *(0.3, None, q.detach(), q[..., 0].detach() + 50, [True, False, False, True, False], "triton"),
             ),
         ),
     ],
@@ -244,10 +244,9 @@ SCHEMAS = {
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, k, v, *o: (
                 *(x.detach() for x in (q, q[..., 0].float(), q, k, v)),
-                *(list(o), None, []),
+                *(*o, *(None,) * 5, 0.3, None, 0, False),
                 # A log-sum-exp below the scores would overflow.
-                [q.detach(), q[..., 0].detach().float() + 50],
-                *([True, False, True, False, False], 0.3, None, 0, False, "triton"),
+                *(q.detach(), q[..., 0].detach().float() + 50, [True, False, True, False, False], "triton"),
             ),
         ),
     ],
@@ -259,9 +258,9 @@ SCHEMAS = {
         (
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, d, y, x, i, b, w: (
-                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, [y, x], b.detach(), []),
-                *([q.detach(), q[..., 0].detach() + 50], [True, False, False, True, False]),
-                *(0.3, None, None, False, "triton"),
+                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, y, x, b.detach(), *(None,) * 4),
+                *(0.3, None, None, False, q.detach(), q[..., 0].detach() + 50),
+                *([True, False, False, True, False], "triton"),
             ),
         ),
     ],
@@ -281,10 +280,10 @@ SCHEMAS = {
         (
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, k, y, x, t, u, b: (
-                *(q.detach(), q[..., 0].detach().float(), q.detach(), k.detach(), None, [y, x], None),
-                [torch.ops.jfi.bucket_edges(y, x, t, u, q.shape[0], False, 30, 8, True, "triton"), b.detach(), t, u],
-                [q.detach(), q[..., 0].detach().float() + 50],
-                *([True, True, False, False, True], 0.3, None, None, False, "triton"),
+                *(q.detach(), q[..., 0].detach().float(), q.detach(), k.detach(), None, y, x, None),
+                torch.ops.jfi.bucket_edges(y, x, t, u, q.shape[0], False, 30, 8, True, "triton"),
+                *(b.detach(), t, u, 0.3, None, None, False, q.detach(), q[..., 0].detach().float() + 50),
+                *([True, True, False, False, True], "triton"),
             ),
         ),
     ],
@@ -457,7 +456,7 @@ def test_a_wrong_argument_is_named(case):
 
 
 def test_auto_takes_triton_on_a_gpu_and_pytorch_elsewhere(device):
-    from jfi.ops._checks import check_impl
+    from jfi.ops.checks import check_impl
 
     x = torch.zeros(1, device=device)
     assert check_impl("auto", x) == ("triton" if device.type == "cuda" else "torch")

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import jfi.ops as ops
 from jfi import reference
-from jfi.ops import _checks
+from jfi.ops import checks
 
 LENGTHS = [3, 0, 40]
 
@@ -57,7 +57,7 @@ def test_a_profile_names_the_operator(device):
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr("jfi.ops._checks.interprets", lambda: False)
+    monkeypatch.setattr("jfi.ops.checks.interprets", lambda: False)
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
         ops.target_attention(query, key, offsets=offsets, impl="triton")
@@ -120,8 +120,8 @@ def test_a_compiler_meets_no_context_variable(monkeypatch):
     def get():
         raise RuntimeError("the context variable was read")
 
-    monkeypatch.setattr(_checks, "_READABLE", ())
-    monkeypatch.setattr(_checks, "_validates_on_gpu", SimpleNamespace(get=get))
+    monkeypatch.setattr(checks, "_READABLE", ())
+    monkeypatch.setattr(checks, "_validates_on_gpu", SimpleNamespace(get=get))
     query, key, offsets = inputs("cpu")
 
     def attend(query, key):

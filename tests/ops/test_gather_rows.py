@@ -129,7 +129,7 @@ def test_bad_ids_on_a_gpu_are_found_under_validation(device):
 
 
 def test_opcheck():
-    tables = [torch.randn(n, 4, requires_grad=True) for n in SIZES]
+    tables = [torch.randn(n, 4) for n in SIZES]
     indices = [torch.tensor(ids) for ids in IDS]
     torch.library.opcheck(torch.ops.jfi.gather_rows.default, (tables, indices, torch.float32, "torch"))
 

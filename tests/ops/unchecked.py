@@ -25,7 +25,7 @@ def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
     """On a CPU nothing within reads ids, and with `kernels` Triton's interpreter runs them; a GPU does so by itself."""
     with pytest.MonkeyPatch.context() as patched:
         if device.type == "cpu":
-            patched.setattr("jfi.ops._checks._READABLE", ())
+            patched.setattr("jfi.ops.checks._READABLE", ())
             for name in _FREE:
                 patched.setattr(importlib.import_module(name), "may_read", lambda x: False)
             for name in _CHOOSE if kernels else ():

@@ -17,6 +17,7 @@ from jfi.utils.arguments import check_ascending
 from jfi.utils.context import interprets, is_traced
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDICES = (torch.int32, torch.int64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 #: Types of devices whose tensors are read without waiting.
@@ -62,14 +63,12 @@ def check_floating(**tensors: Tensor | None) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in FLOATING:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
+        check_dtype(name, tensor)
         if first is None:
             first_name, first = name, tensor
         elif tensor.dtype != first.dtype:
             raise TypeError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}")
-        elif tensor.device != first.device:
-            raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
+        check_device(name, tensor, first_name, first)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -103,6 +102,26 @@ def check_dim(name: str, tensor: Tensor, layout: str) -> None:
 def check_size(name: str, got: int, want: int, what: str) -> None:
     if got != want:
         raise ValueError(f"{name} must have {what} = {want}, got {got}")
+
+
+def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on the device of {like_name}, {like.device}, got {tensor.device}")
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
+    if tensor.dtype not in dtypes:
+        *others, last = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        raise TypeError(f"{name} must be {', '.join(others)} or {last}, got {tensor.dtype}")
+
+
+def check_index(name: str, index: Tensor, count: int | None, like_name: str, like: Tensor) -> None:
+    """Checks that index is [S] of S = count, if given, int32 or int64, on the device of ``like``."""
+    check_dim(name, index, "[S]")
+    check_dtype(name, index, INDICES)
+    if count is not None:
+        check_size(name, index.shape[0], count, "S")
+    check_device(name, index, like_name, like)
 
 
 def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_heads: int, width: int) -> None:
@@ -142,21 +161,15 @@ def check_events(
     """Checks that buckets name rows of a table [R, H] and, as the scale of values, come one to a row of key."""
     if table is not None:
         check_dense("key_bias", table)
-        if table.device != key.device:
-            raise ValueError(f"key_bias must be on the device of key, {key.device}, got {table.device}")
-    for name, x in {"key_bias_index": buckets, "value_scale": value_scale}.items():
-        if x is None:
-            continue
-        check_dim(name, x, "[S]")
-        check_size(name, x.shape[0], key.shape[0], "S")
-        if x.device != key.device:
-            raise ValueError(f"{name} must be on the device of key, {key.device}, got {x.device}")
-    if value_scale is not None and value_scale.dtype not in FLOATING:
-        raise TypeError(f"value_scale must be float32, bfloat16, float16 or float64, got {value_scale.dtype}")
+        check_device("key_bias", table, "key", key)
+    if value_scale is not None:
+        check_dim("value_scale", value_scale, "[S]")
+        check_dtype("value_scale", value_scale)
+        check_size("value_scale", value_scale.shape[0], key.shape[0], "S")
+        check_device("value_scale", value_scale, "key", key)
     if buckets is None:
         return
-    if buckets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"key_bias_index must be int32 or int64, got {buckets.dtype}")
+    check_index("key_bias_index", buckets, key.shape[0], "key", key)
     if table is None:
         raise ValueError("key_bias must be a table [N, H] where key_bias_index is given, got None")
     check_floating(key_bias=table)
@@ -203,8 +216,7 @@ def check_offsets(
 ) -> None:
     """Checks that offsets is [B+1], int32 or int64, on the device of ``like``; if readable, that it ascends from 0."""
     check_dense(name, offsets)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    check_dtype(name, offsets, INDICES)
     if offsets.dim() != 1 or offsets.shape[0] == 0:
         raise ValueError(f"{name} must be [B+1] with at least one entry, got shape {list(offsets.shape)}")
     if offsets.device != like.device:
@@ -243,12 +255,10 @@ def check_times(
             raise TypeError(
                 f"query_time and key_time must both be tensors or None, got {name} of {type(time).__name__}"
             )
-        if time.dtype not in (torch.int32, torch.int64, torch.float64):
-            raise TypeError(f"{name} must be int32, int64 or float64, got {time.dtype}")
+        check_dtype(name, time, (*INDICES, torch.float64))
         check_dim(name, time, f"[{what}]")
         check_size(name, time.shape[0], count, what)
-        if time.device != key.device:
-            raise ValueError(f"{name} must be on the device of key, {key.device}, got {time.device}")
+        check_device(name, time, "key", key)
         if may_read(time) and time.numel():
             check_ascending(name, time, offsets, "entry")
     if query_time.dtype != key_time.dtype:

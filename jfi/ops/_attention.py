@@ -1,0 +1,99 @@
+"""The operators of an attention, forward and backward, declared by the NamedTuple of its operands."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jfi.ops._dispatch import aligned, operator
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
+
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
+_SCHEMA |= {float: "float", int | None: "SymInt?", bool: "bool"}
+
+
+class Attention(NamedTuple):
+    """The forward operator, and what `register_autograd` takes for another one with the same arguments."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    save: Callable
+    differentiate: Callable
+
+
+def attention(
+    name: str,
+    operands: type[TargetAttentionInputs] | type[JaggedAttentionInputs],
+    forward: Callable,
+    backward: Callable,
+    differentiable: Sequence[str],
+    has_lse_gradient: bool = False,
+) -> Attention:
+    """Registers ``torch.ops.jfi.<name>_fwd`` and ``<name>_bwd`` over the fields of ``operands`` and impl.
+
+    Args:
+        name: of the attention.
+        operands: the fields, tensors first, then lists of tensors, which have no gradient, then numbers.
+        forward: takes (x, impl), returns the output and the log-sum-exp.
+        backward: takes (grad, dlse, x, out, lse, needed, impl), returns the gradients of the fields ``differentiable``,
+            of which those that are not ``needed`` are ignored.
+        differentiable: fields that have a gradient.
+        has_lse_gradient: whether the log-sum-exp is differentiable; dlse is then a tensor or None, else None.
+    """
+    kinds = [_SCHEMA[kind] for kind in operands.__annotations__.values()]
+    fields = ", ".join(f"{kind} {field}" for kind, field in zip(kinds, operands._fields, strict=True))
+    first_list = sum(kind in ("Tensor", "Tensor?") for kind in kinds)
+    first_number = first_list + kinds.count("Tensor[]")
+    positions = [operands._fields.index(field) for field in differentiable]
+
+    def run(*args):
+        return forward(operands(*args[:-1]), args[-1])
+
+    def fake(*args):
+        query, value = args[0], args[2]
+        stats = torch.float64 if query.dtype == torch.float64 else torch.float32
+        width = query.shape[-1] if value is None or value.dim() == 1 else value.shape[-1]
+        return query.new_empty(*query.shape[:-1], width), query.new_empty(query.shape[:-1], dtype=stats)
+
+    def run_backward(grad, dlse, *args):
+        *tensors, out, lse, needed, impl = args
+        dlse = None if dlse is None else dlse.contiguous()
+        grads = backward(aligned(grad), dlse, operands(*tensors), out, lse, needed, impl)
+        return [x for x, need in zip(grads, needed, strict=False) if need]
+
+    def fake_backward(grad, dlse, *args):
+        wanted = [args[i] for i, need in zip(positions, args[-2], strict=True) if need]
+        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+
+    saved = "Tensor out, Tensor lse, bool[] needed, str impl"
+    schema = f"(Tensor grad, Tensor? dlse, {fields}, {saved}) -> Tensor[]"
+    bwd = operator(f"{name}_bwd", run_backward, fake_backward, schema=schema)
+
+    def save(ctx, inputs, output) -> None:
+        lists, ctx.numbers = inputs[first_list:first_number], inputs[first_number:]
+        ctx.sizes = [len(tensors) for tensors in lists]
+        # The lists too: autograd refuses a backward pass that would read rows which were stepped since.
+        ctx.save_for_backward(*inputs[:first_list], *[x for tensors in lists for x in tensors], *output)
+        if not has_lse_gradient:
+            ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, grad, dlse):
+        gradients = [None] * first_list + [[None] * size for size in ctx.sizes] + [None] * len(ctx.numbers)
+        if grad is None and dlse is None:
+            return tuple(gradients)
+        *tensors, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        operands, rest = tensors[:first_list], tensors[first_list:]
+        for size in ctx.sizes:
+            operands.append(rest[:size])
+            rest = rest[size:]
+        *numbers, impl = ctx.numbers
+        needed = [ctx.needs_input_grad[i] for i in positions]
+        found = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))
+        for i, need in zip(positions, needed, strict=True):
+            gradients[i] = next(found) if need else None
+        return tuple(gradients)
+
+    schema = f"({fields}, str impl) -> (Tensor, Tensor)"
+    return Attention(operator(f"{name}_fwd", run, fake, save, differentiate, schema), save, differentiate)
