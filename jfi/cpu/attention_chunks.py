@@ -89,8 +89,8 @@ def _batches(x: JaggedAttentionInputs) -> Iterator["_Batch"]:
         for chunks in group.split(count if count > FEW_CHUNKS else 1):
             yield _Batch(
                 x,
-                Rows.of(first[chunks], lengths[chunks], num_queries, is_full),
-                Rows.of(key_offsets[sample[chunks]] + low[chunks], keys[chunks], num_keys, is_full),
+                Rows(first[chunks], num_queries, None if is_full else lengths[chunks]),
+                Rows(key_offsets[sample[chunks]] + low[chunks], num_keys, None if is_full else keys[chunks]),
                 begin,
                 end,
                 runs,
@@ -123,7 +123,7 @@ class _Batch:
         low: Tensor,
     ):
         num_heads, num_kv_heads = x.query.shape[1], x.num_kv_heads
-        (count, num_queries), num_keys = queries.index.shape, keys.index.shape[1]
+        count, num_queries, num_keys = queries.count, queries.size, keys.size
         self.queries, self.keys = queries, keys
         self.shape = num_kv_heads, count, num_keys, num_heads // num_kv_heads, num_queries
         self.query = self.take_queries(x.query) * (x.scale * LOG2_E)
@@ -256,7 +256,8 @@ def backward(
         if dbias is not None:
             batch.keys.add(dbias, dscores.view(batch.shape).sum(4).permute(1, 2, 0, 3).flatten(2))
         if dtable is not None:
-            found = dtable.new_zeros(dtable.shape[1], batch.queries.index.numel() * (len(dtable) + 2))
+            _, count, _, _, num_queries = batch.shape
+            found = dtable.new_zeros(dtable.shape[1], count * num_queries * (len(dtable) + 2))
             by_head = dscores.view(batch.shape).permute(0, 3, 1, 2, 4)
             found.index_add_(1, batch.runs, by_head.reshape(dtable.shape[1], -1))
             dtable += found.view(dtable.shape[1], -1, len(dtable) + 2).sum(1)[:, 1:-1].flip(1).T

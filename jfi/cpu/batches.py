@@ -1,7 +1,6 @@
 """Batches of samples of similar lengths, padded where that is cheaper than another batch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -73,47 +72,56 @@ class Shapes(NamedTuple):
             yield self.order[start : start + count], (longest_first, longest_second), is_full
 
 
-@dataclass
 class Rows:
     """The packed rows of K samples, or of chunks of them, padded to N each.
 
-    Attributes:
-        index: [K, N] int64: the packed row at each position; padding repeats the sample's last row.
-        padding: [K, N], or None where no position is padding.
+    Args:
+        starts: [K] int64: the first row of each.
+        size: N.
+        lengths: [K] int64; None where all are N.
+        is_run: the rows of the samples follow one another, so that they are read in place, as those of one sample are.
     """
 
-    index: Tensor
-    padding: Tensor | None
+    def __init__(self, starts: Tensor, size: int, lengths: Tensor | None = None, is_run: bool = False):
+        self.starts, self.count, self.size, self.lengths = starts, starts.shape[0], size, lengths
+        self.first = int(starts[0]) if is_run and self.count > 1 else None
+        if self.count == 1:
+            self.first, self.size, self.lengths = int(starts), size if lengths is None else int(lengths), None
 
-    @classmethod
-    def of(cls, starts: Tensor, lengths: Tensor, longest: int, is_full: bool) -> "Rows":
-        if len(starts) == 1:
-            longest = int(lengths)
-        positions = torch.arange(longest)
-        if is_full or len(starts) == 1:
-            return cls(starts[:, None] + positions, None)
-        index = starts[:, None] + torch.minimum(positions, lengths[:, None] - 1)
-        return cls(index, positions >= lengths[:, None])
+    @cached_property
+    def index(self) -> Tensor:
+        """[K, N] int64: the packed row at each position; padding repeats the sample's last row."""
+        positions = torch.arange(self.size)
+        if self.lengths is not None:
+            positions = torch.minimum(positions, self.lengths[:, None] - 1)
+        return self.starts[:, None] + positions
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """[K, N], or None where no position is padding."""
+        return None if self.lengths is None else torch.arange(self.size) >= self.lengths[:, None]
 
     @cached_property
     def real(self) -> Tensor:
         """The positions in [K · N] that are not padding."""
         return (~self.padding).flatten().nonzero()[:, 0]
 
-    def view(self, x: Tensor) -> Tensor:
-        """[S, ...] -> [N, ...], of one sample: its rows in place."""
-        return x.narrow(0, int(self.index[0, 0]), self.index.shape[1])
+    def view(self, x: Tensor, *shape: int) -> Tensor:
+        """[S, ...] -> [K, N, ...], or [K, *shape], in place, where there is a `first` row."""
+        rows = x.narrow(0, self.first, self.count * self.size)
+        return rows.view(self.count, *(shape or (self.size, *x.shape[1:])))
 
-    def take(self, x: Tensor) -> Tensor:
-        """[S, ...] -> [K, N, ...], at least float32; not to be written to, since it may share memory with x."""
-        if len(self.index) == 1:
-            return widen(self.view(x))[None]
-        return widen(x.index_select(0, self.index.flatten())).unflatten(0, self.index.shape)
+    def take(self, x: Tensor, *shape: int) -> Tensor:
+        """[S, ...] -> [K, N, ...], or [K, *shape], at least float32; not to be written to: it may be memory of x."""
+        if self.first is not None:
+            return widen(self.view(x, *shape))
+        rows = x.index_select(0, self.index.flatten())
+        return widen(rows).view(self.count, *(shape or (self.size, *x.shape[1:])))
 
     def put(self, out: Tensor, x: Tensor) -> None:
         """Writes x [K, N, ...] to the rows of out, padding excepted."""
-        if len(self.index) == 1:
-            self.view(out).copy_(x[0])
+        if self.first is not None:
+            self.view(out).copy_(x)
             return
         x, rows = x.flatten(0, 1), self.index.flatten()
         if self.padding is not None:
@@ -122,7 +130,7 @@ class Rows:
 
     def add(self, out: Tensor, x: Tensor, factor: float = 1.0) -> None:
         """Adds factor · x [K, N, ...], which is 0 for padding, to the rows of out."""
-        if len(self.index) == 1:
-            self.view(out).add_(x[0], alpha=factor)
+        if self.first is not None:
+            self.view(out).add_(x, alpha=factor)
         else:
             out.index_add_(0, self.index.flatten(), x.flatten(0, 1), alpha=factor)

@@ -61,7 +61,7 @@ def _search(
     lengths = query_offsets.diff(), key_offsets.diff()
     for samples, longest, is_full in Shapes.of(*lengths).padded(PADDED_PAIRS):
         queries, keys = (
-            Rows.of(offsets[samples], length[samples], most, is_full)
+            Rows(offsets[samples], most, None if is_full else length[samples])
             for offsets, length, most in zip((query_offsets, key_offsets), lengths, longest, strict=True)
         )
         times, own, num_keys = key_time[keys.index], query_time[queries.index], lengths[1][samples]

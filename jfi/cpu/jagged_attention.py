@@ -36,7 +36,7 @@ def _batches(x: JaggedAttentionInputs) -> Iterator[tuple[Rows, Rows, "_Flash"]]:
         elements = (num_heads * longest[0] + x.num_kv_heads * longest[1]) * widths
         for samples in part.split(max(1, BATCH_ELEMENTS // elements)):
             queries, keys = (
-                Rows.of(start[samples], length[samples], most, is_full)
+                Rows(start[samples], most, None if is_full else length[samples])
                 for start, length, most in zip(starts, lengths, longest, strict=True)
             )
             yield queries, keys, _Flash(x, queries, keys)

@@ -75,6 +75,7 @@ class AttentionAtOwners(RemoteAttention):
             self._by_id,
             None,
             offsets=arrived.offsets,
+            indices=None,
             key_bias=table,
             key_bias_index=columns[1 + len(group.field_shardings)] if group.has_bucket else None,
             value_scale=weights if feature.weighted_values else None,

@@ -36,13 +36,13 @@ from jfi.ops.checks import (
     FLOATING,
     check_all_dense,
     check_count,
-    check_dim,
+    check_device,
     check_events,
     check_floating,
     check_impl,
+    check_key_bias,
     check_offsets,
     check_scale,
-    check_size,
 )
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
@@ -196,9 +196,7 @@ def _check(
     check_offsets("offsets", offsets, first.shape[0], "history", first, target.shape[0] * target.shape[1])
     if key_bias is not None and key_bias_index is None:
         check_floating(history=first, key_bias=key_bias)
-        check_dim("key_bias", key_bias, "[S, H]")
-        check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
-        check_size("key_bias", key_bias.shape[1], num_heads, "H")
+        check_key_bias(key_bias, first.shape[0], num_heads)
     if key_bias_index is not None or value_scale is not None:
         check_events(first, key_bias, key_bias_index, value_scale, num_heads)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
@@ -228,8 +226,7 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
             )
     if target.dim() != 3 or target.shape[0] == 0 or target.shape[2] == 0:
         raise ValueError(f"target must be [F, B, D_e] with F and D_e at least 1, got shape {list(target.shape)}")
-    if target.device != first.device:
-        raise ValueError(f"target must be on the device of history, {first.device}, got {target.device}")
+    check_device("target", target, "history", first)
     features, dim = weights[5].shape
     if features != target.shape[0] or dim == 0 or dim % num_heads:
         raise ValueError(
@@ -356,7 +353,7 @@ def _prepare_plan(
     query = key.new_empty(target.shape[0] * target.shape[1], num_queries, num_heads, key.shape[1])
     operand = history if isinstance(history, RowsById) else key.unsqueeze(1)
     settings = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
-    inputs, _ = prepare_target_attention(query, operand, None, **events, **settings)
+    inputs, _ = prepare_target_attention(query, operand, None, indices=None, **events, **settings)
     tensors = (target, *fields, events["key_bias"], *weights)
     absorbs = impl == "triton" and _fits_one_node(tensors, events["value_scale"], impl, in_kernel)
     if absorbs and in_kernel and _are_halves(fields):

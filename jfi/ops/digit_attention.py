@@ -82,27 +82,16 @@ def digit_attention(
         >>> torch.allclose(out, same, atol=1e-6)
         True
     """
-    inputs, impl = prepare_digit_attention(
-        query,
-        digits,
-        offsets=offsets,
-        indices=indices,
-        key_bias=key_bias,
-        key_bias_index=key_bias_index,
-        value_scale=value_scale,
-        scale=scale,
-        impl=impl,
-    )
+    inputs, impl = _prepare(query, digits, offsets, indices, key_bias, key_bias_index, value_scale, scale, impl)
     if impl == "torch" and query.is_cuda:
         tensors = (inputs.offsets, indices, inputs.bias, inputs.value_scale)
         return reference.digit_attention(inputs.query, digits, *tensors, inputs.scale)
     return target_attention_fwd(*inputs, impl)[0]
 
 
-def prepare_digit_attention(
+def _prepare(
     query: Tensor,
     digits: Tensor,
-    *,
     offsets: Tensor,
     indices: Tensor | None,
     key_bias: Tensor | None,
@@ -139,4 +128,4 @@ def prepare_digit_attention(
     return TargetAttentionInputs(query, key, *tensors, None, tables, indices, scale, None), impl
 
 
-explains(digit_attention, prepare_digit_attention, plan.plan_target_attention)
+explains(digit_attention, _prepare, plan.plan_target_attention)

@@ -67,7 +67,7 @@ def combine_parts(parts: Tensor, impl: str) -> tuple[Tensor, Tensor]:
         >>> combine_parts(pack_part(outs, lses, "torch"), "torch")
         (tensor([[1.]]), tensor([0.]))
     """
-    count = _elements(parts.dtype)
+    count = 4 // parts.dtype.itemsize  # elements of a float32 number
     width = parts.size(-1) - count
     if kernels := _kernels(width, parts.dtype, impl):
         return kernels.combine(parts)
@@ -104,7 +104,7 @@ def unpack_gradient(packed: Tensor, width: int, scale: float, impl: str) -> tupl
     """
     if kernels := _kernels(width, packed.dtype, impl):
         return kernels.unpack(packed, width, scale)
-    count = _elements(packed.dtype)
+    count = 4 // packed.dtype.itemsize
     grad, delta, lse = packed.split([width, count, count], -1)
     # A multiple of dO, so that O need not be sent.
     wide = grad.float() * scale
@@ -127,11 +127,6 @@ def _kernels(width: int, dtype: torch.dtype, impl: str):
     from jfi.kernels.target_attention import partials_message
 
     return partials_message if partials_message.fits_message(width, dtype) else None
-
-
-def _elements(dtype: torch.dtype) -> int:
-    """Returns how many elements of a dtype the bits of a float32 number take."""
-    return 4 // dtype.itemsize
 
 
 def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._dispatch import operator, public
+from jfi.ops._dispatch import operator, operators, public
 from jfi.ops.checks import (
     check_count,
     check_dim,
@@ -42,7 +42,7 @@ def _implementation(name: str, impl: str) -> Callable[..., Tensor]:
 
 def _operator(
     schema: str, out: Callable[..., Tensor], gradients: dict[int, Callable[..., Tensor]], saves_output: bool = False
-) -> Callable[..., Tensor]:
+) -> None:
     """Registers an operator whose implementations are the functions of its name in jfi/kernels/table1 and jfi/cpu.
 
     Args:
@@ -67,59 +67,59 @@ def _operator(
         needed = enumerate(ctx.needs_input_grad)
         return tuple([gradients[i](*args) if is_needed and i in gradients else None for i, is_needed in needed])
 
-    return operator(name, forward, out, save, differentiate, schema[len(name) :])
+    operator(name, forward, out, save, differentiate, schema[len(name) :])
 
 
-def _call(
-    run: Callable[..., Tensor], plain: Callable[..., Tensor], impl: str, *args: object, options: tuple = ()
-) -> Tensor:
-    """Returns run(*args, *options, impl), on a GPU with impl="torch" plain(*args)."""
+def _call(name: str, impl: str, *args: object, options: tuple = ()) -> Tensor:
+    """Returns the operator of (*args, *options, impl), on a GPU with impl="torch" the plain formula of args."""
     impl = check_impl(impl, args[0])
-    return plain(*args) if impl == "torch" and args[0].is_cuda else run(*args, *options, impl)
+    if impl == "torch" and args[0].is_cuda:
+        return getattr(reference, name)(*args)
+    return getattr(operators, name)(*args, *options, impl)
 
 
-_jagged_dense_bmm = _operator(
+_operator(
     "jagged_dense_bmm(Tensor x, Tensor offsets, Tensor dense, bool transposed, str impl) -> Tensor",
     lambda x, offsets, dense, transposed, impl: x.new_empty(x.shape[0], dense.shape[1 if transposed else 2]),
     {
-        0: lambda grad, x, offsets, dense, transposed, impl: _jagged_dense_bmm(
+        0: lambda grad, x, offsets, dense, transposed, impl: operators.jagged_dense_bmm(
             grad, offsets, dense, not transposed, impl
         ),
-        2: lambda grad, x, offsets, dense, transposed, impl: _jagged_jagged_bmm(
+        2: lambda grad, x, offsets, dense, transposed, impl: operators.jagged_jagged_bmm(
             *((grad, x) if transposed else (x, grad)), offsets, impl
         ),
     },
 )
-_jagged_jagged_bmm = _operator(
+_operator(
     "jagged_jagged_bmm(Tensor x, Tensor y, Tensor offsets, str impl) -> Tensor",
     lambda x, y, offsets, impl: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
     {
-        0: lambda grad, x, y, offsets, impl: _jagged_dense_bmm(y, offsets, grad, True, impl),
-        1: lambda grad, x, y, offsets, impl: _jagged_dense_bmm(x, offsets, grad, False, impl),
+        0: lambda grad, x, y, offsets, impl: operators.jagged_dense_bmm(y, offsets, grad, True, impl),
+        1: lambda grad, x, y, offsets, impl: operators.jagged_dense_bmm(x, offsets, grad, False, impl),
     },
 )
-_jagged_jagged_bmm_jagged_out = _operator(
+_operator(
     "jagged_jagged_bmm_jagged_out("
     "Tensor x, Tensor y, Tensor x_offsets, Tensor y_offsets, SymInt out_size, str impl) -> Tensor",
     lambda x, y, x_offsets, y_offsets, out_size, impl: x.new_empty(out_size),
     {
-        0: lambda grad, x, y, x_offsets, y_offsets, out_size, impl: _array_jagged_bmm_jagged_out(
+        0: lambda grad, x, y, x_offsets, y_offsets, out_size, impl: operators.array_jagged_bmm_jagged_out(
             grad, y, x_offsets, y_offsets, x.shape[0], False, impl
         ),
-        1: lambda grad, x, y, x_offsets, y_offsets, out_size, impl: _array_jagged_bmm_jagged_out(
+        1: lambda grad, x, y, x_offsets, y_offsets, out_size, impl: operators.array_jagged_bmm_jagged_out(
             grad, x, x_offsets, y_offsets, y.shape[0], True, impl
         ),
     },
 )
-_array_jagged_bmm_jagged_out = _operator(
+_operator(
     "array_jagged_bmm_jagged_out("
     "Tensor a, Tensor y, Tensor x_offsets, Tensor y_offsets, SymInt out_rows, bool transposed, str impl) -> Tensor",
     lambda a, y, x_offsets, y_offsets, out_rows, transposed, impl: y.new_empty(out_rows, y.shape[1]),
     {
-        0: lambda grad, a, y, x_offsets, y_offsets, out_rows, transposed, impl: _jagged_jagged_bmm_jagged_out(
+        0: lambda grad, a, y, x_offsets, y_offsets, out_rows, transposed, impl: operators.jagged_jagged_bmm_jagged_out(
             *((y, grad) if transposed else (grad, y)), x_offsets, y_offsets, a.shape[0], impl
         ),
-        1: lambda grad, a, y, x_offsets, y_offsets, out_rows, transposed, impl: _array_jagged_bmm_jagged_out(
+        1: lambda grad, a, y, x_offsets, y_offsets, out_rows, transposed, impl: operators.array_jagged_bmm_jagged_out(
             a, grad, x_offsets, y_offsets, y.shape[0], not transposed, impl
         ),
     },
@@ -148,29 +148,29 @@ def _softmax2_backward_wrt_out(
     return _softmax_backward_wrt_out(grad[:, None], dout[:, None], out[:, None], rows)[:, 0]
 
 
-_jagged_softmax_bwd = _operator(
+_operator(
     "jagged_softmax_bwd(Tensor grad, Tensor out, Tensor offsets, str impl) -> Tensor",
     _empty_like_first,
     {
-        0: lambda grad, dout, out, offsets, impl: _jagged_softmax_bwd(grad, out, offsets, impl),
+        0: lambda grad, dout, out, offsets, impl: operators.jagged_softmax_bwd(grad, out, offsets, impl),
         1: lambda grad, dout, out, offsets, impl: _softmax_backward_wrt_out(grad, dout, out, offsets),
     },
 )
-_jagged_softmax = _operator(
+_operator(
     "jagged_softmax(Tensor x, Tensor offsets, str impl) -> Tensor",
     _empty_like_first,
-    {0: lambda grad, *saved: _jagged_softmax_bwd(grad, *saved)},
+    {0: lambda grad, *saved: operators.jagged_softmax_bwd(grad, *saved)},
     saves_output=True,
 )
-_jagged2_softmax_bwd = _operator(
+_operator(
     "jagged2_softmax_bwd(Tensor grad, Tensor out, Tensor x_offsets, Tensor y_offsets, str impl) -> Tensor",
     _empty_like_first,
-    {0: lambda grad, dout, *saved: _jagged2_softmax_bwd(grad, *saved), 1: _softmax2_backward_wrt_out},
+    {0: lambda grad, dout, *saved: operators.jagged2_softmax_bwd(grad, *saved), 1: _softmax2_backward_wrt_out},
 )
-_jagged2_softmax = _operator(
+_operator(
     "jagged2_softmax(Tensor a, Tensor x_offsets, Tensor y_offsets, str impl) -> Tensor",
     _empty_like_first,
-    {0: lambda grad, *saved: _jagged2_softmax_bwd(grad, *saved)},
+    {0: lambda grad, *saved: operators.jagged2_softmax_bwd(grad, *saved)},
     saves_output=True,
 )
 
@@ -202,7 +202,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
     check_dim("dense", dense, "[B, D, T]")
     check_size("dense", dense.shape[1], x.shape[1], "D")
     check_offsets("offsets", offsets, x.shape[0], "x", x, dense.shape[0])
-    return _call(_jagged_dense_bmm, reference.jagged_dense_bmm, impl, x, offsets, dense, options=(False,))
+    return _call("jagged_dense_bmm", impl, x, offsets, dense, options=(False,))
 
 
 @public
@@ -231,7 +231,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "aut
     check_dim("y", y, "[S, T]")
     check_size("y", y.shape[0], x.shape[0], "S")
     check_offsets("offsets", offsets, x.shape[0], "x", x)
-    return _call(_jagged_jagged_bmm, reference.jagged_jagged_bmm, impl, x, y, offsets)
+    return _call("jagged_jagged_bmm", impl, x, y, offsets)
 
 
 @public
@@ -257,7 +257,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     check_floating(x=x)
     check_dim("x", x, "[S, T]")
     check_offsets("offsets", offsets, x.shape[0], "x", x)
-    return _call(_jagged_softmax, reference.jagged_softmax, impl, x, offsets)
+    return _call("jagged_softmax", impl, x, offsets)
 
 
 @public
@@ -305,8 +305,7 @@ def jagged_jagged_bmm_jagged_out(
         out_size = count_pairs(x_offsets, y_offsets)
     else:
         check_pairs("out_size", out_size, x_offsets, y_offsets)
-    plain = reference.jagged_jagged_bmm_jagged_out
-    return _call(_jagged_jagged_bmm_jagged_out, plain, impl, x, y, x_offsets, y_offsets, out_size)
+    return _call("jagged_jagged_bmm_jagged_out", impl, x, y, x_offsets, y_offsets, out_size)
 
 
 @public
@@ -336,7 +335,7 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     check_offsets("x_offsets", x_offsets, None, "", a)
     check_offsets("y_offsets", y_offsets, None, "", a, x_offsets.shape[0] - 1)
     check_pairs("a", a.shape[0], x_offsets, y_offsets)
-    return _call(_jagged2_softmax, reference.jagged2_softmax, impl, a, x_offsets, y_offsets)
+    return _call("jagged2_softmax", impl, a, x_offsets, y_offsets)
 
 
 @public
@@ -373,13 +372,11 @@ def array_jagged_bmm_jagged_out(
     check_floating(a=a, y=y)
     check_dim("a", a, "[Σ L·M]")
     check_dim("y", y, "[R, D]")
-    check_offsets("x_offsets", x_offsets, None, "", y)
     check_count("out_rows", out_rows)
-    if out_rows is None:
-        out_rows = y.shape[0] if y_offsets is None else int(x_offsets[-1])
-    y_offsets = x_offsets if y_offsets is None else y_offsets
+    if y_offsets is None:
+        y_offsets, out_rows = x_offsets, y.shape[0] if out_rows is None else out_rows
     check_offsets("x_offsets", x_offsets, out_rows, "the output (out_rows)", y)
+    out_rows = int(x_offsets[-1]) if out_rows is None else out_rows
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
     check_pairs("a", a.shape[0], x_offsets, y_offsets)
-    plain = reference.array_jagged_bmm_jagged_out
-    return _call(_array_jagged_bmm_jagged_out, plain, impl, a, y, x_offsets, y_offsets, out_rows, options=(False,))
+    return _call("array_jagged_bmm_jagged_out", impl, a, y, x_offsets, y_offsets, out_rows, options=(False,))

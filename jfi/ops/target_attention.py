@@ -126,19 +126,8 @@ def target_attention(
         >>> jfi.ops.target_attention(query, table, indices=ids, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    inputs, impl = prepare_target_attention(
-        query,
-        key,
-        value,
-        offsets=offsets,
-        indices=indices,
-        key_bias=key_bias,
-        key_bias_index=key_bias_index,
-        value_scale=value_scale,
-        scale=scale,
-        max_seqlen=max_seqlen,
-        impl=impl,
-    )
+    by_event = (offsets, indices, key_bias, key_bias_index, value_scale)
+    inputs, impl = prepare_target_attention(query, key, value, *by_event, scale, max_seqlen, impl)
     if impl == "torch" and query.is_cuda:
         query, key, value, offsets, key_bias, *_, scale, _ = inputs
         return reference.target_attention(query, key, value, offsets, key_bias, scale)
@@ -149,9 +138,8 @@ def prepare_target_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None,
-    *,
     offsets: Tensor,
-    indices: Tensor | tuple[Tensor, ...] | None = None,
+    indices: Tensor | tuple[Tensor, ...] | None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
     value_scale: Tensor | None,
