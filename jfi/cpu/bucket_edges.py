@@ -52,7 +52,7 @@ def bucket_edges(
 def _search(
     query_offsets: Tensor, key_offsets: Tensor, query_time: Tensor, key_time: Tensor, least: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of its sample's keys are older than each query, [R], and how many have at least each age, [R, n]."""
+    """Counts the keys of its sample that are older than each query, [R], and that have at least each age, [R, n]."""
     is_exact = all(not x.is_floating_point() or _is_whole(x) for x in (query_time, key_time))
     if is_exact:
         query_time, key_time = query_time.long(), key_time.long()

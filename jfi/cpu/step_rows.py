@@ -29,7 +29,7 @@ def step_rows(
     learning_rate: Tensor,
     step: Tensor,
 ) -> None:
-    """As `jfi.ops.step_rows.step_rows`."""
+    """Steps the rows, as `jfi.ops.step_rows.step_rows` says."""
     first = [0, *accumulate(table.shape[0] for table in tables)]
     bounds = torch.tensor(first, dtype=sorted_rows.rows.dtype, device=sorted_rows.rows.device)
     used = int(torch.searchsorted(sorted_rows.rows, bounds[-1]))  # padding lies behind
