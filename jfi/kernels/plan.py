@@ -270,11 +270,14 @@ class KernelPlan:
 
     @cached_property
     def constants(self) -> dict[str, object]:
-        """The constants that a launcher passes in addition to SPEC."""
+        """The options by name."""
+        return dict(self.options)
+
+    @cached_property
+    def launch(self) -> dict[str, int]:
+        """Triton's options."""
         launch = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers is not None:
-            launch["maxnreg"] = self.max_registers
-        return dict(self.options) | launch
+        return launch if self.max_registers is None else launch | {"maxnreg": self.max_registers}
 
     def __repr__(self) -> str:
         if not self.block_n:

@@ -304,26 +304,13 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
     assert ranges <= max(num_sms * programs, 1) or chunk == plan.MIN_CHUNK
 
 
-def specs_of(kind: str) -> list[tuple]:
-    """Two equal specs and another one."""
-    chosen = explain(1024, 500_000, 128, 300)
-    if kind == "target":
-        spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
-        return [spec.of(chosen.problem, 16, block_n) for block_n in (64, 64, 32)]
-    if kind == "jagged":
-        spec = pytest.importorskip("jfi.kernels.jagged_attention.visibility").JaggedSpec
-        return [
-            spec.of(chosen.problem, chosen.forward[0], (True, right, 0, False, False)) for right in (True, True, False)
-        ]
-    spec = pytest.importorskip("jfi.kernels.jagged_attention.sm90").Sm90Spec
-    return [
-        spec.of(chosen.problem, chosen.forward[0], 64, (True, right, 0, False, False)) for right in (True, True, False)
-    ]
-
-
-@pytest.mark.parametrize("kind", ["target", "jagged", "sm90"])
-def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do(kind):
-    first, equal, other = specs_of(kind)
+def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
+    spec, chosen = pytest.importorskip("jfi.kernels.common.spec"), explain(1024, 500_000, 128, 300)
+    visibility = pytest.importorskip("jfi.kernels.jagged_attention.visibility").Visibility
+    first, equal, other = (
+        spec.attention_spec(chosen.problem, chosen.forward[0], visibility(True, right, 0, False, False))
+        for right in (True, True, False)
+    )
     assert json.loads(json.dumps(first))[0] == {"constexpr": 1}
     assert first == equal and hash(first) == hash(equal) and str(first) == str(equal)
     assert first != other and hash(first) != hash(other) and str(first) != str(other)

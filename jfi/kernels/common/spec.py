@@ -1,12 +1,19 @@
-"""The compile-time constants of an attention kernel: one value, ``SPEC``, instead of a parameter each.
+"""The compile-time constants of a kernel: one value, ``SPEC``, instead of a parameter each.
 
 A kernel declares ``SPEC: tl.constexpr`` and reads ``SPEC.head_dim``.  Every field must be a ``tl.constexpr`` when the
 kernel is launched (Triton takes a plain int for a runtime value), and a spec cannot be built inside of a kernel.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
+from dataclasses import fields
+from functools import cache
 
 import triton.language as tl
+from triton.runtime import JITFunction
+
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.plan import AttentionProblem, KernelPlan, Split, cached
+from jfi.utils.integers import power_of_two
 
 
 class Constant(tl.constexpr, dict):
@@ -17,47 +24,40 @@ class Constant(tl.constexpr, dict):
         dict.update(self, constexpr=self.value)
 
 
-class AttentionSpec(NamedTuple):
-    """The constants of the kernels of one attention problem, and their tiles.
+class _Spec:
+    """The methods of a named tuple of constants."""
 
-    Attributes:
-        num_kv_heads: G, key heads.
-        qheads_per_kvhead: H/G, query heads that share a key head.
-        head_dim: D, the width of a query and of a key head.
-        value_dim: E, the width of a value head.
-        shared_kv: value = key; each history row is loaded once.
-        has_bias: scores have a bias by event and head.
-        bias_by_index: the bias is a table; each event names one of its rows.
-        has_value_scale: values are multiplied by a number per event.
-        num_fields: tensors that hold a history row, in equal parts: 1 or 2.
-        num_tables: tables that hold the history's rows, which are read by id and summed; 0 where the history is dense.
-        num_words: int32 words of an event of packed digits; 0 where events are rows of numbers.
-        precision: ``input_precision`` of tl.dot.
-        block_m: query rows of a tile.
-        block_n: history rows (keys) of a tile.
-        block_d, block_e: the powers of two that cover head_dim and value_dim.
-    """
+    def __repr__(self) -> str:
+        """An expression that makes it in any scope: Inductor writes an exported kernel's constants into its code."""
+        values = {name: x.value for name, x in self._asdict().items()}
+        return f"__import__({__name__!r}, fromlist=['spec_of']).spec_of(**{values!r})"
 
-    num_kv_heads: tl.constexpr
-    qheads_per_kvhead: tl.constexpr
-    head_dim: tl.constexpr
-    value_dim: tl.constexpr
-    shared_kv: tl.constexpr
-    has_bias: tl.constexpr
-    bias_by_index: tl.constexpr
-    has_value_scale: tl.constexpr
-    num_fields: tl.constexpr
-    num_tables: tl.constexpr
-    num_words: tl.constexpr
-    precision: tl.constexpr
-    block_m: tl.constexpr
-    block_n: tl.constexpr
-    block_d: tl.constexpr
-    block_e: tl.constexpr
 
-    @classmethod
-    def of(cls, problem, block_m: int, block_n: int) -> "AttentionSpec":
-        """The spec of a `jfi.kernels.plan.AttentionProblem` on such tiles."""
-        fields = {name: getattr(problem, name) for name in cls._fields[:12]}
-        blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
-        return cls(**{name: Constant(x) for name, x in (fields | blocks).items()})
+@cache
+def _type_of(names: tuple[str, ...]) -> type:
+    return type("Spec", (_Spec, namedtuple("Spec", names)), {})
+
+
+def spec_of(**values: object) -> tuple:
+    """Returns a named tuple of constants."""
+    return _type_of(tuple(values))(*map(Constant, values.values()))
+
+
+def attention_spec(problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None) -> tuple:
+    """Returns the constants of an attention kernel: of its problem, of its plan with all options, and more."""
+    values = {field.name: getattr(problem, field.name) for field in fields(problem)[:12]}
+    values |= {"block_m": kernel.block_m, "block_n": kernel.block_n}
+    values |= {"block_d": problem.block_d, "block_e": problem.block_e}
+    values |= {"stages": kernel.num_stages, "num_splits": kernel.num_splits}
+    values["program_per_sample"] = kernel.split in (Split.SAMPLE, Split.LONGEST_FIRST)
+    values["longest_first"] = kernel.split is Split.LONGEST_FIRST
+    values |= {"block_h": power_of_two(problem.qheads_per_kvhead)} | {name.lower(): x for name, x in kernel.options}
+    return spec_of(**values, **(more._asdict() if more else {}))
+
+
+@cached
+def attention_launcher(
+    function: JITFunction, problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None
+) -> Launcher:
+    """Returns the launcher of a plan's kernel; more: a named tuple of further constants."""
+    return Launcher(function, SPEC=attention_spec(problem, kernel, more), **kernel.launch)

@@ -34,7 +34,7 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA))
 COLS = gl.constexpr(gl.SliceLayout(0, MMA))
 #: Parameters with a number per event, which may begin anywhere.
-EVENTS = ["index_ptr", "bias_index_ptr", "value_scale_ptr"]
+EVENTS = ["bias_index_ptr", "value_scale_ptr", "index_0"]
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
@@ -85,7 +85,7 @@ def row_layout(units, digits):
 
 
 @gluon.jit
-def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
+def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
     """[N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on.
 
     By id 0 where the index is outside of the ``digit_rows`` of the table.
@@ -97,7 +97,8 @@ def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MA
     dtype: gl.constexpr = gl.uint32 if BITS == 32 else gl.uint16 if BITS == 16 else gl.uint8
     at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, LAYOUT))
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, LAYOUT))
-    ptr = events[0].to(gl.pointer_type(dtype), bitcast=True)
+    words_ptr, index_ptr, digit_rows = words
+    ptr = words_ptr.to(gl.pointer_type(dtype), bitcast=True)
     mask = (at < left)[:, None]
     if SPEC.num_tables > 0:
         index_ptr += n
@@ -117,27 +118,29 @@ def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MA
 
 
 @gluon.jit
-def load_events(
-    events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R: gl.constexpr, SPEC: gl.constexpr
-):
+def load_events(events, n, SPEC: gl.constexpr):
     """The units of the events from n on as scores and as weighted sums take them, of any samples; 0 behind the last.
 
-    With BLOCK_R the rows of the table of biases [N] too, else a number that nobody reads.
+    With block_r the rows of the table of biases [N] too, else a number that nobody reads.
+
+    events: (pointers to the words, to the ids and to the rows of the table of biases, rows of the words, events).
     """
+    words_ptr, index_ptr, bias_index_ptr, digit_rows, num_events = events
+    words = (words_ptr, index_ptr, digit_rows)
     table_row = n.to(gl.int32)
-    if BLOCK_R > 0:
+    if SPEC.block_r > 0:
         at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(0, RIGHT))
         # The low words: fewer registers, which would otherwise make loads wait for one another.
         WORDS: gl.constexpr = bias_index_ptr.dtype.element_ty.primitive_bitwidth // 32
         ptr = bias_index_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + n * WORDS
         table_row = gl.load(ptr + at * WORDS, mask=at < num_events - n, other=0)
     if n + SPEC.block_n <= num_events:
-        along_k = load_units(events, index_ptr, digit_rows, n, SPEC.block_n, True, False, SPEC)
-        along_n = load_units(events, index_ptr, digit_rows, n, SPEC.block_n, False, False, SPEC)
+        along_k = load_units(words, n, SPEC.block_n, True, False, SPEC)
+        along_n = load_units(words, n, SPEC.block_n, False, False, SPEC)
     else:
         left = (num_events - n).to(gl.int32)
-        along_k = load_units(events, index_ptr, digit_rows, n, left, True, True, SPEC)
-        along_n = load_units(events, index_ptr, digit_rows, n, left, False, True, SPEC)
+        along_k = load_units(words, n, left, True, True, SPEC)
+        along_n = load_units(words, n, left, False, True, SPEC)
     return along_k, along_n, table_row
 
 
@@ -225,13 +228,13 @@ def store_sums(base, x, num_rows, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def load_table(bias_ptr, first_row, table_rows, factor, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
-    """A table of biases as left operands [M, BLOCK_R], by query row: times ``factor``, in two parts of bfloat16.
+def load_table(bias_ptr, first_row, table_rows, factor, SPEC: gl.constexpr):
+    """A table of biases as left operands [M, block_r], by query row: times ``factor``, in two parts of bfloat16.
 
     A product with 0 must be 0, so -inf is a finite number; `hide_lowest` makes it -inf again.
     """
     row = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, LEFT))
-    table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, LEFT))
+    table_row = gl.arange(0, SPEC.block_r, layout=gl.SliceLayout(0, LEFT))
     where = (table_row * SPEC.qheads_per_kvhead)[None, :] + ((first_row + row) % SPEC.qheads_per_kvhead)[:, None]
     keep = (table_row < table_rows)[None, :] & (row >= 0)[:, None]
     table = gl.load(bias_ptr + where, mask=keep, other=0.0).to(gl.float32) * factor
@@ -241,14 +244,14 @@ def load_table(bias_ptr, first_row, table_rows, factor, BLOCK_R: gl.constexpr, S
 
 
 @gluon.jit
-def table_scores(table, table_row, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
+def table_scores(table, table_row, SPEC: gl.constexpr):
     """[M, N]: each event's bias, products of the table with columns that are 1 at the event's row and 0 elsewhere.
 
     An event whose row is outside of the table has no such column, and a bias of 0.
     """
     high, low = table
-    row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, RIGHT))
-    table_row = gl.minimum(table_row.to(gl.uint32, bitcast=True), BLOCK_R).to(gl.int32, bitcast=True)
+    row = gl.arange(0, SPEC.block_r, layout=gl.SliceLayout(1, RIGHT))
+    table_row = gl.minimum(table_row.to(gl.uint32, bitcast=True), SPEC.block_r).to(gl.int32, bitcast=True)
     # 1.0 in bfloat16, shifted to its half of a register of two neighbours, or out of it: shifts are clamped.
     shift = (table_row[None, :] - (row & -2)[:, None]) * 16
     ones = gl.inline_asm_elementwise("shl.b32 $0, 0x3F80, $1;", "=r,r,r", [shift], gl.int16, True, 2)

@@ -33,23 +33,9 @@ def _load_queries(queries, first_row, num_rows, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _gradients(
-    operands,
-    table,
-    units,
-    bias_ptrs,
-    value_scale_ptr,
-    grads,
-    n,
-    left,
-    rows,
-    sums,
-    scale,
-    BLOCK_R: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows, sums, scale, SPEC: gl.constexpr):
     """(dq, dtable) after the events from n on, at most ``left`` of them; dtable by query row."""
-    q, grad, lse2, delta = operands
+    q, grad, lse2, delta, table = operands
     along_k, along_n, table_row = units
     dq, dtable = sums
     dq_ptr, dbias_ptr = grads
@@ -57,10 +43,10 @@ def _gradients(
     keys = tile.keys_of(along_k, q.dtype, SPEC)
     zero = gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA)
     s = zero
-    if BLOCK_R > 0:
-        s = tile.table_scores(table, table_row, BLOCK_R, SPEC)
+    if SPEC.block_r > 0:
+        s = tile.table_scores(table, table_row, SPEC)
     s = mma_v2(q, keys, s) * (scale * (LOG2E / UNIT)) - lse2[:, None]
-    if SPEC.has_bias and BLOCK_R == 0:
+    if SPEC.has_bias and SPEC.block_r == 0:
         s += tile.load_bias(bias_ptrs, n, left, rows, SPEC) * LOG2E
     elif left < SPEC.block_n:
         s = gl.where((at < left)[None, :], s, -float("inf"))
@@ -70,10 +56,10 @@ def _gradients(
         dp = dp * tile.load_scale(value_scale_ptr, n, left, SPEC)
     ds = p * (dp - delta[:, None])  # times UNIT
     weights = gl.convert_layout(ds.to(q.dtype), LEFT, assert_trivial=True)
-    if (BLOCK_R > 0) and (dbias_ptr is not None):
+    if (SPEC.block_r > 0) and (dbias_ptr is not None):
         # Which events have which row of the table: they are summed in their order.
         event = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, RIGHT))
-        table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, RIGHT))
+        table_row = gl.arange(0, SPEC.block_r, layout=gl.SliceLayout(0, RIGHT))
         # From the nearest cache, where the tile's rows have been loaded ahead.
         index = gl.load(bias_ptrs[1] + n + event, mask=event < left, other=0).to(gl.int32)
         of_row = (index[:, None] == table_row[None, :]).to(q.dtype)
@@ -89,79 +75,67 @@ def _gradients(
 
 
 @gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "num_events", "table_rows", "digit_rows"],
-    do_not_specialize_on_alignment=EVENTS,
+    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
 )
 def digit_attention_registers_bwd_kernel(
-    queries,
-    events,
-    index_ptr,
+    tensors,
+    history,
     bias_index_ptr,
     value_scale_ptr,
-    grads,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
     batch,
     num_rows,
     chunk,
-    num_events,
     table_rows,
     digit_rows,
     scale,
     SPEC: gl.constexpr,
-    BLOCK_R: gl.constexpr,
 ):
-    """A program per tile of query rows and stream-K range.
+    """A program per tile of query rows and stream-K range; sums of a table's gradient are by query row.
 
-    With BLOCK_R the bias is a table whose gradient each program sums by query row; else dbias is by event.
-
-    ``grads`` are pointers to dq, dbias and the ranges' parts of dq, None for what is not needed.
+    Parameters are those of `target_attention_single_tile_bwd_kernel`.
     """
     L: gl.constexpr = SPEC.head_dim
     H: gl.constexpr = SPEC.qheads_per_kvhead
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
-    offsets_ptr = events[2]
-    bias_ptrs = (events[1], bias_index_ptr, table_rows)
-    dq_ptr, dbias_ptr, partial_ptr = grads
+    q_ptr, grad_ptr, out_ptr, lse_ptr, dq_ptr, _dk_ptr, _dv_ptr, dbias_ptr, _dsecond_ptr, partial_ptr = tensors
+    queries = (q_ptr, grad_ptr, out_ptr, lse_ptr)
+    offsets_ptr, bias_ptr = history[0], history[2]
+    bias_ptrs = (bias_ptr, bias_index_ptr, table_rows)
     program = gl.program_id(0)
     start = program.to(gl.int64) * chunk
     end = start + chunk
     row = gl.program_id(1) * SPEC.block_m
     rows = (row, num_rows - row)
+    grads = (dq_ptr, dbias_ptr)
     if dq_ptr is not None:
         _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
     split = start * 0 - 1
+    num_events = gl.load(offsets_ptr + batch).to(gl.int64)
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
     next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
     table = (scale, scale)
-    if BLOCK_R > 0:
-        table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
-    units = tile.load_events(events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
-    dtable = gl.zeros([SPEC.block_m, BLOCK_R if BLOCK_R > 0 else 8], gl.float32, MMA)
+    if SPEC.block_r > 0:
+        table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
+    events = (history[3], index_0, bias_index_ptr, digit_rows, num_events)
+    units = tile.load_events(events, n, SPEC)
+    dtable = gl.zeros([SPEC.block_m, SPEC.block_r if SPEC.block_r > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
-        operands = _load_queries(queries, first_row, rows[1], SPEC)
+        q, grad, lse2, delta = _load_queries(queries, first_row, rows[1], SPEC)
+        operands = (q, grad, lse2, delta, table)
         dq = gl.zeros([SPEC.block_m, COLUMNS], gl.float32, MMA)
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(
-                events, index_ptr, digit_rows, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC
-            )
+            next_units = tile.load_events(events, ahead, SPEC)
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             sums = (dq, dtable)
             dq, dtable = _gradients(
-                operands,
-                table,
-                units,
-                bias_ptrs,
-                value_scale_ptr,
-                (dq_ptr, dbias_ptr),
-                first,
-                left,
-                rows,
-                sums,
-                scale,
-                BLOCK_R,
-                SPEC,
+                operands, units, bias_ptrs, value_scale_ptr, grads, first, left, rows, sums, scale, SPEC
             )
             units = next_units
         if dq_ptr is not None:
@@ -178,10 +152,10 @@ def digit_attention_registers_bwd_kernel(
         n = high
         high = next_high
         next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
-    if (BLOCK_R > 0) and (dbias_ptr is not None):
+    if (SPEC.block_r > 0) and (dbias_ptr is not None):
         # [programs, T, R, H]
         own_row = gl.arange(0, SPEC.block_m, layout=ROWS)
-        table_row = gl.arange(0, BLOCK_R, layout=COLS)
+        table_row = gl.arange(0, SPEC.block_r, layout=COLS)
         base = dbias_ptr + program.to(gl.int64) * (num_rows * table_rows)
         to = (row + own_row) // H * (table_rows * H) + (row + own_row) % H
         keep = (own_row < rows[1])[:, None] & (table_row < table_rows)[None, :]

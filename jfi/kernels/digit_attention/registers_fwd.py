@@ -17,30 +17,17 @@ behind_partials = gluon.jit(behind_partials.fn)
 
 
 @gluon.jit
-def _attend(
-    q,
-    table,
-    units,
-    bias_ptrs,
-    value_scale_ptr,
-    n,
-    left,
-    rows,
-    state,
-    scale,
-    BLOCK_R: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def _attend(q, table, units, bias_ptrs, value_scale_ptr, n, left, rows, state, scale, SPEC: gl.constexpr):
     """The running maximum (base 2), sum and weighted sum after the events from n on, at most ``left`` of them."""
     along_k, along_n, table_row = units
     maximum, total, acc = state
-    if BLOCK_R > 0:
-        s = tile.table_scores(table, table_row, BLOCK_R, SPEC)
+    if SPEC.block_r > 0:
+        s = tile.table_scores(table, table_row, SPEC)
     else:
         s = gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA)
     s = mma_v2(q, tile.keys_of(along_k, q.dtype, SPEC), s)
     factor = scale * (LOG2E / UNIT)
-    if SPEC.has_bias and BLOCK_R == 0:
+    if SPEC.has_bias and SPEC.block_r == 0:
         s = s * factor + tile.load_bias(bias_ptrs, n, left, rows, SPEC) * LOG2E
         factor = 1.0
     elif left < SPEC.block_n:
@@ -62,12 +49,14 @@ def _attend(
     do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
 )
 def digit_attention_registers_fwd_kernel(
-    q_ptr,
-    events,
-    index_ptr,
+    queries,
+    history,
     bias_index_ptr,
     value_scale_ptr,
-    outputs,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
     batch,
     num_rows,
     chunk,
@@ -75,17 +64,17 @@ def digit_attention_registers_fwd_kernel(
     digit_rows,
     scale,
     SPEC: gl.constexpr,
-    BLOCK_R: gl.constexpr,
 ):
     """While a tile is attended to, the events of the next are under way, be it of the next sample.
 
-    With BLOCK_R the bias is a table of at most so many rows, which the program keeps.
+    With block_r the bias is a table of at most so many rows, which the program keeps.  Parameters are those of
+    `target_attention_single_tile_fwd_kernel`.
     """
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     L: gl.constexpr = SPEC.head_dim
-    offsets_ptr = events[2]
-    bias_ptrs = (events[1], bias_index_ptr, table_rows)
-    out_ptr, lse_ptr, partial_ptr = outputs
+    offsets_ptr, bias_ptr = history[0], history[2]
+    bias_ptrs = (bias_ptr, bias_index_ptr, table_rows)
+    q_ptr, out_ptr, lse_ptr, partial_ptr = queries
     program = gl.program_id(0)
     start = program.to(gl.int64) * chunk
     end = start + chunk
@@ -99,10 +88,11 @@ def digit_attention_registers_fwd_kernel(
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
     next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
     table = (scale, scale)
-    if BLOCK_R > 0:
+    if SPEC.block_r > 0:
         # In the units of the products of queries and digits.
-        table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
-    units = tile.load_events(events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
+        table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
+    events = (history[3], index_0, bias_index_ptr, digit_rows, num_events)
+    units = tile.load_events(events, n, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
         q = tile.by_column(tile.load_rows(q_ptr + first_row * L, rows[1], SPEC))
@@ -112,16 +102,14 @@ def digit_attention_registers_fwd_kernel(
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(
-                events, index_ptr, digit_rows, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC
-            )
+            next_units = tile.load_events(events, ahead, SPEC)
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             state = (maximum, total, acc)
             maximum, total, acc = _attend(
-                q, table, units, bias_ptrs, value_scale_ptr, first, left, rows, state, scale, BLOCK_R, SPEC
+                q, table, units, bias_ptrs, value_scale_ptr, first, left, rows, state, scale, SPEC
             )
             units = next_units
-        if BLOCK_R > 0:
+        if SPEC.block_r > 0:
             maximum = tile.hide_lowest(maximum)
             total = gl.where(maximum == -float("inf"), 0.0, total)
             acc = gl.where((maximum == -float("inf"))[:, None], 0.0, acc)

@@ -1,17 +1,16 @@
 """Launches the Hopper kernels of jagged attention as a plan says."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import JITFunction
 
 from jfi.kernels.common.combine import SplitPartials
-from jfi.kernels.common.launch import Launcher, empty_like
+from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import Constant
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel
@@ -19,69 +18,21 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.visibility import Visibility, add_totals, bounds, query_parts
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split
 from jfi.utils.operands import JaggedAttentionInputs
 
 
-class Sm90Spec(NamedTuple):
-    """The constants of the Hopper kernels; widths and the other side's tiles follow from the descriptors.
-
-    Attributes:
-        warp_groups: consumers of a program.
-        stages: tiles of the other side in shared memory; q_stages: tiles of queries, in the forward.
-        num_splits: work tiles of each tile and key head.
-    """
-
-    num_kv_heads: gl.constexpr
-    qheads_per_kvhead: gl.constexpr
-    shared_kv: gl.constexpr
-    has_bias: gl.constexpr
-    has_left: gl.constexpr
-    has_right: gl.constexpr
-    num_buckets: gl.constexpr  # 0: no edges
-    has_table: gl.constexpr
-    is_causal: gl.constexpr
-    warp_groups: gl.constexpr
-    stages: gl.constexpr
-    q_stages: gl.constexpr
-    num_splits: gl.constexpr
-
-    @classmethod
-    def of(cls, problem: AttentionProblem, kernel: KernelPlan, rows: int, visibility: Visibility) -> "Sm90Spec":
-        """rows: of a program's own tile."""
-        fields = [getattr(problem, name) for name in cls._fields[:4]]
-        warp_groups = rows // ROWS.value
-        # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
-        pipeline = (warp_groups, kernel.num_stages, 3 - warp_groups, kernel.num_splits)
-        return cls(*map(Constant, (*fields, *visibility, *pipeline)))
-
-
-#: By the name in a plan.
-_KERNELS = {
-    "jagged_attention_sm90_fwd": jagged_attention_sm90_fwd_kernel,
-    "jagged_attention_sm90_dquery": jagged_attention_sm90_dquery_kernel,
-    "jagged_attention_sm90_dkey": jagged_attention_sm90_dkey_kernel,
-}
-
-
-@cached
-def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, visibility: Visibility) -> Launcher:
-    """rows: of a program's own tile."""
-    spec = Sm90Spec.of(problem, plan, rows, visibility)
-    return Launcher(_KERNELS[plan.kernel], SPEC=spec, num_warps=plan.num_warps, maxnreg=plan.max_registers)
-
-
 def _launch(
+    function: JITFunction,
     plan: KernelPlan,
     problem: AttentionProblem,
     x: JaggedAttentionInputs,
-    rows: int,
     descriptors: tuple[TensorDescriptor, ...],
     tensors: tuple,
     numbers: tuple[int | float, ...],
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
-    launcher = _launcher(plan, problem, rows, Visibility.of(x))
+    launcher = attention_launcher(function, problem, plan, Visibility.of(x))
     total = tensors[0].shape[0] * problem.num_kv_heads * plan.num_splits
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
@@ -102,7 +53,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     partials = SplitPartials(out, problem.num_kv_heads, kernel.num_splits) if kernel.num_splits > 1 else None
     results = (out, lse) if partials is None else (partials.values, partials.lse)
     tensors = (tiles, (x.bias, x.edges, x.table), *results)
-    _launch(kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
+    _launch(jagged_attention_sm90_fwd_kernel, kernel, problem, x, descriptors, tensors, numbers)
     if partials is not None:
         partials.combine(out, lse)
     return out, lse
@@ -138,7 +89,15 @@ def backward(
     for first, count, offsets, sums in query_parts(x, needed[4]):
         tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
         tensors = (tiles, (*biases, out, lse, dlse), (stats, dquery, sums))
-        _launch(dquery_plan, problem, x, block_m, descriptors, tensors, (rows * qheads_per_kvhead, first, *numbers))
+        _launch(
+            jagged_attention_sm90_dquery_kernel,
+            dquery_plan,
+            problem,
+            x,
+            descriptors,
+            tensors,
+            (rows * qheads_per_kvhead, first, *numbers),
+        )
         if sums is not None:
             totals.append(sums.sum(0))
     dtable = add_totals(totals, x.table)
@@ -152,5 +111,13 @@ def backward(
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
-    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
+    _launch(
+        jagged_attention_sm90_dkey_kernel,
+        dkey_plan,
+        problem,
+        x,
+        descriptors,
+        tensors,
+        (rows * qheads_per_kvhead, *numbers),
+    )
     return dquery, dkey, dvalue, dbias, dtable

@@ -111,7 +111,7 @@ def _load_stats(more, stage, row, end, own_row, work_tile, kv_head, SPEC: gl.con
         first_end = gl.load(more.edges_ptr + (row // QHEADS_PER_KVHEAD).to(gl.int64) * EDGES) // MAX_BUCKETS
         last_begin = gl.load(more.edges_ptr + last.to(gl.int64) * EDGES + SPEC.num_buckets)
         if SPEC.has_table:
-            WARP_GROUPS: gl.constexpr = SPEC.warp_groups
+            WARP_GROUPS: gl.constexpr = SPEC.block_n // ROWS
             _tile, k_start, num_keys, _q_start, _num_queries = work_tile
             head = kv_head * QHEADS_PER_KVHEAD + at % QHEADS_PER_KVHEAD
             first = own_row - k_start
@@ -288,7 +288,7 @@ def jagged_attention_sm90_dkey_kernel(
     """
     bias_ptr, edges_ptr, table_ptr = biases
     query_time_ptr, key_time_ptr, stats_ptr = saved
-    WARP_GROUPS: gl.constexpr = SPEC.warp_groups
+    WARP_GROUPS: gl.constexpr = SPEC.block_n // ROWS
     STAGES: gl.constexpr = SPEC.stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BY_STAGE: gl.constexpr = STAGES if SPEC.num_buckets else 1

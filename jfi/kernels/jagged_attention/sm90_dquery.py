@@ -227,7 +227,7 @@ def jagged_attention_sm90_dquery_kernel(
     """
     bias_ptr, edges_ptr, table_ptr, out_ptr, lse_ptr, dlse_ptr = inputs
     saved = (out_ptr, lse_ptr, dlse_ptr)
-    WARP_GROUPS: gl.constexpr = SPEC.warp_groups
+    WARP_GROUPS: gl.constexpr = SPEC.block_m // ROWS
     STAGES: gl.constexpr = SPEC.stages
     gl.static_assert(STAGES >= 3)
     bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])

@@ -318,13 +318,15 @@ def jagged_attention_sm90_fwd_kernel(
     scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket.
     """
     bias_ptr, edges_ptr, table_ptr = biases
-    WARP_GROUPS: gl.constexpr = SPEC.warp_groups
+    WARP_GROUPS: gl.constexpr = SPEC.block_m // ROWS
+    # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
+    Q_STAGES: gl.constexpr = 3 - WARP_GROUPS
     STAGES: gl.constexpr = SPEC.stages * (2 if SPEC.shared_kv else 1)
     bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
-    q_smem = pipeline.allocate_tiles(q_desc, SPEC.q_stages * WARP_GROUPS)
+    q_smem = pipeline.allocate_tiles(q_desc, Q_STAGES * WARP_GROUPS)
     k_smem = pipeline.allocate_tiles(k_desc, STAGES)
     v_smem = k_smem if SPEC.shared_kv else pipeline.allocate_tiles(v_desc, STAGES)
-    q_ring = pipeline.ring(SPEC.q_stages, 1, WARP_GROUPS)
+    q_ring = pipeline.ring(Q_STAGES, 1, WARP_GROUPS)
     # A stage of keys is full with the bytes of its tile and with its bias.
     k_ring = pipeline.ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS)
     v_ring = k_ring if SPEC.shared_kv else pipeline.ring(STAGES, 1, WARP_GROUPS)

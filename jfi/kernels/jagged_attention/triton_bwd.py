@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.launch import Launcher, empty_like
+from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
 from jfi.kernels.jagged_attention.buckets import (
@@ -26,7 +27,6 @@ from jfi.kernels.jagged_attention.buckets import (
     visible_range,
 )
 from jfi.kernels.jagged_attention.visibility import (
-    JaggedSpec,
     Visibility,
     add_totals,
     bounds,
@@ -37,8 +37,8 @@ from jfi.kernels.jagged_attention.visibility import (
     seeing_queries,
     visible_keys,
 )
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.kernels.plan import AttentionPlan
+from jfi.utils.integers import ceil_div
 from jfi.utils.operands import JaggedAttentionInputs
 
 
@@ -210,7 +210,6 @@ def jagged_attention_dkey_kernel(
     right,
     scale,
     SPEC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
 ):
     """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel.
 
@@ -223,6 +222,7 @@ def jagged_attention_dkey_kernel(
     by_bucket = (edges_ptr, table_ptr)
     dk_ptr, dv_ptr, dbias_ptr = results
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
+    BLOCK_H: tl.constexpr = SPEC.block_h
     G: tl.constexpr = SPEC.num_kv_heads
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -279,16 +279,6 @@ def jagged_attention_dkey_kernel(
         store_rows(to, dbias, key_at, mask, G * QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD, BLOCK_H)
 
 
-@cached
-def _launchers(
-    problem: AttentionProblem, plans: tuple[KernelPlan, ...], visibility: Visibility
-) -> tuple[Launcher, ...]:
-    kernels = (_statistics_kernel, jagged_attention_dquery_kernel, jagged_attention_dkey_kernel)
-    constants = [{"SPEC": JaggedSpec.of(problem, plan, visibility), **plan.constants} for plan in plans]
-    constants[2]["BLOCK_H"] = power_of_two(problem.qheads_per_kvhead)
-    return tuple(Launcher(kernel, **more) for kernel, more in zip(kernels, constants, strict=True))
-
-
 def backward(
     grad: Tensor,
     dlse: Tensor | None,
@@ -304,19 +294,21 @@ def backward(
     rows = x.query.shape[0] * qheads_per_kvhead
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
     totals, stats = [], lse.new_empty(2, num_kv_heads, rows)
-    launch_statistics, launch_dquery, launch_dkey = _launchers(problem, plan.backward, Visibility.of(x))
-    total = rows * num_kv_heads
-    launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
+    total, visibility = rows * num_kv_heads, Visibility.of(x)
+    launch = attention_launcher(_statistics_kernel, problem, statistics, visibility)
+    launch((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
     inputs = ((x.query, grad, stats), keys_and_values(x), (x.bias, x.edges, x.table))
     numbers = (*bounds(x.left, x.right), x.scale)
+    launch = attention_launcher(jagged_attention_dquery_kernel, problem, dquery_plan, visibility)
     for first, count, offsets, sums in query_parts(x, needed[4]) if needed[0] or needed[4] else ():
         tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, dquery_plan.block_m)
         total = tiles.shape[0] * num_kv_heads
-        launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, rows, first, *numbers))
+        launch((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, rows, first, *numbers))
         if sums is not None:
             totals.append(sums.sum(0))
     if any(needed[1:4]):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
         total, times = tiles.shape[0] * num_kv_heads, (x.query_time, x.key_time)
-        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, rows, *numbers))
+        launch = attention_launcher(jagged_attention_dkey_kernel, problem, dkey_plan, visibility)
+        launch((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, rows, *numbers))
     return dquery, dkey, dvalue, dbias, add_totals(totals, x.table)

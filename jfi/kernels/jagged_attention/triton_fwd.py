@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import log_sum_exp, nonzero, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range
 from jfi.kernels.jagged_attention.visibility import (
-    JaggedSpec,
     Visibility,
     bounds,
     is_visible,
@@ -26,7 +25,7 @@ from jfi.kernels.jagged_attention.visibility import (
     load_keys,
     visible_keys,
 )
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.kernels.plan import AttentionPlan
 from jfi.utils.operands import JaggedAttentionInputs
 
 
@@ -98,12 +97,6 @@ def jagged_attention_fwd_kernel(
     tl.store(lse_ptr + q_base + q_at, log_sum_exp(maximum, weight), mask=q_mask)
 
 
-@cached
-def _launcher(problem: AttentionProblem, kernel: KernelPlan, visibility: Visibility) -> Launcher:
-    spec = JaggedSpec.of(problem, kernel, visibility)
-    return Launcher(jagged_attention_fwd_kernel, SPEC=spec, **kernel.constants)
-
-
 def forward(
     x: JaggedAttentionInputs, plan: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
@@ -115,6 +108,6 @@ def forward(
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
     tensors = (x.query, *keys_and_values(x), x.bias, x.edges, x.table, tiles, out, lse)
-    launcher = _launcher(problem, kernel, Visibility.of(x))
+    launcher = attention_launcher(jagged_attention_fwd_kernel, problem, kernel, Visibility.of(x))
     launch(launcher, (total, 1, 1), tensors, (total, *bounds(x.left, x.right), x.scale))
     return out, lse

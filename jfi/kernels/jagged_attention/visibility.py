@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_digits, load_rows
 from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
-from jfi.kernels.plan import AttentionProblem, KernelPlan
 from jfi.utils.operands import JaggedAttentionInputs
 
 #: Sums by query row, head and bucket that the gradient of such a table is added up from at a time, 64 MB.
@@ -26,55 +24,17 @@ MAX_BUCKET_SUMS = 2**24
 
 
 class Visibility(NamedTuple):
-    """The constants that say which keys queries see: whether a window has bounds, and the edges."""
+    """The constants of kernels that say which keys queries see: whether a window has bounds, and the edges."""
 
     has_left: bool
     has_right: bool
-    num_buckets: int
+    num_buckets: int  # 0: no edges
     has_table: bool
-    is_causal: bool
+    is_causal: bool  # with edges: a query sees its own position
 
     @classmethod
     def of(cls, x: JaggedAttentionInputs) -> "Visibility":
         return cls(x.left is not None, x.right is not None, x.num_buckets, x.table is not None, x.is_causal)
-
-
-class JaggedSpec(NamedTuple):
-    """The constants of the Triton kernels: those of `AttentionSpec` that they need, and whether a window has bounds."""
-
-    num_kv_heads: tl.constexpr
-    qheads_per_kvhead: tl.constexpr
-    head_dim: tl.constexpr
-    value_dim: tl.constexpr
-    shared_kv: tl.constexpr
-    has_bias: tl.constexpr
-    precision: tl.constexpr
-    num_words: tl.constexpr  # of packed digits; 0: keys are rows of numbers
-    has_left: tl.constexpr
-    has_right: tl.constexpr
-    num_buckets: tl.constexpr  # 0: no edges
-    has_table: tl.constexpr
-    is_causal: tl.constexpr  # with edges: a query sees its own position
-    block_m: tl.constexpr
-    block_n: tl.constexpr
-    block_d: tl.constexpr
-    block_e: tl.constexpr
-
-    @classmethod
-    def of(cls, problem: AttentionProblem, kernel: KernelPlan, visibility: "Visibility") -> "JaggedSpec":
-        fields = [getattr(problem, name) for name in cls._fields[:8]]
-        blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
-        return cls.of_values(*fields, *visibility, *blocks)
-
-    @classmethod
-    def of_values(cls, *values: object) -> "JaggedSpec":
-        """The spec of plain values, in the order of the fields."""
-        return cls(*map(Constant, values))
-
-    def __repr__(self) -> str:
-        """An expression that makes it in any scope: Inductor writes an exported kernel's constants into its code."""
-        values = tuple(x.value for x in self)
-        return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec.of_values{values!r}"
 
 
 def query_parts(x: JaggedAttentionInputs, by_bucket: bool) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:

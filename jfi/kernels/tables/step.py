@@ -11,7 +11,6 @@ The optimizers are those of `jfi.utils.operands.RowOptimizer`.
 """
 
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import widen
-from jfi.kernels.common.spec import Constant
+from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
 from jfi.kernels.plan import cached
 from jfi.utils.integers import ceil_div, power_of_two
@@ -35,27 +34,6 @@ MAX_STEPPED_TABLES = 32
 
 #: In the place of an optimizer where the sums themselves are wanted.
 _SUM = RowOptimizer("sum")
-
-
-class StepSpec(NamedTuple):
-    """The constants of a step's kernels.
-
-    ``firsts`` are the numbers of the tables' first rows, and behind them the end. ``aligned`` says whether all tables
-    and states begin at multiples of 16 bytes.
-    """
-
-    name: tl.constexpr
-    eps: tl.constexpr
-    beta1: tl.constexpr
-    beta2: tl.constexpr
-    weight_decay: tl.constexpr
-    average: tl.constexpr
-    firsts: tl.constexpr
-    num_tables: tl.constexpr
-    width: tl.constexpr
-    block_d: tl.constexpr
-    block: tl.constexpr
-    aligned: tl.constexpr
 
 
 @triton.jit
@@ -307,12 +285,15 @@ def step_tiles(width: int) -> tuple[int, int]:
 def _launchers(
     optimizer: RowOptimizer, firsts: tuple[int, ...], width: int, num_grads: int, aligned: bool
 ) -> tuple[Launcher, Launcher]:
+    """Returns the launchers of both kernels.
+
+    ``firsts`` are the numbers of the tables' first rows, and behind them the end; ``aligned`` says whether all tables
+    and states begin at multiples of 16 bytes.
+    """
     block_d = power_of_two(width)
     block, _ = step_tiles(block_d)
-    values = {**optimizer._asdict(), "average": optimizer.average or 0.0, "firsts": firsts}
-    values |= {"num_tables": len(firsts) - 1, "width": width, "block_d": block_d, "block": block}
-    values["aligned"] = aligned
-    spec = StepSpec(**{name: Constant(x) for name, x in values.items()})
+    values = {**optimizer._asdict(), "average": optimizer.average or 0.0, "firsts": firsts, "aligned": aligned}
+    spec = spec_of(**values, num_tables=len(firsts) - 1, width=width, block_d=block_d, block=block)
     chunks = max(COPY_ELEMENTS // block_d, 1)
     return (
         Launcher(step_rows_kernel, SPEC=spec, NUM_GRADS=num_grads, num_warps=1, num_stages=1),

@@ -68,13 +68,9 @@ def backward(
 
 def _kernels(name: str) -> ModuleType:
     """Returns the module that launches a kernel of a plan."""
-    if name.startswith("digit_attention_registers"):
-        from jfi.kernels.digit_attention import execute
-
-        return execute
-    if name.startswith("target_attention_single_tile"):
-        return single_tile_fwd if "_fwd" in name else single_tile_bwd
-    return multi_tile_fwd if "_fwd" in name else multi_tile_bwd
+    if name.startswith("target_attention_multi_tile"):
+        return multi_tile_fwd if "_fwd" in name else multi_tile_bwd
+    return single_tile_fwd if "_fwd" in name else single_tile_bwd
 
 
 def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.launch import Launcher, empty_like
+from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.primitives import most_tiles
-from jfi.kernels.common.spec import AttentionSpec
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention.multi_tile_chunks import (
     STATISTICS,
     history_descriptor,
@@ -26,16 +26,6 @@ from jfi.kernels.target_attention.multi_tile_dhistory import target_attention_mu
 from jfi.kernels.target_attention.multi_tile_dquery import target_attention_multi_tile_dquery_kernel
 from jfi.utils.integers import ceil_div
 from jfi.utils.operands import TargetAttentionInputs
-
-
-@cached
-def _launchers(problem: AttentionProblem, plans: tuple[KernelPlan, ...]) -> list[Launcher]:
-    kernels = (target_attention_multi_tile_dquery_kernel, target_attention_multi_tile_dhistory_kernel)
-    launchers = []
-    for function, kernel in zip(kernels, plans, strict=False):
-        spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-        launchers.append(Launcher(function, SPEC=spec, **kernel.constants))
-    return launchers
 
 
 def backward(
@@ -49,7 +39,6 @@ def backward(
     batch, (num_keys, num_kv_heads, head_dim) = x.query.shape[0], x.key.shape
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
     dquery_plan, *dhistory_plan = chosen.backward
-    dquery_launch, *dhistory_launch = _launchers(problem, chosen.backward)
     if dkey is None and dvalue is None and dbias is None:
         dhistory_plan = []
     partials, grid, numbers = split_into_chunks(x, problem, dquery_plan.block_m, head_dim)
@@ -67,11 +56,13 @@ def backward(
     history = (x.key, x.value, x.bias, x.offsets)
     outputs = (dquery, dkey, dvalue, dbias, partials.values, statistics, tile_samples)
     tensors = ((x.query, grad, out, lse), history, outputs)
-    dquery_launch(grid, tensors, (*numbers, x.scale), descriptors)
+    launch = attention_launcher(target_attention_multi_tile_dquery_kernel, problem, dquery_plan)
+    launch(grid, tensors, (*numbers, x.scale), descriptors)
     if dquery is not None:
         partials.combine(x.offsets, dquery, None)
     if dhistory_plan:
-        kernel, launch = dhistory_plan[0], dhistory_launch[0]
+        kernel = dhistory_plan[0]
+        launch = attention_launcher(target_attention_multi_tile_dhistory_kernel, problem, kernel)
         descriptors = (None, None)
         if kernel.constants["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))

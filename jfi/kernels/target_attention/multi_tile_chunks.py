@@ -135,10 +135,10 @@ def query_places(first, at, kv_head, SPEC: tl.constexpr):
 
 
 @triton.jit
-def sum_heads(ds, at, q_mask, SPEC: tl.constexpr, BLOCK_H: tl.constexpr):
-    """[N, BLOCK_H]: dS [N, M], 0 outside the mask, added up by query head."""
+def sum_heads(ds, at, q_mask, SPEC: tl.constexpr):
+    """[N, block_h]: dS [N, M], 0 outside the mask, added up by query head."""
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
-    if QHEADS_PER_KVHEAD == BLOCK_H and ds.shape[1] % QHEADS_PER_KVHEAD == 0:
+    if SPEC.block_h == QHEADS_PER_KVHEAD and ds.shape[1] % QHEADS_PER_KVHEAD == 0:
         return tl.sum(tl.reshape(ds, (ds.shape[0], ds.shape[1] // QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD)), 1)
-    of_head = ((at % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
+    of_head = ((at % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, SPEC.block_h)[None, :]) & q_mask[:, None]
     return tl.dot(ds, of_head.to(tl.float32), input_precision="tf32x3")

@@ -27,10 +27,9 @@ def _load_queries(
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPEC: tl.constexpr,
-    BY_TMA: tl.constexpr,
 ):
     """[M, D] of a sample's query rows from ``first`` on, 0 past its last; the sample's begin at row ``row``."""
-    if BY_TMA:
+    if SPEC.by_tma:
         return desc.load([sample.to(tl.int32), first, kv_head * WIDTH]).reshape(SPEC.block_m, BLOCK_D)
     else:
         at = first + tl.arange(0, SPEC.block_m)
@@ -48,8 +47,6 @@ def target_attention_multi_tile_dhistory_kernel(
     num_rows,
     scale,
     SPEC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BY_TMA: tl.constexpr,
 ):
     """A program per tile of history rows.  S [N, M]: P and dS go from registers into the products of dv and dk.
 
@@ -76,12 +73,12 @@ def target_attention_multi_tile_dhistory_kernel(
     k, v = load_history((None, None), history, n, k_at, mask, kv_head, SPEC, False)
     dk = tl.zeros((SPEC.block_n, SPEC.block_d), tl.float32)
     dv = tl.zeros((SPEC.block_n, SPEC.block_e), tl.float32)
-    dbias = tl.zeros((SPEC.block_n, BLOCK_H), tl.float32)
+    dbias = tl.zeros((SPEC.block_n, SPEC.block_h), tl.float32)
     for first in range(0, num_rows, SPEC.block_m):
         at = first + tl.arange(0, SPEC.block_m)
         q_mask = at < num_rows
-        q = _load_queries(q_desc, q_ptr, sample, row, first, num_rows, kv_head, D, SPEC.block_d, SPEC, BY_TMA)
-        grad = _load_queries(grad_desc, grad_ptr, sample, row, first, num_rows, kv_head, E, SPEC.block_e, SPEC, BY_TMA)
+        q = _load_queries(q_desc, q_ptr, sample, row, first, num_rows, kv_head, D, SPEC.block_d, SPEC)
+        grad = _load_queries(grad_desc, grad_ptr, sample, row, first, num_rows, kv_head, E, SPEC.block_e, SPEC)
         lse = tl.load(statistics + at)
         delta = tl.load(statistics + padded + at)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
@@ -97,10 +94,10 @@ def target_attention_multi_tile_dhistory_kernel(
         if dk_ptr is not None:
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if dbias_ptr is not None:
-            dbias += sum_heads(score, at, q_mask, SPEC, BLOCK_H)
+            dbias += sum_heads(score, at, q_mask, SPEC)
     if dk_ptr is not None:
         store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, D, SPEC.block_d, SPEC)
     if dv_ptr is not None:
         store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, E, SPEC.block_e, SPEC)
     if dbias_ptr is not None:
-        store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, BLOCK_H, SPEC)
+        store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)

@@ -28,17 +28,15 @@ def _step(
     mask,
     kv_head,
     scale,
-    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BY_TMA: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """dq after the tile of history rows from n on; if SINGLE, stores dk (dv in it where shared), dv and dbias too.
+    """dq after the tile of history rows from n on; one tile of all query rows also stores dk, dv and dbias.
 
     ``grads`` are pointers to dq, dk, dv and dbias, None for those that are not needed.
     """
     PRECISION: tl.constexpr = SPEC.precision
+    BY_TMA: tl.constexpr = SPEC.by_tma and not MASKED
     q, grad, lse, delta, at, q_mask = queries
     k_at = tl.arange(0, SPEC.block_n)
     k, v = load_history(desc, history, n, k_at, mask, kv_head, SPEC, BY_TMA)
@@ -52,7 +50,7 @@ def _step(
     score, ds = scaled_scores_gradient(p, dp, delta[:, None], scale, SPEC.has_bias)
     ds = ds.to(k.dtype)
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr = grads
-    if SINGLE:
+    if SPEC.tile_rows == 0:
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
         if dv_ptr is not None:
             store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
@@ -66,8 +64,8 @@ def _step(
             else:
                 store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
         if dbias_ptr is not None:
-            dbias = sum_heads(tl.trans(score), at, q_mask, SPEC, BLOCK_H)
-            store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, BLOCK_H, SPEC)
+            dbias = sum_heads(tl.trans(score), at, q_mask, SPEC)
+            store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
     if dq_ptr is not None:
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -87,18 +85,14 @@ def target_attention_multi_tile_dquery_kernel(
     chunk,
     scale,
     SPEC: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BY_TMA: tl.constexpr,
 ):
-    """dq of a tile of query rows over a chunk of rows; with TILE_ROWS = 0, where one tile has all query rows, the rest.
+    """dq of a tile of query rows over a chunk of rows; with tile_rows = 0, where one tile has all query rows, the rest.
 
     Else it also leaves what the other sweep needs, if there is one: the query rows' statistics, and the sample of each
-    tile of TILE_ROWS history rows.
+    tile of tile_rows history rows.
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    SINGLE: tl.constexpr = TILE_ROWS == 0
     q_ptr, grad_ptr, out_ptr, lse_ptr = queries
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, partial_ptr, statistics_ptr, samples_ptr = outputs
     program, kv_head = tl.program_id(0), tl.program_id(1)
@@ -125,13 +119,13 @@ def target_attention_multi_tile_dquery_kernel(
         tl.store(to + padded, delta, mask=at < padded)
         if (tile == 0) & (kv_head == 0):
             # The tiles that find_tile gives to this sample.
-            end = high // TILE_ROWS + sample + 1
-            for ahead in range(low // TILE_ROWS + sample, end, 128):
+            end = high // SPEC.tile_rows + sample + 1
+            for ahead in range(low // SPEC.tile_rows + sample, end, 128):
                 at_tile = ahead + tl.arange(0, 128)
                 tl.store(samples_ptr + at_tile, tl.zeros((128,), tl.int32) + sample.to(tl.int32), mask=at_tile < end)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
     left = tl.minimum(high - n, chunk).to(tl.int32)
-    if (not SINGLE) and (dq_ptr is None):
+    if (SPEC.tile_rows > 0) and (dq_ptr is None):
         left = left * 0  # the statistics are all that is needed
     full = left // SPEC.block_n * SPEC.block_n
     rows = (q, grad, lse, delta, at, q_mask)
@@ -139,13 +133,11 @@ def target_attention_multi_tile_dquery_kernel(
     grads = (dq_ptr, dk_ptr, dv_ptr, dbias_ptr)
     for ahead in range(0, full, SPEC.block_n):
         mask = k_at < SPEC.block_n
-        dq = _step(
-            rows, dq, desc, history, grads, n + ahead, mask, kv_head, scale, SPEC, False, SINGLE, BLOCK_H, BY_TMA
-        )
+        dq = _step(rows, dq, desc, history, grads, n + ahead, mask, kv_head, scale, False, SPEC)
     if full < left:
         n += full
         mask = k_at < left - full
-        dq = _step(rows, dq, desc, history, grads, n, mask, kv_head, scale, SPEC, True, SINGLE, BLOCK_H, False)
+        dq = _step(rows, dq, desc, history, grads, n, mask, kv_head, scale, True, SPEC)
     if dq_ptr is not None:
         if high - low <= chunk:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)

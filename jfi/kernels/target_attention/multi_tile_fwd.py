@@ -11,12 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.combine import chunk_partial
-from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import AttentionSpec
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
+from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention.multi_tile_chunks import (
     find_chunk,
     history_descriptor,
@@ -28,24 +27,11 @@ from jfi.utils.operands import TargetAttentionInputs
 
 
 @triton.jit
-def _attend(
-    q,
-    desc,
-    history,
-    n,
-    mask,
-    at,
-    kv_head,
-    state,
-    scale2,
-    SPEC: tl.constexpr,
-    MASKED: tl.constexpr,
-    BY_TMA: tl.constexpr,
-):
+def _attend(q, desc, history, n, mask, at, kv_head, state, scale2, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """The running maximum (base 2), sum and weighted sum after the tile of rows from n on; scale2 >= 0."""
     maximum, total, acc = state
     k_at = tl.arange(0, SPEC.block_n)
-    k, v = load_history(desc, history, n, k_at, mask, kv_head, SPEC, BY_TMA)
+    k, v = load_history(desc, history, n, k_at, mask, kv_head, SPEC, SPEC.by_tma and not MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
     if SPEC.has_bias or MASKED:
         s = s * scale2
@@ -78,7 +64,6 @@ def target_attention_multi_tile_fwd_kernel(
     chunk,
     scale,
     SPEC: tl.constexpr,
-    BY_TMA: tl.constexpr,
 ):
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -106,13 +91,11 @@ def target_attention_multi_tile_fwd_kernel(
     for ahead in range(0, full, SPEC.block_n):
         state = (maximum, total, acc)
         mask = k_at < SPEC.block_n
-        maximum, total, acc = _attend(
-            q, desc, history, n + ahead, mask, at, kv_head, state, scale2, SPEC, False, BY_TMA
-        )
+        maximum, total, acc = _attend(q, desc, history, n + ahead, mask, at, kv_head, state, scale2, False, SPEC)
     if full < left:
         state = (maximum, total, acc)
         mask = k_at < left - full
-        maximum, total, acc = _attend(q, desc, history, n + full, mask, at, kv_head, state, scale2, SPEC, True, False)
+        maximum, total, acc = _attend(q, desc, history, n + full, mask, at, kv_head, state, scale2, True, SPEC)
     out, lse = finish(maximum, total, acc)
     if high - low <= chunk:
         store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
@@ -121,12 +104,6 @@ def target_attention_multi_tile_fwd_kernel(
         partial = chunk_partial(low, n, chunk) * sample_rows + place
         store_rows(partial_ptr + partial * E, out, q_at, q_mask, E, E, SPEC.block_e)
         tl.store(partial_lse_ptr + partial + q_at, lse, mask=q_mask)
-
-
-@cached
-def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
-    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-    return Launcher(target_attention_multi_tile_fwd_kernel, SPEC=spec, **kernel.constants)
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
@@ -138,5 +115,6 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     if kernel.constants["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
-    _launcher(problem, kernel)(grid, tensors, (*numbers, scale), descriptors)
+    launch = attention_launcher(target_attention_multi_tile_fwd_kernel, problem, kernel)
+    launch(grid, tensors, (*numbers, scale), descriptors)
     partials.combine(x.offsets, out, lse)

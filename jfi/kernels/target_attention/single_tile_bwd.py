@@ -8,7 +8,6 @@ Scores are history rows by query rows here, S [N, M]: two of the three GEMMs for
 Gradients that no input needs are neither computed nor stored: their pointers are None.
 """
 
-from collections import namedtuple
 from collections.abc import Sequence
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
-from jfi.kernels.common.launch import Launcher, empty_like
-from jfi.kernels.common.spec import AttentionSpec, Constant
+from jfi.kernels.common.launch import empty_like
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.kernels.plan import AttentionPlan, Split
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     event_pointers,
@@ -38,11 +37,6 @@ from jfi.kernels.target_attention.single_tile_events import (
     weights_and_gradient,
 )
 from jfi.utils.operands import TargetAttentionInputs
-
-#: `AttentionSpec`, then: the power of two that covers the query heads of a key head; that of the rows of a table of
-#: biases whose gradient each program sums, 0 where dbias is by event; whether a program takes a sample rather than a
-#: stream-K range, and whether programs take the longest samples first.
-_Spec = namedtuple("_Spec", (*AttentionSpec._fields, "block_h", "block_r", "program_per_sample", "longest_first"))
 
 
 @triton.jit
@@ -155,7 +149,8 @@ def target_attention_single_tile_bwd_kernel(
 ):
     """A program per stream-K range or per sample; ``tensors`` are queries, what the forward left, and the gradients.
 
-    ``partial_ptr`` is None where no sample is split, or where nobody needs dq.
+    ``partial_ptr`` is None where no sample is split, or where nobody needs dq.  With block_r the bias is a table of at
+    most so many rows, whose gradient each program sums, else dbias is by event.
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -226,15 +221,6 @@ def target_attention_single_tile_bwd_kernel(
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
-@cached
-def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
-    spec, options = AttentionSpec.of(problem, kernel.block_m, kernel.block_n), dict(kernel.options)
-    per_sample = kernel.split in (Split.SAMPLE, Split.LONGEST_FIRST)
-    sweep = options["BLOCK_H"], options["BLOCK_R"], per_sample, kernel.split is Split.LONGEST_FIRST
-    launch = {name: x for name, x in kernel.constants.items() if name not in options}
-    return Launcher(target_attention_single_tile_bwd_kernel, SPEC=_Spec(*spec, *map(Constant, sweep)), **launch)
-
-
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
@@ -255,15 +241,22 @@ def backward(
         if needs_query:
             partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, device)
     rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
-    tiles = programs_y if problem.num_words else 1
     sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
+    tiles = programs_y if problem.num_words else 1
+    function = target_attention_single_tile_bwd_kernel
+    if chosen.family == "digits_registers":
+        from jfi.kernels.digit_attention.registers_bwd import digit_attention_registers_bwd_kernel as function
+
+        # By event the bias has a gradient of one query row, since the plan takes other kernels for several.
+        tiles = num_queries if sums_table else 1
     dbias = None
     if needs_bias:
         dbias = empty_dbias(x, programs if sums_table else num_keys, tiles, sums_table)
     tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     tensors += (None if partials is None else partials.memory,)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *rows, x.scale)
-    _launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
+    launch = attention_launcher(function, problem, kernel)
+    launch((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
     if partials is not None:
         (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, dquery, None)
     return dquery, dkey, dvalue, sum_dbias(x, dbias, sums_table), dsecond

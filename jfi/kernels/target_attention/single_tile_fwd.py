@@ -11,13 +11,12 @@ from torch import Tensor
 
 from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
-from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import AttentionSpec
+from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
+from jfi.kernels.plan import AttentionPlan, Split
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     event_pointers,
@@ -64,49 +63,6 @@ def _nothing(SPEC: tl.constexpr):
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS)
-def target_attention_single_tile_fwd_per_sample_kernel(
-    queries,
-    history,
-    bias_index_ptr,
-    value_scale_ptr,
-    index_0,
-    index_1,
-    index_2,
-    index_3,
-    num_rows,
-    table_rows,
-    digit_rows,
-    scale,
-    SPEC: tl.constexpr,
-):
-    """One program per sample: no partition to search, nothing to combine."""
-    D: tl.constexpr = SPEC.head_dim
-    E: tl.constexpr = SPEC.value_dim
-    offsets_ptr = history[0]
-    q_ptr, out_ptr, lse_ptr = queries
-    sample, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = (tl.load(offsets_ptr + sample + 1) - low).to(tl.int32)
-    at = tl.arange(0, SPEC.block_m)
-    q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
-    cols = field_columns(history[3], history[4], SPEC)
-    row = sample * (num_rows * SPEC.num_kv_heads)
-    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
-    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
-    indices = (index_0, index_1, index_2, index_3)
-    maximum, total, acc = _nothing(SPEC)
-    for first in range(0, length, SPEC.block_n):
-        mask = tl.arange(0, SPEC.block_n) < length - first
-        state = (maximum, total, acc)
-        maximum, total, acc = _attend(
-            q, history, indices, events, cols, low + first, mask, kv_head, at, state, scale, SPEC
-        )
-    out, lse = finish(maximum, tl.sum(total, 1), acc)
-    store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
-    tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
-
-
 @triton.jit(
     do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
 )
@@ -127,76 +83,84 @@ def target_attention_single_tile_fwd_kernel(
     scale,
     SPEC: tl.constexpr,
 ):
-    """A program per stream-K range."""
+    """A program per stream-K range, or per sample: then there is no partition to search, and nothing to combine."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     offsets_ptr = history[0]
     q_ptr, out_ptr, lse_ptr, partial_ptr = queries
     program = tl.program_id(0)
     kv_head, tile = query_tile(SPEC)
-    start = program.to(tl.int64) * chunk
-    end = start + chunk
     at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
     cols = field_columns(history[3], history[4], SPEC)
-    sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
-    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
     events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
     indices = (index_0, index_1, index_2, index_3)
-    split = tl.full((), -1, tl.int64)
     maximum, total, acc = _nothing(SPEC)
-    sample, low, high, n, tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
-    for _ in range(tiles):
-        # Loaded now, needed when this sample ends.
-        next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
-        last = end_row(sample, high, end)
-        left = (last - n).to(tl.int32)
-        mask = tl.arange(0, SPEC.block_n) < left
-        q = load_rows(q_ptr + sample * sample_rows * D, q_at, q_mask, D, D, SPEC.block_d)
-        state = (maximum, total, acc)
-        maximum, total, acc = _attend(q, history, indices, events, cols, n, mask, kv_head, at, state, scale, SPEC)
-        done = left <= SPEC.block_n
-        if done:
-            out, lse = finish(maximum, tl.sum(total, 1), acc)
-            begins = low + sample * WEIGHT >= start
-            if begins & (last == high):
-                store_rows(out_ptr + sample * sample_rows * E, out, q_at, q_mask, E, E, SPEC.block_e)
-                tl.store(lse_ptr + sample * sample_rows + q_at, lse, mask=q_mask)
-            else:
-                place = (2 * program + begins.to(tl.int32)) * sample_rows
-                store_rows(partial_ptr + place * E, out, q_at, q_mask, E, E, SPEC.block_e)
-                tl.store(partial_lse_ptr + place + q_at, lse, mask=q_mask)
-            split = tl.where(begins & (last < high), sample, split)
-            maximum, total, acc = _nothing(SPEC)
-        n = tl.where(done, high, n + SPEC.block_n)
-        low = tl.where(done, high, low)
-        high = tl.where(done, next_high, high)
-        sample += done.to(tl.int64)
-    tl.store(split_ptr + program, split.to(tl.int32))
-
-
-@cached
-def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
-    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-    whole = kernel.split is Split.SAMPLE
-    function = target_attention_single_tile_fwd_per_sample_kernel if whole else target_attention_single_tile_fwd_kernel
-    return Launcher(function, SPEC=spec, **kernel.constants)
+    if SPEC.program_per_sample:
+        sample = program.to(tl.int64)
+        low = tl.load(offsets_ptr + sample).to(tl.int64)
+        length = (tl.load(offsets_ptr + sample + 1) - low).to(tl.int32)
+        row = sample * (num_rows * SPEC.num_kv_heads)
+        q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
+        for first in range(0, length, SPEC.block_n):
+            mask = tl.arange(0, SPEC.block_n) < length - first
+            state = (maximum, total, acc)
+            maximum, total, acc = _attend(
+                q, history, indices, events, cols, low + first, mask, kv_head, at, state, scale, SPEC
+            )
+        out, lse = finish(maximum, tl.sum(total, 1), acc)
+        store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
+        tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
+    else:
+        start = program.to(tl.int64) * chunk
+        end = start + chunk
+        sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
+        partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
+        split = tl.full((), -1, tl.int64)
+        sample, low, high, n, tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
+        for _ in range(tiles):
+            # Loaded now, needed when this sample ends.
+            next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
+            last = end_row(sample, high, end)
+            left = (last - n).to(tl.int32)
+            mask = tl.arange(0, SPEC.block_n) < left
+            q = load_rows(q_ptr + sample * sample_rows * D, q_at, q_mask, D, D, SPEC.block_d)
+            state = (maximum, total, acc)
+            maximum, total, acc = _attend(q, history, indices, events, cols, n, mask, kv_head, at, state, scale, SPEC)
+            done = left <= SPEC.block_n
+            if done:
+                out, lse = finish(maximum, tl.sum(total, 1), acc)
+                begins = low + sample * WEIGHT >= start
+                if begins & (last == high):
+                    store_rows(out_ptr + sample * sample_rows * E, out, q_at, q_mask, E, E, SPEC.block_e)
+                    tl.store(lse_ptr + sample * sample_rows + q_at, lse, mask=q_mask)
+                else:
+                    place = (2 * program + begins.to(tl.int32)) * sample_rows
+                    store_rows(partial_ptr + place * E, out, q_at, q_mask, E, E, SPEC.block_e)
+                    tl.store(partial_lse_ptr + place + q_at, lse, mask=q_mask)
+                split = tl.where(begins & (last < high), sample, split)
+                maximum, total, acc = _nothing(SPEC)
+            n = tl.where(done, high, n + SPEC.block_n)
+            low = tl.where(done, high, low)
+            high = tl.where(done, next_high, high)
+            sample += done.to(tl.int64)
+        tl.store(split_ptr + program, split.to(tl.int32))
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
     """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
-    launch = _launcher(problem, kernel)
-    events, rows = event_pointers(x), sizes(x, problem)
-    num_rows = num_queries * problem.qheads_per_kvhead
-    if kernel.split is Split.SAMPLE:
-        tensors = ((x.query, out, lse), *events)
-        launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, *rows, x.scale))
-        return
-    chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
-    partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
-    tensors = ((x.query, out, lse, partials.memory), *events)
+    function = target_attention_single_tile_fwd_kernel
+    if chosen.family == "digits_registers":
+        from jfi.kernels.digit_attention.registers_fwd import digit_attention_registers_fwd_kernel as function
+    chunk, programs, partials = 0, batch, None
+    if kernel.split is Split.STREAM_K:
+        chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
+        partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
+    tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
+    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
-    launch(grid, tensors, (batch, num_rows, chunk, *rows, x.scale))
-    (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, out, lse)
+    attention_launcher(function, problem, kernel)(grid, tensors, numbers)
+    if partials is not None:
+        (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, out, lse)
