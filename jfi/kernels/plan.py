@@ -163,23 +163,23 @@ def device_of(device: torch.device) -> Device:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """The facts about a call that do not depend on its lengths: the first twelve fields are those of AttentionSpec.
+    """The facts about a call that do not depend on its lengths: the first twelve fields are constants of kernels.
 
     One object per set of values, so that what follows from it is cached by identity.
     """
 
-    num_kv_heads: int
-    qheads_per_kvhead: int
-    head_dim: int
-    value_dim: int
-    shared_kv: bool
-    has_bias: bool
-    bias_by_index: bool
-    has_value_scale: bool
-    num_fields: int
-    num_tables: int
+    num_kv_heads: int  # G
+    qheads_per_kvhead: int  # H/G, query heads that share a key head
+    head_dim: int  # D, of a query and of a key head
+    value_dim: int  # E
+    shared_kv: bool  # value = key; each history row is loaded once
+    has_bias: bool  # by event and head
+    bias_by_index: bool  # the bias is a table; each event names one of its rows
+    has_value_scale: bool  # values are multiplied by a number per event
+    num_fields: int  # tensors that hold a history row, in equal parts: 1 or 2
+    num_tables: int  # whose rows are read by id and summed; 0 where the history is dense
     num_words: int  # int32 words of an event of packed digits; 0 where events are rows of numbers
-    precision: str
+    precision: str  # input_precision of tl.dot
     padded_queries: int  # the power of two that covers the query rows of a key head, T · H/G; 0 where T varies
     dtype: torch.dtype
     table_dtype: torch.dtype | None  # of rows by id
@@ -203,6 +203,26 @@ class AttentionProblem:
     def row_bytes(self) -> int:
         """Bytes of a history row, padded to a tile's width."""
         return self.width_bytes * (1 if self.shared_kv else 2)
+
+    @cached_property
+    def gluon_refusal(self) -> str | None:
+        """The reason why no Gluon kernel takes a call; None if one may."""
+        if not self.device.has_gluon:
+            return "no Hopper GPU or no Gluon"
+        return None if self.dtype.itemsize == 2 else f"{self.dtype} is not half precision"
+
+    @cached_property
+    def sm90_refusal(self) -> str | None:
+        """The reason why the sm90 kernels take no call, whatever its lengths and its scale; None if they may."""
+        if self.num_words:
+            return "keys are packed digits"
+        if self.gluon_refusal is not None:
+            return self.gluon_refusal
+        if self.head_dim not in SM90_WIDTHS or self.value_dim != self.head_dim:
+            return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
+        if 1 not in (self.num_kv_heads, self.qheads_per_kvhead):
+            return "several query heads share each of several key heads"
+        return "query heads with a bias share a key head" if self.has_bias and self.qheads_per_kvhead > 1 else None
 
     @cached_property
     def reads_halves_by_id(self) -> bool:
@@ -350,7 +370,12 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu(packed, cpu_is_dense(num_keys * query_rows, batch))
+            if packed:
+                reason = "at most 2^15 events or one sample at a time"
+                return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
+            dense = cpu_is_dense(num_keys * query_rows, batch)
+            kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
+            return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
         formula = f"jfi.reference.{'digit' if packed else 'target'}_attention"
         return _torch_plan("reference", formula, "impl='torch' on a GPU: the plain formula")
     sizes = (num_kv_heads, qheads_per_kvhead, head_dim, head_dim if value is None else value.shape[2])
@@ -426,13 +451,6 @@ def _jagged_refusal(
     if tiles < FILLING_TILES_PER_SM * problem.device.num_sms:
         return f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
     return None
-
-
-def _plan_cpu(packed: bool, dense: bool) -> AttentionPlan:
-    if packed:
-        return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
-    kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
-    return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
 
 
 def cpu_is_dense(scores: int, batch: int) -> bool:
@@ -594,7 +612,13 @@ def _plan_digits(
     options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
     forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
     backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, options)
-    refusal = _registers_refusal(problem, refused_scale)
+    refusal = problem.gluon_refusal
+    if DIGIT_FAMILY not in (None, "digits_registers"):
+        refusal = f"DIGIT_FAMILY is {DIGIT_FAMILY}"
+    elif refusal is None and problem.head_dim > MAX_REGISTER_DIGITS:
+        refusal = f"more than {MAX_REGISTER_DIGITS} digits"
+    elif refusal is None and refused_scale is not None:
+        refusal = f"scale is at most {refused_scale}"
     if refusal is not None:
         reason = f"packed digits, decoded element by element: {refusal}"
         return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
@@ -615,24 +639,6 @@ def _plan_digits(
         backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
     reason = "packed digits in half precision: decoded in registers"
     return AttentionPlan("digits_registers", (forward,), (backward,), reason, problem)
-
-
-def _registers_refusal(problem: AttentionProblem, refused_scale: float | None) -> str | None:
-    """Returns why the kernels that decode digits into tensor cores' operands refuse a call; None if they take it."""
-    if DIGIT_FAMILY not in (None, "digits_registers"):
-        return f"DIGIT_FAMILY is {DIGIT_FAMILY}"
-    if refusal := _hopper_refusal(problem):
-        return refusal
-    if problem.head_dim > MAX_REGISTER_DIGITS:
-        return f"more than {MAX_REGISTER_DIGITS} digits"
-    return None if refused_scale is None else f"scale is at most {refused_scale}"
-
-
-def _hopper_refusal(problem: AttentionProblem) -> str | None:
-    """Returns why no Gluon kernel takes a call; None if one may."""
-    if not problem.device.has_gluon:
-        return "no Hopper GPU or no Gluon"
-    return None if problem.dtype.itemsize == 2 else f"{problem.dtype} is not half precision"
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------
@@ -656,8 +662,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         batch = key_offsets.shape[0] - 1
         short = num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
-        unsplit = _sm90_forward(problem, short, Split.TILE_SCHEDULER, 1)
-        work = _sm90_work(problem, unsplit, batch, query_rows, num_keys, x.tapers)
+        work = _sm90_work(problem, _sm90_forward(problem, short), batch, query_rows, num_keys, x.tapers)
         return _plan_sm90(problem, short, x.table is not None, *work)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
@@ -705,10 +710,8 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
 
     query_rows counts all (query, head) pairs of the batch.
     """
-    if problem.num_words:
-        return "keys are packed digits"
-    if refusal := _sm90_refusal(problem):
-        return refusal
+    if problem.sm90_refusal is not None:
+        return problem.sm90_refusal
     if not scale > SM90_MIN_SCALE:
         return f"scale is at most {SM90_MIN_SCALE}"
     if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
@@ -716,21 +719,8 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
     return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
-@cached
-def _sm90_refusal(problem: AttentionProblem) -> str | None:
-    if refusal := _hopper_refusal(problem):
-        return refusal
-    if problem.head_dim not in SM90_WIDTHS or problem.value_dim != problem.head_dim:
-        return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
-    if 1 not in (problem.num_kv_heads, problem.qheads_per_kvhead):
-        return "several query heads share each of several key heads"
-    if problem.has_bias and problem.qheads_per_kvhead > 1:
-        return "query heads with a bias share a key head"
-    return None
-
-
 def _sm90_work(
-    problem: AttentionProblem, kernel: KernelPlan, batch: int, query_rows: int, num_keys: int, tapers: bool
+    problem: AttentionProblem, tiles: tuple[int, ...], batch: int, query_rows: int, num_keys: int, tapers: bool
 ) -> tuple[Split, int]:
     """Returns (order of the tiles of queries, splits of each one's keys).
 
@@ -738,8 +728,9 @@ def _sm90_work(
     tiles of a sample see unequal numbers of keys.
     """
     samples = max(batch * problem.num_kv_heads, 1)
-    tiles = max(ceil_div(ceil_div(query_rows, samples), kernel.block_m), 1)  # of a mean sample and key head
-    programs = problem.device.num_sms * kernel.programs_per_sm
+    block_m, _, _, programs_per_sm, _ = tiles
+    tiles = max(ceil_div(ceil_div(query_rows, samples), block_m), 1)  # of a mean sample and key head
+    programs = problem.device.num_sms * programs_per_sm
     by_tile = tapers and tiles > 1 and samples * tiles <= SM90_TAPERING_TILES * programs
     aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
     most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
@@ -759,14 +750,11 @@ def _sm90(kernel: str, tiles: tuple[int, ...], work: tuple[Split, int] = (Split.
     return _kernel(kernel, split, block_m, block_n, 4, stages, registers, programs, num_splits=num_splits)
 
 
-@cached
-def _sm90_forward(problem: AttentionProblem, short: bool, split: Split, num_splits: int) -> KernelPlan:
-    """Plans the forward; short histories: smaller tiles of keys, and more programs to hide a work tile's ends."""
+def _sm90_forward(problem: AttentionProblem, short: bool) -> tuple[int, ...]:
+    """Returns the forward's tiles; short histories: smaller ones of keys, more programs to hide a work tile's ends."""
     if problem.head_dim > 64:
-        tiles = (64, 64, 2, 2, 1) if short else (128, 128, 2, 1, 2)
-    else:
-        tiles = (64, 64, 2, 3, 1) if short else (64, 128, 2, 2, 1)
-    return _sm90("jagged_attention_sm90_fwd", tiles, (split, num_splits))
+        return (64, 64, 2, 2, 1) if short else (128, 128, 2, 1, 2)
+    return (64, 64, 2, 3, 1) if short else (64, 128, 2, 2, 1)
 
 
 @cached
@@ -777,7 +765,7 @@ def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: S
         dkey = (32, 128, 4, 1, 2) if has_table else (64, 128, 2, 1, 2)
     else:
         dquery, dkey = (64, 64, 3, 2 if has_table else 3, 1), (64, 64, 2, 2, 1)
-    forward = _sm90_forward(problem, short, split, num_splits)
+    forward = _sm90("jagged_attention_sm90_fwd", _sm90_forward(problem, short), (split, num_splits))
     backward = _sm90("jagged_attention_sm90_dquery", dquery), _sm90("jagged_attention_sm90_dkey", dkey)
     return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
 

@@ -126,10 +126,10 @@ def absorb_in_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `absorb_weights` without a graph, on a GPU in one launch."""
     if impl == "triton":
-        from jfi.kernels.absorbed_weights import fwd
+        from jfi.kernels import absorbed_weights
 
         num_queries = weights[0].shape[1] // weights[2].shape[1]
-        return fwd.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
+        return absorbed_weights.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
     return absorb(weights, num_heads, dtype)
 
 
@@ -164,10 +164,10 @@ def weight_gradients(
     """
     num_queries = weights[0].shape[1] // weights[2].shape[1]
     if impl == "triton":
-        from jfi.kernels.absorbed_weights import bwd
+        from jfi.kernels import absorbed_weights
 
         rows, weights = (tuple([x.contiguous() for x in group]) for group in (rows, weights))
-        return bwd.gradients(rows, weights, bias_dtype, num_queries, num_heads)
+        return absorbed_weights.gradients(rows, weights, bias_dtype, num_queries, num_heads)
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)

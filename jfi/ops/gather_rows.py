@@ -147,7 +147,7 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None)
         return ids
     plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in ids])
     if plain and (ids[0].is_cuda or interprets()):
-        from jfi.kernels.tables.bounds import bound_ids as launch
+        from jfi.kernels.tables.gather import bound_ids as launch
 
         return launch([one.contiguous() for one in ids], sizes, counts)
     return [reference.bound_ids(one, size) for one, size in zip(ids, sizes, strict=True)]

@@ -13,9 +13,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels import plan
-from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
-from jfi.kernels.absorbed_weights import fwd as absorbed_weights
+from jfi.kernels import absorbed_weights, plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
@@ -23,8 +21,7 @@ from jfi.kernels.jagged_attention import execute as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.plan import A100, H200, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.tables import step as tables_step
-from jfi.kernels.tables.bounds import bound_ids
-from jfi.kernels.tables.gather import gather_rows
+from jfi.kernels.tables.gather import bound_ids, gather_rows
 from jfi.kernels.target_attention import execute as target_attention
 from jfi.kernels.target_attention import partials_message
 from jfi.ops.step_rows import RowOptimizer, sort_rows
@@ -168,7 +165,7 @@ def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
     absorbed_weights.absorb(weights, num_queries, 4, dtype)
     sizes = (num_queries * 4 * width, width) * 2
-    absorbed_weights_bwd.gradients(
+    absorbed_weights.gradients(
         tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, num_queries, 4
     )
 

@@ -193,7 +193,7 @@ def test_explain_says_what_runs(sizes, extra, absorbs, device):
     if extra == "float64 weights":
         leaves = {name: x.double() if name.startswith("weight") else x for name, x in leaves.items()}
     launch, absorbed_weights = (
-        importlib.import_module(f"jfi.kernels.{name}") for name in ("target_attention.execute", "absorbed_weights.fwd")
+        importlib.import_module(f"jfi.kernels.{name}") for name in ("target_attention.execute", "absorbed_weights")
     )
     options["impl"] = "triton"
     with (

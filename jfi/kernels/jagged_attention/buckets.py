@@ -54,9 +54,10 @@ def exponent_bucket(age, NUM_BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def load_bucket(biases, query, head, bucket, mask, SPEC: tl.constexpr):
-    """(bias in base 2, edge) of a row's bucket."""
+def load_bucket(biases, rows, bucket, mask, SPEC: tl.constexpr):
+    """(bias in base 2, edge) of a bucket of each row."""
     edges_ptr, table_ptr = biases
+    query, head = rows
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
     inner = mask & (bucket + 1 < SPEC.num_buckets)
     edge = tl.load(edges_ptr + query * (SPEC.num_buckets + 1) + bucket + 1, mask=inner, other=0)
@@ -66,40 +67,43 @@ def load_bucket(biases, query, head, bucket, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def bucket_bias(biases, rows, state, key, n, SPEC: tl.constexpr):
-    """The bias [M, N] of the keys from n on and the state behind them; for a key that is hidden any finite number.
+    """The bias [M, N] of the keys from n on, the state behind them and how often rows passed on to another bucket.
+
+    The bias of a key that is hidden is any finite number.
 
     Args:
         biases: pointers to the edges and to the table.
         rows: (query, head) of each row.
         state: (bucket, its bias, its edge) of each row.
     """
-    query, head = rows
     bucket, bias, edge = state
     tile = bias[:, None] + tl.zeros((bias.shape[0], key.shape[0]), tl.float32)
+    passes = n * 0
     while tl.max(edge, 0) // MAX_BUCKETS > n:
+        passes += 1
         first = edge // MAX_BUCKETS
         leaves = first > n
         bucket = tl.where(leaves, edge % MAX_BUCKETS, bucket)
-        next_bias, next_edge = load_bucket(biases, query, head, bucket, leaves, SPEC)
+        next_bias, next_edge = load_bucket(biases, rows, bucket, leaves, SPEC)
         tile = tl.where(leaves[:, None] & (key[None, :] < first[:, None]), next_bias[:, None], tile)
         bias = tl.where(leaves, next_bias, bias)
         edge = tl.where(leaves, next_edge, edge)
-    return tile, bucket, bias, edge
+    return tile, bucket, bias, edge, passes
 
 
 @triton.jit
-def add_bucket_sums(biases, sums_ptr, rows, state, ds, key, n, mask, SPEC: tl.constexpr):
+def add_bucket_sums(biases, sums_ptr, rows, state, passes, ds, key, n, mask, SPEC: tl.constexpr):
     """Add dS [M, N] to the sum of each row's present bucket; store those of the buckets that end in the tile.
 
     Args:
-        state: (bucket, its edge, sum so far), as before the tile; the rest as of `bucket_bias`.
+        state: (bucket, its edge, sum so far), as before the tile; passes: as `bucket_bias` returned.
         sums_ptr: [R, H, num_buckets].
         mask: rows of the sample.
     """
     query, head = rows
     bucket, edge, total = state
     to = sums_ptr + (query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + head) * SPEC.num_buckets
-    while tl.max(edge, 0) // MAX_BUCKETS > n:
+    for _ in range(passes):
         first = edge // MAX_BUCKETS
         leaves = first > n
         own = tl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
@@ -107,6 +111,6 @@ def add_bucket_sums(biases, sums_ptr, rows, state, ds, key, n, mask, SPEC: tl.co
         tl.store(to + bucket, total + tl.sum(own, 1), mask=leaves & mask)
         total = tl.where(leaves, 0.0, total)
         bucket = tl.where(leaves, edge % MAX_BUCKETS, bucket)
-        _bias, next_edge = load_bucket(biases, query, head, bucket, leaves, SPEC)
+        _bias, next_edge = load_bucket(biases, rows, bucket, leaves, SPEC)
         edge = tl.where(leaves, next_edge, edge)
     return total + tl.sum(ds, 1)

@@ -54,7 +54,7 @@ def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
 
 @gluon.jit
 def _visible_rows(own_row, first, shift, work_tile, kv_head, mask, biases, scale2, schedule, SPEC: gl.constexpr):
-    """Returns ((query, head), what is visible, the state of `add_bucket_bias`, its sum of dS) of query rows."""
+    """Returns ((query, head), what is visible, the state of `scale_and_add_bias`, its sum of dS) of query rows."""
     _tile, q_start, num_queries, _k_start, num_keys = work_tile
     if SPEC.num_buckets:
         rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
@@ -80,7 +80,7 @@ def _tile_gradient(
     Args:
         lse: the log-sum-exp of the query rows, in base 2.
         rows: (query, head) of each row.
-        buckets: the state of `add_bucket_bias` with a table of biases by bucket, and bucket_sum the sum of dS in the
+        buckets: the state of `scale_and_add_bias` with a table of biases by bucket, and bucket_sum the sum of dS in the
             present bucket; else unused.
     """
     scale_left = scale2
@@ -90,9 +90,9 @@ def _tile_gradient(
         s, buckets, passes = tile.scale_and_add_bias(s, n, biases, rows, buckets, scale2, SPEC)
     ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
     if sums_ptr is not None:
-        bucket_sum = tile.add_bucket_sums(
-            ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
-        )
+        key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
+        state = (passed, passed_edge, bucket_sum)
+        bucket_sum = tile.add_bucket_sums(biases, sums_ptr, rows, state, passes, ds, key, n, mask, SPEC)
     return ds, buckets, bucket_sum
 
 
@@ -190,7 +190,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         else:
             gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
         if sums_ptr is not None:
-            to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
+            to = sums_ptr + (rows[0] * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows[1]) * SPEC.num_buckets
             gl.store(to + buckets[0], bucket_sum, mask=mask)
         if dq_ptr is not None:
             tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)

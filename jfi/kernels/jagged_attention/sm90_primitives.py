@@ -20,6 +20,7 @@ seeing_queries = gluon.jit(visibility.seeing_queries.fn)
 is_visible = gluon.jit(visibility.is_visible.fn)
 exponent_bucket = gluon.jit(buckets.exponent_bucket.fn)
 load_bucket = gluon.jit(buckets.load_bucket.fn)
+add_bucket_sums = gluon.jit(buckets.add_bucket_sums.fn)
 visible_range = gluon.jit(buckets.visible_range.fn)
 reference_of = gluon.jit(online_softmax.reference_of.fn)
 nonzero = gluon.jit(online_softmax.nonzero.fn)
@@ -52,19 +53,12 @@ def visible_to(position, first, shift, num_keys, schedule, SPEC: gl.constexpr):
     return Visible(position, num_keys, begin, end, left, right)
 
 
-class Rows(NamedTuple):
-    """The query rows of a consumer."""
-
-    query: object  # [M] int64
-    head: object  # [M]
-
-
 @gluon.jit
 def rows_of(own_row, q_start, num_queries, kv_head, SPEC: gl.constexpr):
-    """own_row: [M], within the sample; rows behind its last stand for the last."""
+    """(Query, head) of rows [M] within the sample; rows behind its last stand for the last."""
     query = q_start + gl.minimum(own_row // SPEC.qheads_per_kvhead, gl.maximum(num_queries - 1, 0))
     head = kv_head * SPEC.qheads_per_kvhead + own_row % SPEC.qheads_per_kvhead
-    return Rows(query.to(gl.int64), head)
+    return query.to(gl.int64), head
 
 
 @gluon.jit
@@ -72,7 +66,7 @@ def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule
     """(`visible_to` with edges, which ascend with the queries; the buckets of the newest keys)."""
     EDGES: gl.constexpr = SPEC.num_buckets + 1
     left, right, edges_ptr = schedule.window
-    begin, end, bucket = visible_range(edges_ptr, rows.query, mask, SPEC)
+    begin, end, bucket = visible_range(edges_ptr, rows[0], mask, SPEC)
     oldest = q_start + gl.minimum(first // SPEC.qheads_per_kvhead, num_queries - 1)
     newest = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
     is_any = num_queries > 0
@@ -87,7 +81,7 @@ def bucket_behind(edges_ptr, rows, bucket, mask, end, SPEC: gl.constexpr):
     for i in gl.static_range(6):
         later = bucket + (MAX_BUCKETS >> (i + 1))
         edge = gl.load(
-            edges_ptr + rows.query * (SPEC.num_buckets + 1) + later, mask=mask & (later < SPEC.num_buckets), other=0
+            edges_ptr + rows[0] * (SPEC.num_buckets + 1) + later, mask=mask & (later < SPEC.num_buckets), other=0
         )
         bucket = gl.where(edge // MAX_BUCKETS >= end, later, bucket)
     return bucket
@@ -100,32 +94,34 @@ def begin_buckets(biases, rows, bucket, mask, SPEC: gl.constexpr):
     It is, of each row [M], the bucket of the newest key that it has not passed, that bucket's bias and edge, and the
     bias and edge of the bucket before it, loaded ahead; last the greatest first key of the present buckets.
     """
-    bias, edge = load_bucket(biases, rows.query, rows.head, bucket, mask, SPEC)
-    next_bias, next_edge = load_bucket(biases, rows.query, rows.head, edge % MAX_BUCKETS, edge > 0, SPEC)
+    bias, edge = load_bucket(biases, rows, bucket, mask, SPEC)
+    next_bias, next_edge = load_bucket(biases, rows, edge % MAX_BUCKETS, edge > 0, SPEC)
     return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MAX_BUCKETS
 
 
 @gluon.jit
-def pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC: gl.constexpr):
+def _pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC: gl.constexpr):
     """The state after the rows whose bucket ends behind key n have entered the next."""
     leaves = edge // MAX_BUCKETS > n
     bucket = gl.where(leaves, edge % MAX_BUCKETS, bucket)
     bias = gl.where(leaves, next_bias, bias)
     edge = gl.where(leaves, next_edge, edge)
-    loaded_bias, loaded_edge = load_bucket(biases, rows.query, rows.head, edge % MAX_BUCKETS, leaves & (edge > 0), SPEC)
+    loaded_bias, loaded_edge = load_bucket(biases, rows, edge % MAX_BUCKETS, leaves & (edge > 0), SPEC)
     next_bias = gl.where(leaves, loaded_bias, next_bias)
     next_edge = gl.where(leaves, loaded_edge, next_edge)
     return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MAX_BUCKETS
 
 
 @gluon.jit
-def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next_edge, top, SPEC: gl.constexpr):
-    """(scores [M, N] with the bias of the keys from n on, the state of the rows behind them, how often rows passed on).
+def scale_and_add_bias(scores, n, biases, rows, buckets, scale2, SPEC: gl.constexpr):
+    """(scores [M, N] in base 2 with the bias of the keys from n on, the state behind them, how often rows passed on).
 
-    The scores have the bias of each row's present bucket.  A row that passes to the next changes the bias of all keys
+    The scores get the bias of each row's present bucket.  A row that passes to the next changes the bias of all keys
     that remain, so nothing but the difference is added; the scores of keys that are hidden are any finite numbers.
     biases: pointers to the edges and to the table.
     """
+    bucket, bias, edge, next_bias, next_edge, top = buckets
+    scores = scores * scale2 + bias[:, None]
     passes = n * 0
     while top > n:
         passes += 1
@@ -133,42 +129,10 @@ def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next
         first = edge // MAX_BUCKETS
         change = gl.where(first > n, next_bias - bias, 0.0)
         scores += gl.where(key[None, :] < first[:, None], change[:, None], 0.0)
-        bucket, bias, edge, next_bias, next_edge, top = pass_buckets(
+        bucket, bias, edge, next_bias, next_edge, top = _pass_buckets(
             biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC
         )
-    return scores, bucket, bias, edge, next_bias, next_edge, top, passes
-
-
-@gluon.jit
-def scale_and_add_bias(scores, n, biases, rows, buckets, scale2, SPEC: gl.constexpr):
-    """Returns (scores in base 2 with their biases by bucket, the state behind them, passes) of `add_bucket_bias`."""
-    bucket, bias, edge, next_bias, next_edge, top = buckets
-    scores = scores * scale2 + bias[:, None]
-    scores, bucket, bias, edge, next_bias, next_edge, top, passes = add_bucket_bias(
-        scores, n, biases, rows, bucket, bias, edge, next_bias, next_edge, top, SPEC
-    )
     return scores, (bucket, bias, edge, next_bias, next_edge, top), passes
-
-
-@gluon.jit
-def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, passes, total, SPEC: gl.constexpr):
-    """Each row's sum of dS [M, N] over its present bucket; stores those of the buckets that end from key n on.
-
-    bucket, edge: before the tile.  passes: of `add_bucket_bias`.  sums_ptr: [R, H, num_buckets].
-    """
-    to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
-    for _ in range(passes):
-        key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
-        first = edge // MAX_BUCKETS
-        leaves = first > n
-        own = gl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
-        ds -= own
-        gl.store(to + bucket, total + gl.sum(own, 1), mask=leaves & mask)
-        total = gl.where(leaves, 0.0, total)
-        bucket = gl.where(leaves, edge % MAX_BUCKETS, bucket)
-        _bias, next_edge = load_bucket(biases, rows.query, rows.head, bucket, leaves, SPEC)
-        edge = gl.where(leaves, next_edge, edge)
-    return total + gl.sum(ds, 1)
 
 
 @gluon.jit

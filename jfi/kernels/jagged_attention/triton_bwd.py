@@ -162,7 +162,7 @@ def jagged_attention_dquery_kernel(
     relative = tl.zeros((SPEC.block_m, SPEC.block_n) if SPEC.has_table else (1, 1), tl.float32)
     if SPEC.has_table:
         _begin, _end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
-        bucket_value, bucket_edge = load_bucket(by_bucket, query, head, bucket, q_mask, SPEC)
+        bucket_value, bucket_edge = load_bucket(by_bucket, (query, head), bucket, q_mask, SPEC)
     if sums_ptr is not None:
         bucket_sum = tl.zeros((SPEC.block_m,), tl.float32)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
@@ -177,7 +177,7 @@ def jagged_attention_dquery_kernel(
         if SPEC.has_table:
             passed, passed_edge = bucket, bucket_edge
             state = (bucket, bucket_value, bucket_edge)
-            relative, bucket, bucket_value, bucket_edge = bucket_bias(
+            relative, bucket, bucket_value, bucket_edge, passes = bucket_bias(
                 by_bucket, (query, head), state, key, first_key, SPEC
             )
         _p, ds = _weights_and_gradient(
@@ -187,7 +187,9 @@ def jagged_attention_dquery_kernel(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
         if sums_ptr is not None:
             state = (passed, passed_edge, bucket_sum)
-            bucket_sum = add_bucket_sums(by_bucket, sums_ptr, (query, head), state, ds, key, first_key, q_mask, SPEC)
+            bucket_sum = add_bucket_sums(
+                by_bucket, sums_ptr, (query, head), state, passes, ds, key, first_key, q_mask, SPEC
+            )
     if sums_ptr is not None:
         sums = sums_ptr + (query * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD) + head) * SPEC.num_buckets
         tl.store(sums + bucket, bucket_sum, mask=q_mask)
@@ -253,8 +255,8 @@ def jagged_attention_dkey_kernel(
             _begin, range_end, _bucket = visible_range(edges_ptr, query, q_mask, SPEC)
             newest = tl.minimum(first + SPEC.block_n, num_keys) - 1 + tl.zeros((SPEC.block_m,), tl.int32)
             bucket = bucket_of(times, query, range_end, k_start, newest, q_mask, SPEC.num_buckets, SPEC.is_causal)
-            value, edge = load_bucket(by_bucket, query, head, bucket, q_mask, SPEC)
-            relative, _bucket, _value, _edge = bucket_bias(
+            value, edge = load_bucket(by_bucket, (query, head), bucket, q_mask, SPEC)
+            relative, _bucket, _value, _edge, _passes = bucket_bias(
                 by_bucket, (query, head), (bucket, value, edge), key, first, SPEC
             )
         p, ds = _weights_and_gradient(

@@ -66,7 +66,7 @@ def jagged_attention_fwd_kernel(
         range_begin, range_end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
         if SPEC.has_table:
             biases, rows = (edges_ptr, table_ptr), (query, head)
-            bucket_value, bucket_edge = load_bucket(biases, query, head, bucket, q_mask, SPEC)
+            bucket_value, bucket_edge = load_bucket(biases, rows, bucket, q_mask, SPEC)
     q = load_rows(q_ptr + q_base * D, q_at, q_mask, D, D, SPEC.block_d)
     maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
     weight = tl.zeros((SPEC.block_m,), tl.float32)
@@ -86,7 +86,9 @@ def jagged_attention_fwd_kernel(
             visible = (key[None, :] >= range_begin[:, None]) & (key[None, :] < range_end[:, None])
             if SPEC.has_table:
                 state = (bucket, bucket_value, bucket_edge)
-                relative, bucket, bucket_value, bucket_edge = bucket_bias(biases, rows, state, key, first_key, SPEC)
+                relative, bucket, bucket_value, bucket_edge, _passes = bucket_bias(
+                    biases, rows, state, key, first_key, SPEC
+                )
                 s += relative
         else:
             visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]

@@ -27,7 +27,7 @@ def _pair_offsets_kernel(x_ptr, y_ptr, out_ptr, batch, BLOCK: tl.constexpr):
 
 
 @cache
-def _pair_offsets_launcher(*dtypes: torch.dtype) -> Launcher:
+def _pair_offsets_launcher() -> Launcher:
     return Launcher(_pair_offsets_kernel, BLOCK=1024, num_warps=8)
 
 
@@ -37,8 +37,7 @@ def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     One program computes it in a few microseconds; a parallel scan would take two launches, which cost more.
     """
     out = torch.empty(x_offsets.shape[0], dtype=torch.int64, device=x_offsets.device)
-    launch = _pair_offsets_launcher(x_offsets.dtype, y_offsets.dtype)
-    launch((1, 1, 1), (x_offsets, y_offsets, out), (x_offsets.shape[0] - 1,))
+    _pair_offsets_launcher()((1, 1, 1), (x_offsets, y_offsets, out), (x_offsets.shape[0] - 1,))
     return out
 
 
@@ -79,23 +78,12 @@ def _jagged_dense_bmm_kernel(
 
 
 @cache
-def _dense_launcher(
-    width: int, out_width: int, transposed: bool, precision: str, *dtypes: torch.dtype
-) -> tuple[int, Launcher]:
-    """(tiles of the output's width, the launcher)."""
-    block_t = power_of_two(out_width, most=64)
-    launcher = Launcher(
-        _jagged_dense_bmm_kernel,
-        D=width,
-        T=out_width,
-        TRANSPOSED=transposed,
-        PRECISION=precision,
-        BLOCK_S=64,
-        BLOCK_D=power_of_two(width, most=64),
-        BLOCK_T=block_t,
-        num_warps=4,
-    )
-    return ceil_div(out_width, block_t), launcher
+def _dense_launcher(width: int, out_width: int, transposed: bool, precision: str) -> tuple[int, Launcher]:
+    """Returns (tiles of the output's width, the launcher)."""
+    block_d, block_t = power_of_two(width, most=64), power_of_two(out_width, most=64)
+    sizes = {"D": width, "T": out_width, "BLOCK_S": 64, "BLOCK_D": block_d, "BLOCK_T": block_t}
+    options = {"TRANSPOSED": transposed, "PRECISION": precision, "num_warps": 4}
+    return ceil_div(out_width, block_t), Launcher(_jagged_dense_bmm_kernel, **sizes, **options)
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
@@ -104,7 +92,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
     out_width = dense.shape[1] if transposed else dense.shape[2]
     out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
     if rows:
-        tiles, launch = _dense_launcher(width, out_width, transposed, precision_of(x.dtype), x.dtype, offsets.dtype)
+        tiles, launch = _dense_launcher(width, out_width, transposed, precision_of(x.dtype))
         launch((most_tiles(rows, batch, 64), tiles, 1), (x, offsets, dense, out), (batch,))
     return out
 
@@ -139,19 +127,11 @@ def _jagged_jagged_bmm_kernel(
 
 
 @cache
-def _jagged_jagged_launcher(width: int, out_width: int, precision: str, *dtypes: torch.dtype) -> tuple[int, Launcher]:
-    """(tiles of a sample's output, the launcher)."""
+def _jagged_jagged_launcher(width: int, out_width: int, precision: str) -> tuple[int, Launcher]:
+    """Returns (tiles of a sample's output, the launcher)."""
     block_d, block_t = power_of_two(width, most=64), power_of_two(out_width, most=64)
-    launcher = Launcher(
-        _jagged_jagged_bmm_kernel,
-        D=width,
-        T=out_width,
-        PRECISION=precision,
-        BLOCK_S=32,
-        BLOCK_D=block_d,
-        BLOCK_T=block_t,
-        num_warps=4,
-    )
+    sizes = {"D": width, "T": out_width, "BLOCK_S": 32, "BLOCK_D": block_d, "BLOCK_T": block_t}
+    launcher = Launcher(_jagged_jagged_bmm_kernel, **sizes, PRECISION=precision, num_warps=4)
     return ceil_div(width, block_d) * ceil_div(out_width, block_t), launcher
 
 
@@ -160,7 +140,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     width, out_width, batch = x.shape[1], y.shape[1], offsets.shape[0] - 1
     out = torch.empty(batch, width, out_width, dtype=x.dtype, device=x.device)
     if batch:
-        tiles, launch = _jagged_jagged_launcher(width, out_width, precision_of(x.dtype), x.dtype, offsets.dtype)
+        tiles, launch = _jagged_jagged_launcher(width, out_width, precision_of(x.dtype))
         launch((batch, tiles, 1), (x, y, offsets, out), ())
     return out
 
@@ -207,19 +187,12 @@ def _jagged_jagged_bmm_jagged_out_kernel(
 
 
 @cache
-def _pairs_launcher(width: int, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
+def _pairs_launcher(width: int, precision: str, dtype: torch.dtype) -> Launcher:
     # 3xTF32 keeps both parts of both operands in registers: a tile has half the columns, a step more of D.
     split = precision == "tf32x3"
-    return Launcher(
-        _jagged_jagged_bmm_jagged_out_kernel,
-        D=width,
-        PRECISION=precision,
-        BLOCK_S=64,
-        BLOCK_R=64 if split else 128,
-        BLOCK_D=power_of_two(width, most=64 if split else 128 // dtype.itemsize),
-        STAGES=3,
-        num_warps=4,
-    )
+    block_d = power_of_two(width, most=64 if split else 128 // dtype.itemsize)
+    sizes = {"D": width, "BLOCK_S": 64, "BLOCK_R": 64 if split else 128, "BLOCK_D": block_d}
+    return Launcher(_jagged_jagged_bmm_jagged_out_kernel, **sizes, PRECISION=precision, STAGES=3, num_warps=4)
 
 
 def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
@@ -227,7 +200,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     (rows, width), batch = x.shape, x_offsets.shape[0] - 1
     out = torch.empty(out_size, dtype=x.dtype, device=x.device)
     if rows and out_size:
-        launch = _pairs_launcher(width, precision_of(x.dtype), x.dtype, x_offsets.dtype, y_offsets.dtype)
+        launch = _pairs_launcher(width, precision_of(x.dtype), x.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
         launch((most_tiles(rows, batch, 64), 1, 1), tensors, (batch,))
     return out
@@ -289,25 +262,15 @@ def _array_jagged_bmm_kernel(
 
 
 @cache
-def _array_launcher(
-    width: int, transposed: bool, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype
-) -> tuple[int, int, Launcher]:
-    """(rows a tile, tiles of the width, the launcher)."""
+def _array_launcher(width: int, transposed: bool, precision: str, dtype: torch.dtype) -> tuple[int, int, Launcher]:
+    """Returns (rows a tile, tiles of the width, the launcher)."""
     # 3xTF32 keeps both parts of both operands in registers, so a tile has half the rows.
     split = precision == "tf32x3"
     block_s, block_d = 32 if split else 64, power_of_two(width, most=256)
-    launcher = Launcher(
-        _array_jagged_bmm_kernel,
-        D=width,
-        TRANSPOSED=transposed,
-        PRECISION=precision,
-        BLOCK_S=block_s,
-        BLOCK_R=64 // dtype.itemsize,
-        BLOCK_D=block_d,
-        STAGES=4,
-        num_warps=8 if block_d == 256 and not split else 4,
-    )
-    return block_s, ceil_div(width, block_d), launcher
+    sizes = {"D": width, "BLOCK_S": block_s, "BLOCK_R": 64 // dtype.itemsize, "BLOCK_D": block_d}
+    options = {"TRANSPOSED": transposed, "PRECISION": precision, "STAGES": 4}
+    options["num_warps"] = 8 if block_d == 256 and not split else 4
+    return block_s, ceil_div(width, block_d), Launcher(_array_jagged_bmm_kernel, **sizes, **options)
 
 
 def array_jagged_bmm_jagged_out(
@@ -319,9 +282,7 @@ def array_jagged_bmm_jagged_out(
     if out_rows == 0:
         return out
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    block_s, tiles, launch = _array_launcher(
-        width, transposed, precision_of(y.dtype), y.dtype, *(x.dtype for x in sides)
-    )
+    block_s, tiles, launch = _array_launcher(width, transposed, precision_of(y.dtype), y.dtype)
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
     launch((most_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

@@ -74,8 +74,8 @@ def _jagged_softmax_bwd_kernel(
 
 
 @cache
-def _jagged_softmax_launcher(kernel: JITFunction, width: int, *dtypes: torch.dtype) -> tuple[int, Launcher]:
-    """(tiles of the width, the launcher)."""
+def _jagged_softmax_launcher(kernel: JITFunction, width: int) -> tuple[int, Launcher]:
+    """Returns (tiles of the width, the launcher)."""
     block_t = power_of_two(width, least=1, most=32)
     return ceil_div(width, block_t), Launcher(kernel, T=width, BLOCK_S=64, BLOCK_T=block_t, num_warps=4)
 
@@ -84,7 +84,7 @@ def _launch_jagged_softmax(kernel: JITFunction, inputs: tuple[Tensor, ...], offs
     rows, width = inputs[0].shape
     out = torch.empty_like(inputs[0])
     if rows:
-        tiles, launch = _jagged_softmax_launcher(kernel, width, out.dtype, offsets.dtype)
+        tiles, launch = _jagged_softmax_launcher(kernel, width)
         launch((offsets.shape[0] - 1, tiles, 1), (*inputs, offsets, out), ())
     return out
 
@@ -224,7 +224,7 @@ def _jagged2_softmax_kernel(
 
 
 @cache
-def _jagged2_softmax_launcher(backward: bool, *dtypes: torch.dtype) -> Launcher:
+def _jagged2_softmax_launcher(backward: bool) -> Launcher:
     return Launcher(_jagged2_softmax_kernel, BACKWARD=backward, CHUNK=CHUNK, ROWS=8, num_warps=4)
 
 
@@ -232,9 +232,8 @@ def _launch_jagged2_softmax(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offset
     out = torch.empty_like(x)
     if x.shape[0]:
         batch = x_offsets.shape[0] - 1
-        launch = _jagged2_softmax_launcher(backward, x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, grad, pair_offsets(x_offsets, y_offsets), x_offsets, y_offsets, out)
-        launch((most_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
+        _jagged2_softmax_launcher(backward)((most_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
     return out
 
 

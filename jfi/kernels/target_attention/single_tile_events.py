@@ -12,13 +12,12 @@ from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_digits, load_rows
 from jfi.kernels.plan import AttentionProblem
-from jfi.kernels.tables import gather
-from jfi.kernels.tables.rows import load_rows_by_id
+from jfi.kernels.tables.gather import INDICES, load_rows_by_id
 from jfi.utils.integers import ceil_div
 from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
-EVENTS = ["bias_index_ptr", "value_scale_ptr", *gather.INDICES]
+EVENTS = ["bias_index_ptr", "value_scale_ptr", *INDICES]
 
 
 def event_pointers(x: TargetAttentionInputs) -> tuple:

@@ -1,1 +1,0 @@
-"""Products of the projection weights of multi-head target attention."""
