@@ -32,6 +32,13 @@ _COMBINED_ROWS = 16
 
 
 @triton.jit
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(maximum, total, acc) of a tile of query rows before the first partial result."""
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    return maximum, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+
+@triton.jit
 def add_partial(partial, lse, maximum, total, acc):
     """(maximum, total, acc) of tiles of query rows after a partial result [M, D] with the log-sum-exps [M]."""
     new_maximum = tl.maximum(maximum, lse)
@@ -46,7 +53,7 @@ def weighted_sum(maximum, total, acc):
     return acc / nonzero(total)[:, None], lse
 
 
-# --- Stream-K ranges --------------------------------------------------------------------------------------------------
+# --- Stream-K ranges and chunks ---------------------------------------------------------------------------------------
 @triton.jit
 def behind_partials(partial_ptr, programs, sample_rows, WIDTH: tl.constexpr):
     """Behind partial results [2 · programs, rows, WIDTH]: log-sum-exps [2 · programs, rows], split samples [programs].
@@ -105,33 +112,61 @@ def _combine_ranges_kernel(
     tl.store(out_ptr + (sample * sample_rows + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
+@cache
+def _combine_ranges(width: int, weighted: bool) -> Launcher:
+    block_d = power_of_two(width, least=1)
+    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_P": max(2, min(16, 1024 // block_d)), "BLOCK_D": block_d}
+    return Launcher(_combine_ranges_kernel, **constants, num_warps=max(1, min(8, block_d // 64)))
+
+
+@triton.jit
+def chunk_partial(low, n, chunk):
+    """The place of the partial result of the chunk that begins at row n, of a sample that begins at row low."""
+    return 2 * (low // chunk + (n - low) // chunk) + (n == low).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["chunk", "sample_rows"])
-def _combine_range_tiles_kernel(
+def _combine_tiles_kernel(
     offsets_ptr,
     partial_ptr,
+    partial_lse_ptr,
     out_ptr,
     lse_ptr,
     chunk,
     sample_rows,
+    BY_RANGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merges as `_combine_ranges_kernel`, a program per range and tile of query rows: fewer of more work each."""
-    program = tl.program_id(1).to(tl.int64)
-    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
-    sample = tl.load(split_ptr + program).to(tl.int64)
-    if sample < 0:
-        return
-    end = tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """A program per tile of a sample's query rows, over its chunks; BY_RANGE as `_combine_ranges_kernel`, by tiles."""
+    if BY_RANGE:
+        tile = tl.program_id(0)
+        low = tl.program_id(1).to(tl.int64)
+        partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
+        sample = tl.load(split_ptr + low).to(tl.int64)
+        if sample < 0:
+            return
+        high = (tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT - 1) // chunk + 1
+        step = 1
+    else:
+        tiles = (sample_rows + BLOCK_M - 1) // BLOCK_M
+        tile = (tl.program_id(0) % tiles).to(tl.int64)
+        sample = (tl.program_id(0) // tiles).to(tl.int64)
+        low = tl.load(offsets_ptr + sample).to(tl.int64)
+        high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+        if high - low <= chunk:
+            return
+        step = chunk
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = row < sample_rows
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for member in range(program, (end - 1) // chunk + 1):
-        at = (2 * member + (member == program).to(tl.int64)) * sample_rows
+    maximum, total, acc = no_sums(BLOCK_M, BLOCK_D)
+    for n in range(low, high, step):
+        if BY_RANGE:
+            at = (2 * n + (n == low).to(tl.int64)) * sample_rows
+        else:
+            at = chunk_partial(low, n, chunk) * sample_rows
         partial = load_rows(partial_ptr + at * WIDTH, row, mask, WIDTH, WIDTH, BLOCK_D)
         if WEIGHTED:
             lse = tl.load(partial_lse_ptr + at + row, mask=mask, other=-float("inf"))
@@ -145,90 +180,30 @@ def _combine_range_tiles_kernel(
 
 
 @cache
-def _combine_range_tiles(width: int, weighted: bool) -> Launcher:
-    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_M": _COMBINED_ROWS, "BLOCK_D": power_of_two(width)}
-    return Launcher(_combine_range_tiles_kernel, **constants, num_warps=4)
-
-
-@cache
-def _combine_ranges(width: int, weighted: bool) -> Launcher:
-    block_d = power_of_two(width, least=1)
-    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_P": max(2, min(16, 1024 // block_d)), "BLOCK_D": block_d}
-    return Launcher(_combine_ranges_kernel, **constants, num_warps=max(1, min(8, block_d // 64)))
+def _combine_tiles(width: int, weighted: bool, by_range: bool) -> Launcher:
+    constants = {"BY_RANGE": by_range, "WIDTH": width, "WEIGHTED": weighted, "BLOCK_M": _COMBINED_ROWS}
+    return Launcher(_combine_tiles_kernel, **constants, BLOCK_D=power_of_two(width), num_warps=4)
 
 
 class RangePartials:
     """Memory for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
 
-    def __init__(self, programs: int, chunk: int, sample_rows: int, width: int, device: torch.device):
-        """sample_rows: T · H, the query rows of a sample."""
+    def __init__(self, programs: int, chunk: int, sample_rows: int, width: int, by_tile: bool, device: torch.device):
+        """sample_rows: T · H, the query rows of a sample; by_tile: fewer programs combine tiles of them."""
         self.programs, self.chunk, self.sample_rows, self.width = programs, chunk, sample_rows, width
+        self.by_tile = by_tile
         self.memory = torch.empty(programs * (2 * sample_rows * (width + 1) + 1), dtype=torch.float32, device=device)
 
     def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Fill in the results of split samples, weighted by their log-sum-exps if lse is given."""
-        launch = _combine_ranges(self.width, lse is not None)
-        grid = (self.sample_rows, self.programs, 1)
-        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.sample_rows))
-
-    def combine_tiles(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """The same by tiles of query rows."""
-        launch = _combine_range_tiles(self.width, lse is not None)
-        grid = (ceil_div(self.sample_rows, _COMBINED_ROWS), self.programs, 1)
-        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.sample_rows))
-
-
-# --- Chunks -----------------------------------------------------------------------------------------------------------
-@triton.jit
-def chunk_partial(low, n, chunk):
-    """The place of the partial result of the chunk that begins at row n, of a sample that begins at row low."""
-    return 2 * (low // chunk + (n - low) // chunk) + (n == low).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["sample_rows", "chunk"])
-def _combine_chunks_kernel(
-    offsets_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    sample_rows,
-    chunk,
-    WIDTH: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Merges the partial results of one tile of a sample's query rows; a program per sample and tile."""
-    tiles = (sample_rows + BLOCK_M - 1) // BLOCK_M
-    sample = (tl.program_id(0) // tiles).to(tl.int64)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    if high - low <= chunk:
-        return
-    at = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = at < sample_rows
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for n in range(low, high, chunk):
-        row = chunk_partial(low, n, chunk) * sample_rows
-        partial = load_rows(partial_ptr + row * WIDTH, at, mask, WIDTH, WIDTH, BLOCK_D)
-        if WEIGHTED:
-            lse = tl.load(partial_lse_ptr + row + at, mask=mask, other=-float("inf"))
-            maximum, total, acc = add_partial(partial, lse, maximum, total, acc)
+        numbers = (self.chunk, self.sample_rows)
+        if self.by_tile:
+            launch = _combine_tiles(self.width, lse is not None, True)
+            grid = (ceil_div(self.sample_rows, _COMBINED_ROWS), self.programs, 1)
+            launch(grid, (offsets, self.memory, None, out, lse), numbers)
         else:
-            acc += partial
-    if WEIGHTED:
-        acc, lse = weighted_sum(maximum, total, acc)
-        tl.store(lse_ptr + sample * sample_rows + at, lse, mask=mask)
-    store_rows(out_ptr + sample * sample_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
-
-
-@cache
-def _combine_chunks(width: int, weighted: bool) -> Launcher:
-    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_M": _COMBINED_ROWS, "BLOCK_D": power_of_two(width)}
-    return Launcher(_combine_chunks_kernel, **constants, num_warps=4)
+            launch = _combine_ranges(self.width, lse is not None)
+            launch((self.sample_rows, self.programs, 1), (offsets, self.memory, out, lse), numbers)
 
 
 class ChunkPartials:
@@ -245,9 +220,9 @@ class ChunkPartials:
         """Fill in the results of samples of several chunks, weighted by their log-sum-exps if lse is given."""
         slots, sample_rows, width = self.values.shape
         if slots:
-            launch = _combine_chunks(width, lse is not None)
             grid = (out.shape[0] * ceil_div(sample_rows, _COMBINED_ROWS), 1, 1)
-            launch(grid, (offsets, self.values, self.lse, out, lse), (sample_rows, self.chunk))
+            tensors = (offsets, self.values, self.lse, out, lse)
+            _combine_tiles(width, lse is not None, False)(grid, tensors, (self.chunk, sample_rows))
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
@@ -268,9 +243,7 @@ def _combine_splits_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = row < rows
     first = row // NUM_KV_HEADS * (NUM_KV_HEADS * NUM_SPLITS) + row % NUM_KV_HEADS
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    maximum, total, acc = no_sums(BLOCK_M, BLOCK_D)
     for split in tl.static_range(NUM_SPLITS):
         at = first + split * NUM_KV_HEADS
         lse = tl.load(partial_lse_ptr + at, mask=mask, other=-float("inf"))

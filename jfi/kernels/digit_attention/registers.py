@@ -123,10 +123,11 @@ def load_events(events, n, SPEC: gl.constexpr):
 
     With block_r the rows of the table of biases [N] too, else a number that nobody reads.
 
-    events: (pointers to the words, to the ids and to the rows of the table of biases, rows of the words, events).
+    events: (pointer to the words, those to ids, of which the first counts, pointer to the rows of the table of biases,
+    how many rows of words there are, how many events).
     """
-    words_ptr, index_ptr, bias_index_ptr, digit_rows, num_events = events
-    words = (words_ptr, index_ptr, digit_rows)
+    words_ptr, indices, bias_index_ptr, digit_rows, num_events = events
+    words = (words_ptr, indices[0], digit_rows)
     table_row = n.to(gl.int32)
     if SPEC.block_r > 0:
         at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(0, RIGHT))

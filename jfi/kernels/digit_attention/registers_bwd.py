@@ -120,7 +120,8 @@ def digit_attention_registers_bwd_kernel(
     table = (scale, scale)
     if SPEC.block_r > 0:
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    events = (history[3], index_0, bias_index_ptr, digit_rows, num_events)
+    indices = (index_0, index_1, index_2, index_3)
+    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
     units = tile.load_events(events, n, SPEC)
     dtable = gl.zeros([SPEC.block_m, SPEC.block_r if SPEC.block_r > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):

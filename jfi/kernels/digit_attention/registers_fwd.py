@@ -91,7 +91,8 @@ def digit_attention_registers_fwd_kernel(
     if SPEC.block_r > 0:
         # In the units of the products of queries and digits.
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    events = (history[3], index_0, bias_index_ptr, digit_rows, num_events)
+    indices = (index_0, index_1, index_2, index_3)
+    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
     units = tile.load_events(events, n, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row

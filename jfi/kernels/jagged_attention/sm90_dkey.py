@@ -94,8 +94,9 @@ def _load_bias(table_ptr, bucket, head, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _load_stats(more, stage, row, end, own_row, work_tile, kv_head, SPEC: gl.constexpr):
+def _load_stats(more, where, SPEC: gl.constexpr):
     """Log-sum-exp and Δ of the query rows; inf and 0, so that weights are 0, behind the sample's."""
+    stage, row, end, own_row, work_tile, kv_head = where
     BLOCK_M: gl.constexpr = more.lse.shape[1]
     QHEADS_PER_KVHEAD: gl.constexpr = SPEC.qheads_per_kvhead
     at = row + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
@@ -133,9 +134,7 @@ def _load_stats(more, stage, row, end, own_row, work_tile, kv_head, SPEC: gl.con
 
 @gluon.jit
 def _produce(own, other, statistics, tail_bar, schedule, SPEC: gl.constexpr):
-    pipeline.produce_pairs(
-        own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_stats, True, 2, SPEC
-    )
+    pipeline.produce_pairs(own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_stats, 2, SPEC)
 
 
 @gluon.jit

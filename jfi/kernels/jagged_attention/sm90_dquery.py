@@ -24,7 +24,8 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
-def _load_bias(more, stage, row, end, kv_head, SPEC: gl.constexpr):
+def _load_bias(more, where, SPEC: gl.constexpr):
+    stage, row, end, _own_row, _work_tile, kv_head = where
     bias_ptr, bias_smem = more
     tile.load_bias(bias_ptr, row, end, kv_head, bias_smem.index(stage), SPEC)
 
@@ -32,7 +33,7 @@ def _load_bias(more, stage, row, end, kv_head, SPEC: gl.constexpr):
 @gluon.jit
 def _produce(own, other, bias, tail_bar, schedule, SPEC: gl.constexpr):
     load_more: gl.constexpr = _load_bias if SPEC.has_bias else None
-    pipeline.produce_pairs(own, other, tail_bar, bias, schedule, COUNTER, _locate, load_more, False, 1, SPEC)
+    pipeline.produce_pairs(own, other, tail_bar, bias, schedule, COUNTER, _locate, load_more, 1, SPEC)
 
 
 @gluon.jit

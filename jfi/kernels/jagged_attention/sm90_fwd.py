@@ -300,18 +300,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["total", "left", "right"])
 def jagged_attention_sm90_fwd_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    tiles_ptr,
-    biases,
-    out_ptr,
-    lse_ptr,
-    total,
-    left,
-    right,
-    scale2,
-    SPEC: gl.constexpr,
+    q_desc, k_desc, v_desc, tiles_ptr, biases, out_ptr, lse_ptr, total, left, right, scale2, SPEC: gl.constexpr
 ):
     """Store the output and its log-sum-exp, or with splits those of each: [rows, splits, G, E] and [rows, splits, G].
 

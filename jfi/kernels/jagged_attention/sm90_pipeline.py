@@ -218,7 +218,6 @@ def produce_pairs(
     COUNTER: gl.constexpr,
     locate,
     load_more,
-    TAKES_TILE: gl.constexpr,
     ZEROED: gl.constexpr,
     SPEC: gl.constexpr,
 ):
@@ -233,8 +232,8 @@ def produce_pairs(
         more: what ``load_more`` loads for each of the other tiles, by its own stores: (pointers and shared memory).
         locate: (first row of the own tile, sample's first row on the other side, rows there, first of them to be
             loaded, number of tiles) of a work tile.
-        load_more: a function of (more, stage, row, end of the sample's rows, key head, SPEC).
-        TAKES_TILE: whether it also takes (own row, work tile) before the key head.
+        load_more: a function of (more, tile, SPEC); tile: (stage, row, end of the sample's rows, own row, work tile,
+            key head).
         ZEROED: of the tile that is cut off the first so many tensors are zeroed behind the sample's rows.
     """
     WARP_GROUPS: gl.constexpr = own.smems[0].shape[0]
@@ -275,10 +274,7 @@ def produce_pairs(
                     mbarrier.expect(full, BYTES)
                     _load_pair(other, row, kv_head, full, n % STAGES)
                 if load_more is not None:
-                    if TAKES_TILE:
-                        load_more(more, n % STAGES, row, start + rows, own_row, work_tile, kv_head, SPEC)
-                    else:
-                        load_more(more, n % STAGES, row, start + rows, kv_head, SPEC)
+                    load_more(more, (n % STAGES, row, start + rows, own_row, work_tile, kv_head), SPEC)
                     mbarrier.arrive(full)
             if (step == 1) & (tail < BLOCK):
                 mbarrier.wait(tail_bar.index(0), num_tails & 1)

@@ -19,13 +19,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
-from jfi.kernels.jagged_attention.buckets import (
-    add_bucket_sums,
-    bucket_bias,
-    bucket_of,
-    load_bucket,
-    visible_range,
-)
+from jfi.kernels.jagged_attention.buckets import add_bucket_sums, bucket_bias, bucket_of, load_bucket, visible_range
 from jfi.kernels.jagged_attention.visibility import (
     Visibility,
     add_totals,
@@ -200,18 +194,7 @@ def jagged_attention_dquery_kernel(
 
 @triton.jit(do_not_specialize=["total", "rows", "left", "right"])
 def jagged_attention_dkey_kernel(
-    queries,
-    keys,
-    biases,
-    times,
-    tiles_ptr,
-    results,
-    total,
-    rows,
-    left,
-    right,
-    scale,
-    SPEC: tl.constexpr,
+    queries, keys, biases, times, tiles_ptr, results, total, rows, left, right, scale, SPEC: tl.constexpr
 ):
     """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel.
 

@@ -234,15 +234,7 @@ def step_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "chunk"])
-def step_split_rows_kernel(
-    batch,
-    tables,
-    schedule,
-    count,
-    chunk,
-    SPEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def step_split_rows_kernel(batch, tables, schedule, count, chunk, SPEC: tl.constexpr, CHUNKS: tl.constexpr):
     """A program per chunk: a row that begins in it and goes on is summed over its chunks and stepped."""
     rows_ptr, partial_ptr = batch
     LOW: tl.constexpr = SPEC.firsts[0]

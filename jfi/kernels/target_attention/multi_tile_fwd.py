@@ -53,17 +53,7 @@ def _attend(q, desc, history, n, mask, at, kv_head, state, scale2, MASKED: tl.co
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
 def target_attention_multi_tile_fwd_kernel(
-    k_desc,
-    v_desc,
-    q_ptr,
-    history,
-    outputs,
-    batch,
-    num_rows,
-    tiles,
-    chunk,
-    scale,
-    SPEC: tl.constexpr,
+    k_desc, v_desc, q_ptr, history, outputs, batch, num_rows, tiles, chunk, scale, SPEC: tl.constexpr
 ):
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim

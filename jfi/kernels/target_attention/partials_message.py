@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.combine import add_partial, weighted_sum
+from jfi.kernels.common.combine import add_partial, no_sums, weighted_sum
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
 from jfi.kernels.plan import cached
@@ -104,9 +104,7 @@ def _combine_kernel(
     STRIDE: tl.constexpr = WIDTH + (PER_NUMBER if WEIGHTED else 0)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = row < count
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    maximum, total, acc = no_sums(BLOCK_M, BLOCK_D)
     for part in range(PARTS):
         at = row + part * count.to(tl.int64)
         partial = load_rows(parts_ptr, at, mask, STRIDE, WIDTH, BLOCK_D).to(tl.float32)

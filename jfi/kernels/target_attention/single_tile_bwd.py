@@ -239,7 +239,7 @@ def backward(
     if kernel.split is Split.STREAM_K:
         chunk, programs = plan.stream_k(num_keys, batch, problem.device.num_sms, kernel.programs_per_sm)
         if needs_query:
-            partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, device)
+            partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, problem.num_words > 0, device)
     rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
     sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
@@ -258,7 +258,7 @@ def backward(
     launch = attention_launcher(function, problem, kernel)
     launch((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
     if partials is not None:
-        (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, dquery, None)
+        partials.combine(x.offsets, dquery, None)
     return dquery, dkey, dvalue, sum_dbias(x, dbias, sums_table), dsecond
 
 

@@ -157,10 +157,12 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     chunk, programs, partials = 0, batch, None
     if kernel.split is Split.STREAM_K:
         chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
-        partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
+        partials = RangePartials(
+            programs, chunk, num_queries * num_heads, problem.value_dim, problem.num_words > 0, x.query.device
+        )
     tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
     attention_launcher(function, problem, kernel)(grid, tensors, numbers)
     if partials is not None:
-        (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, out, lse)
+        partials.combine(x.offsets, out, lse)
