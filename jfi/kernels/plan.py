@@ -84,12 +84,11 @@ SM90_MAX_ROWS = 2**31 - 256
 STATISTICS_ELEMENTS = 2048
 
 # --- Overrides --------------------------------------------------------------------------------------------------------
-#: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest (over packed
-#: digits "target_single_tile" or "digits_registers"), and splits of the keys in the sm90 forward of jagged attention.
+#: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest, and splits of
+#: the keys in the sm90 forward of jagged attention.
 NUM_SMS: int | None = None
 TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
-DIGIT_FAMILY: str | None = None
 SM90_SPLITS: int | None = None
 
 _caches: list[Callable] = []
@@ -117,18 +116,15 @@ def override(**values: object) -> Iterator[None]:
     if unknown:
         raise ValueError(f"override takes thresholds of {__name__}, got {', '.join(unknown)}")
     before = {name: constants[name] for name in values}
-    constants.update(values)
-    _clear()
     try:
+        constants.update(values)
+        for function in _caches:
+            function.cache_clear()
         yield
     finally:
         constants.update(before)
-        _clear()
-
-
-def _clear() -> None:
-    for function in _caches:
-        function.cache_clear()
+        for function in _caches:
+            function.cache_clear()
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -139,11 +135,10 @@ class Device:
     type: str
     capability: tuple[int, int] = (0, 0)
     num_sms: int = 1
-    has_gluon: bool = False  # the language of the sm90 kernels compiles for it
 
 
 #: Both have 132 SMs of capability 9.0, and plans read nothing else.
-H100 = H200 = Device("cuda", (9, 0), 132, has_gluon=True)
+H100 = H200 = Device("cuda", (9, 0), 132)
 A100 = Device("cuda", (8, 0), 108)
 CPU = Device("cpu")
 
@@ -157,8 +152,7 @@ def device_of(device: torch.device) -> Device:
     num_sms = NUM_SMS or properties.multi_processor_count
     if torch.version.hip is not None or interprets():
         return Device("cuda", num_sms=num_sms)
-    capability = (properties.major, properties.minor)
-    return Device("cuda", capability, num_sms, has_gluon=capability[0] == 9)
+    return Device("cuda", (properties.major, properties.minor), num_sms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +201,7 @@ class AttentionProblem:
     @cached_property
     def gluon_refusal(self) -> str | None:
         """The reason why no Gluon kernel takes a call; None if one may."""
-        if not self.device.has_gluon:
+        if self.device.capability[0] != 9:
             return "no Hopper GPU or no Gluon"
         return None if self.dtype.itemsize == 2 else f"{self.dtype} is not half precision"
 
@@ -535,9 +529,7 @@ def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> A
     queries_by_tma = history_by_tma and num_kv_heads in (1, num_heads) and _by_tma(problem, num_heads)
     # All query rows are in a tile: one kernel gives all gradients.
     single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
-    block_h = power_of_two(problem.qheads_per_kvhead)
-    if problem.qheads_per_kvhead & (problem.qheads_per_kvhead - 1) == 0:
-        block_h = problem.qheads_per_kvhead
+    block_h = power_of_two(problem.qheads_per_kvhead, 1 if problem.qheads_per_kvhead.bit_count() == 1 else 16)
     forward = plan("fwd", _multi_tile_forward(problem), CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
     tiles, dhistory = _multi_tile_dquery(problem, single), _multi_tile_dhistory(problem)
     options = {"TILE_ROWS": 0 if single else dhistory[1], "BLOCK_H": block_h, "BY_TMA": history_by_tma}
@@ -613,9 +605,7 @@ def _plan_digits(
     forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
     backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, options)
     refusal = problem.gluon_refusal
-    if DIGIT_FAMILY not in (None, "digits_registers"):
-        refusal = f"DIGIT_FAMILY is {DIGIT_FAMILY}"
-    elif refusal is None and problem.head_dim > MAX_REGISTER_DIGITS:
+    if refusal is None and problem.head_dim > MAX_REGISTER_DIGITS:
         refusal = f"more than {MAX_REGISTER_DIGITS} digits"
     elif refusal is None and refused_scale is not None:
         refusal = f"scale is at most {refused_scale}"

@@ -31,7 +31,7 @@ def _bucket_edges(
     if impl == "torch":
         from jfi.cpu import bucket_edges
     else:
-        from jfi.kernels.jagged_attention import bucket_edges
+        from jfi.kernels.jagged_attention import buckets as bucket_edges
     return bucket_edges.bucket_edges(*arguments)
 
 

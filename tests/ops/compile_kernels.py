@@ -18,7 +18,7 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import execute as jagged_attention
-from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
+from jfi.kernels.jagged_attention.buckets import bucket_edges
 from jfi.kernels.plan import A100, H200, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.tables import step as tables_step
 from jfi.kernels.tables.gather import bound_ids, gather_rows

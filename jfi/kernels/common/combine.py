@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.online_softmax import combine_weights, finish, nonzero
+from jfi.kernels.common.online_softmax import combine_weights, finish, no_sums, nonzero
 from jfi.kernels.common.primitives import LN2, LOG2E
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.common.tiles import load_rows, store_rows
@@ -29,13 +29,6 @@ from jfi.utils.integers import ceil_div, power_of_two
 UNSPLIT = 2**30
 #: Query rows of a tile.
 _COMBINED_ROWS = 16
-
-
-@triton.jit
-def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(maximum, total, acc) of a tile of query rows before the first partial result."""
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    return maximum, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
 
 @triton.jit

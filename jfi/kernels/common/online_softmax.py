@@ -25,6 +25,13 @@ def reference_of(maximum):
 
 
 @triton.jit
+def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(maximum, total, acc) of a tile of query rows before its first tile of keys, or its first partial result."""
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    return maximum, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+
+@triton.jit
 def online_softmax_update(scores, maximum):
     """(P [M, N], the new maximum [M], the factor of earlier sums [M]) of a tile's scores [M, N] in base 2.
 

@@ -100,8 +100,9 @@ def begin_buckets(biases, rows, bucket, mask, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC: gl.constexpr):
+def _pass_buckets(biases, rows, n, state, SPEC: gl.constexpr):
     """The state after the rows whose bucket ends behind key n have entered the next."""
+    bucket, bias, edge, next_bias, next_edge, _top = state
     leaves = edge // MAX_BUCKETS > n
     bucket = gl.where(leaves, edge % MAX_BUCKETS, bucket)
     bias = gl.where(leaves, next_bias, bias)
@@ -129,9 +130,8 @@ def scale_and_add_bias(scores, n, biases, rows, buckets, scale2, SPEC: gl.conste
         first = edge // MAX_BUCKETS
         change = gl.where(first > n, next_bias - bias, 0.0)
         scores += gl.where(key[None, :] < first[:, None], change[:, None], 0.0)
-        bucket, bias, edge, next_bias, next_edge, top = _pass_buckets(
-            biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC
-        )
+        state = (bucket, bias, edge, next_bias, next_edge, top)
+        bucket, bias, edge, next_bias, next_edge, top = _pass_buckets(biases, rows, n, state, SPEC)
     return scores, (bucket, bias, edge, next_bias, next_edge, top), passes
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.online_softmax import log_sum_exp, nonzero, online_softmax_update
+from jfi.kernels.common.online_softmax import log_sum_exp, no_sums, nonzero, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
@@ -68,9 +68,7 @@ def jagged_attention_fwd_kernel(
             biases, rows = (edges_ptr, table_ptr), (query, head)
             bucket_value, bucket_edge = load_bucket(biases, rows, bucket, q_mask, SPEC)
     q = load_rows(q_ptr + q_base * D, q_at, q_mask, D, D, SPEC.block_d)
-    maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
-    weight = tl.zeros((SPEC.block_m,), tl.float32)
-    acc = tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
+    maximum, weight, acc = no_sums(SPEC.block_m, SPEC.block_e)
     # AOTInductor passes the scale in float64.
     scale2 = tl.full((), scale * LOG2E, tl.float32)
     for step in range(0, steps):

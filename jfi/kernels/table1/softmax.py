@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_sample, most_tiles
@@ -30,72 +29,74 @@ def _load(ptr, at, mask, other):
 
 
 @triton.jit
-def _jagged_softmax_fwd_kernel(
-    x_ptr, offsets_ptr, out_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
+def _jagged_softmax_kernel(
+    x_ptr,
+    grad_ptr,
+    offsets_ptr,
+    out_ptr,
+    T: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """Computes a tile of columns of a sample, whose rows it reads twice, the second time from the cache."""
+    """Computes a tile of columns of a sample, whose rows it reads twice, the second time from the cache.
+
+    Backward as in `_jagged2_softmax_kernel`.
+    """
     sample = tl.program_id(0).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
-    for first in range(low, high, BLOCK_S):
-        at, mask = _entries(first, high, cols, T, BLOCK_S)
-        x = _load(x_ptr, at, mask, -float("inf"))
-        new_top = tl.maximum(top, tl.max(x, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), 0)
-        top = new_top
-    base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.where(total == 0.0, 1.0, total)
-    for first in range(low, high, BLOCK_S):
-        at, mask = _entries(first, high, cols, T, BLOCK_S)
-        p = tl.exp(_load(x_ptr, at, mask, -float("inf")) - base[None, :]) / total[None, :]
-        tl.store(out_ptr + at, p.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _jagged_softmax_bwd_kernel(
-    grad_ptr, out_ptr, offsets_ptr, dx_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    sample = tl.program_id(0).to(tl.int64)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    delta = tl.zeros((BLOCK_T,), tl.float32)
-    for first in range(low, high, BLOCK_S):
-        at, mask = _entries(first, high, cols, T, BLOCK_S)
-        delta += tl.sum(_load(out_ptr, at, mask, 0.0) * _load(grad_ptr, at, mask, 0.0), 0)
-    for first in range(low, high, BLOCK_S):
-        at, mask = _entries(first, high, cols, T, BLOCK_S)
-        dx = _load(out_ptr, at, mask, 0.0) * (_load(grad_ptr, at, mask, 0.0) - delta[None, :])
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if BACKWARD:
+        for first in range(low, high, BLOCK_S):
+            at, mask = _entries(first, high, cols, T, BLOCK_S)
+            total += tl.sum(_load(x_ptr, at, mask, 0.0) * _load(grad_ptr, at, mask, 0.0), 0)
+        for first in range(low, high, BLOCK_S):
+            at, mask = _entries(first, high, cols, T, BLOCK_S)
+            dx = _load(x_ptr, at, mask, 0.0) * (_load(grad_ptr, at, mask, 0.0) - total[None, :])
+            tl.store(out_ptr + at, dx.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
+        for first in range(low, high, BLOCK_S):
+            at, mask = _entries(first, high, cols, T, BLOCK_S)
+            x = _load(x_ptr, at, mask, -float("inf"))
+            new_top = tl.maximum(top, tl.max(x, 0))
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), 0)
+            top = new_top
+        base = tl.where(top == -float("inf"), 0.0, top)
+        total = tl.where(total == 0.0, 1.0, total)
+        for first in range(low, high, BLOCK_S):
+            at, mask = _entries(first, high, cols, T, BLOCK_S)
+            p = tl.exp(_load(x_ptr, at, mask, -float("inf")) - base[None, :]) / total[None, :]
+            tl.store(out_ptr + at, p.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @cache
-def _jagged_softmax_launcher(kernel: JITFunction, width: int) -> tuple[int, Launcher]:
+def _jagged_softmax_launcher(width: int, backward: bool) -> tuple[int, Launcher]:
     """Returns (tiles of the width, the launcher)."""
     block_t = power_of_two(width, least=1, most=32)
-    return ceil_div(width, block_t), Launcher(kernel, T=width, BLOCK_S=64, BLOCK_T=block_t, num_warps=4)
+    sizes = {"T": width, "BLOCK_S": 64, "BLOCK_T": block_t}
+    return ceil_div(width, block_t), Launcher(_jagged_softmax_kernel, **sizes, BACKWARD=backward, num_warps=4)
 
 
-def _launch_jagged_softmax(kernel: JITFunction, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
-    rows, width = inputs[0].shape
-    out = torch.empty_like(inputs[0])
+def _launch_jagged_softmax(x: Tensor, grad: Tensor, offsets: Tensor, backward: bool) -> Tensor:
+    rows, width = x.shape
+    out = torch.empty_like(x)
     if rows:
-        tiles, launch = _jagged_softmax_launcher(kernel, width)
-        launch((offsets.shape[0] - 1, tiles, 1), (*inputs, offsets, out), ())
+        tiles, launch = _jagged_softmax_launcher(width, backward)
+        launch((offsets.shape[0] - 1, tiles, 1), (x, grad, offsets, out), ())
     return out
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """[S, T] -> [S, T]."""
-    return _launch_jagged_softmax(_jagged_softmax_fwd_kernel, (x,), offsets)
+    return _launch_jagged_softmax(x, x, offsets, False)
 
 
 def jagged_softmax_bwd(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
-    return _launch_jagged_softmax(_jagged_softmax_bwd_kernel, (grad, out), offsets)
+    return _launch_jagged_softmax(out, grad, offsets, True)
 
 
 @triton.jit

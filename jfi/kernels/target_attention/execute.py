@@ -4,7 +4,6 @@ Where one sample's queries fill several tiles, jagged attention with T queries p
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,7 +32,8 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
     out = query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
     lse = query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     if batch:
-        _kernels(chosen.forward[0].kernel).forward(x, chosen, out, lse)
+        kernels = multi_tile_fwd if chosen.family == "target_multi_tile" else single_tile_fwd
+        kernels.forward(x, chosen, out, lse)
     return out, lse
 
 
@@ -63,14 +63,8 @@ def backward(
         needed = (*needed[:4], False)  # no table of biases
         dquery, *others = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, needed, chosen)
         return None if dquery is None else dquery.view_as(x.query), *others
-    return _kernels(chosen.backward[0].kernel).backward(grad, x, out, lse, needed, chosen)
-
-
-def _kernels(name: str) -> ModuleType:
-    """Returns the module that launches a kernel of a plan."""
-    if name.startswith("target_attention_multi_tile"):
-        return multi_tile_fwd if "_fwd" in name else multi_tile_bwd
-    return single_tile_fwd if "_fwd" in name else single_tile_bwd
+    kernels = multi_tile_bwd if chosen.family == "target_multi_tile" else single_tile_bwd
+    return kernels.backward(grad, x, out, lse, needed, chosen)
 
 
 def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.combine import chunk_partial
-from jfi.kernels.common.online_softmax import finish, online_softmax_update
+from jfi.kernels.common.online_softmax import finish, no_sums, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
@@ -70,9 +70,7 @@ def target_attention_multi_tile_fwd_kernel(
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
     row = sample * sample_rows + place
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
-    maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
-    total = tl.zeros((SPEC.block_m,), tl.float32)
-    acc = tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
+    maximum, total, acc = no_sums(SPEC.block_m, SPEC.block_e)
     left = tl.minimum(high - n, chunk).to(tl.int32)
     full = left // SPEC.block_n * SPEC.block_n
     desc = (k_desc, v_desc)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.combine import add_partial, no_sums, weighted_sum
+from jfi.kernels.common.combine import add_partial, weighted_sum
 from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.online_softmax import no_sums
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
 from jfi.kernels.plan import cached
 from jfi.utils.integers import ceil_div, power_of_two
