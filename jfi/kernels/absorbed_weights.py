@@ -326,13 +326,6 @@ def _gradient_launchers(
     return (batch, _tiles(rows) * (_tiles(d_e) + _tiles(dim) + 1) + _tiles(dim)), *weights
 
 
-def _split_batch(batch: int, programs: int, num_sms: int) -> tuple[int, int]:
-    """Returns (samples of a chunk, chunks) of a sum over a batch that takes so many programs per chunk."""
-    most = max(1, BATCH_PROGRAMS_PER_SM * num_sms // programs)
-    chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
-    return chunk, max(1, ceil_div(batch, chunk))
-
-
 def gradients(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     weights: tuple[Tensor, ...],
@@ -351,7 +344,9 @@ def gradients(
     features, batch, width = dquery.shape
     sizes = _sizes_of(weights, num_queries, num_heads)
     (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype), grad.dtype)
-    chunk, splits = _split_batch(batch, features * tiles, plan.device_of(grad.device).num_sms)
+    most = max(1, BATCH_PROGRAMS_PER_SM * plan.device_of(grad.device).num_sms // (features * tiles))
+    chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
+    splits = max(1, ceil_div(batch, chunk))
     shapes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
     sums = [torch.empty(splits, features, *shape, dtype=torch.float32, device=grad.device) for shape in shapes]
     launch((features, tiles, splits), (rows, tuple(sums)), (batch, chunk))

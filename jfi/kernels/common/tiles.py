@@ -75,6 +75,19 @@ def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 
 @triton.jit
+def load_head(ptr, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
+    """[N, D] of a key head's rows from n on, in [rows, G, width]."""
+    STRIDE: tl.constexpr = SPEC.num_kv_heads * WIDTH
+    return load_rows(ptr + n * STRIDE + kv_head * WIDTH, at, mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def store_head(ptr, x, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
+    STRIDE: tl.constexpr = SPEC.num_kv_heads * WIDTH
+    store_rows(ptr + n * STRIDE + kv_head * WIDTH, x, at, mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
 def load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC: tl.constexpr):
     """[1, N] or [M, N], in base 2: the bias of the keys from row n on by query row, -inf outside the mask."""
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead

@@ -138,13 +138,6 @@ def _produce(own, other, statistics, tail_bar, schedule, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _bucket_bias(key_clock, clock, head, table_ptr, SPEC: gl.constexpr):
-    """[N, M]: the bias of each pair."""
-    bucket = _bucket(clock[None, :], key_clock[:, None], SPEC)
-    return _load_bias(table_ptr, bucket, gl.expand_dims(head, 0) + bucket * 0, SPEC)
-
-
-@gluon.jit
 def _mask_weights(p, key, first, row, shift, stage, statistics, window, COLUMN: gl.constexpr, SPEC: gl.constexpr):
     """Returns weights [N, M] with 0 where a query, of the tile from ``row`` on, does not see a key."""
     left, right, _edges_ptr = window
@@ -224,7 +217,9 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                         own_row = row + gl.arange(0, BLOCK_M, COLUMN)
                         head = kv_head * SPEC.qheads_per_kvhead + own_row % SPEC.qheads_per_kvhead
                         clock = statistics.clock.index(stage).load(COLUMN)
-                        s = s * scale2 + _bucket_bias(key_clock, clock, head, statistics.table_ptr, SPEC)
+                        bucket = _bucket(clock[None, :], key_clock[:, None], SPEC)
+                        head = gl.expand_dims(head, 0) + bucket * 0
+                        s = s * scale2 + _load_bias(statistics.table_ptr, bucket, head, SPEC)
                     else:
                         s = s * scale2 + statistics.bias.index(at).load(COLUMN)[None, :]
                     p = gl.exp2(s - lse[None, :])

@@ -37,14 +37,6 @@ def _produce(own, other, bias, tail_bar, schedule, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias_smem, SPEC: gl.constexpr):
-    """dS = P (dP - Δ) of a tile [M, N], 0 where hidden."""
-    s, scale2 = tile.add_bias(s, scale2, bias_smem, SPEC)
-    ds = tile.scores_gradient(gl.exp2(s * scale2 - lse[:, None]), dp, delta[:, None])
-    return tile.mask_scores(ds, n, visible, 0.0, SPEC)
-
-
-@gluon.jit
 def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
     """Σ_e dO · O of a tile's rows in shared memory, from row on in [rows, G, width]."""
     at_out, at = tile.head_rows(out_ptr, row, kv_head, grad.shape[1], SPEC.num_kv_heads)
@@ -89,7 +81,9 @@ def _tile_gradient(
         scale_left = 1.0  # the bias is added to scaled scores
         passed, passed_edge = buckets[0], buckets[2]
         s, buckets, passes = tile.scale_and_add_bias(s, n, biases, rows, buckets, scale2, SPEC)
-    ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
+    s, scale_left = tile.add_bias(s, scale_left, bias, SPEC)
+    ds = tile.scores_gradient(gl.exp2(s * scale_left - lse[:, None]), dp, delta[:, None])
+    ds = tile.mask_scores(ds, n, visible, 0.0, SPEC)
     if sums_ptr is not None:
         key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
         state = (passed, passed_edge, bucket_sum)

@@ -18,7 +18,7 @@ from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
-from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_head, store_rows
 from jfi.kernels.jagged_attention.buckets import add_bucket_sums, bucket_bias, bucket_of, load_bucket, visible_range
 from jfi.kernels.jagged_attention.visibility import (
     Visibility,
@@ -253,15 +253,14 @@ def jagged_attention_dkey_kernel(
             own = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
             dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision="tf32x3")
     if dv_ptr is not None:
-        store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
+        store_head(dv_ptr, dv, n, key_at, mask, kv_head, E, SPEC.block_e, SPEC)
     if dk_ptr is not None:
         dk *= scale
         if SPEC.shared_kv:
             dk += dv
-        store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
+        store_head(dk_ptr, dk, n, key_at, mask, kv_head, D, SPEC.block_d, SPEC)
     if dbias_ptr is not None:
-        to = dbias_ptr + n * (G * QHEADS_PER_KVHEAD) + kv_head * QHEADS_PER_KVHEAD
-        store_rows(to, dbias, key_at, mask, G * QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD, BLOCK_H)
+        store_head(dbias_ptr, dbias, n, key_at, mask, kv_head, QHEADS_PER_KVHEAD, BLOCK_H, SPEC)
 
 
 def backward(

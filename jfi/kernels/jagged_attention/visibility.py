@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.tiles import load_digits, load_rows
+from jfi.kernels.common.tiles import load_digits, load_head
 from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
 from jfi.utils.operands import JaggedAttentionInputs
 
@@ -157,15 +157,14 @@ def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, dtype, SPEC: tl.constexpr)
     """(k [N, D], v [N, E]) of the rows from n on, in dtype; one tile if value = key."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    G: tl.constexpr = SPEC.num_kv_heads
     if SPEC.num_words:
         k = load_digits(k_ptr, n + key_at, mask, dtype, D, SPEC.num_words, SPEC.block_d)
     else:
-        k = load_rows(k_ptr + n * (G * D) + kv_head * D, key_at, mask, G * D, D, SPEC.block_d)
+        k = load_head(k_ptr, n, key_at, mask, kv_head, D, SPEC.block_d, SPEC)
     if SPEC.shared_kv:
         v = k
     elif SPEC.num_words:
         v = k * tl.load(v_ptr + n + key_at, mask=mask, other=0.0).to(k.dtype)[:, None]
     else:
-        v = load_rows(v_ptr + n * (G * E) + kv_head * E, key_at, mask, G * E, E, SPEC.block_e)
+        v = load_head(v_ptr, n, key_at, mask, kv_head, E, SPEC.block_e, SPEC)
     return k, v

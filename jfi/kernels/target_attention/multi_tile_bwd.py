@@ -19,7 +19,7 @@ from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E, most_tiles
 from jfi.kernels.common.spec import attention_launcher
-from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention.multi_tile_chunks import (
     STATISTICS,
@@ -29,7 +29,6 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     query_descriptor,
     query_places,
     split_into_chunks,
-    store_history_tile,
     sum_heads,
 )
 from jfi.utils.integers import ceil_div
@@ -61,7 +60,7 @@ def _step(queries, dq, desc, history, grads, n, mask, kv_head, scale, MASKED: tl
     if SPEC.tile_rows == 0:
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
         if dv_ptr is not None:
-            store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
+            store_head(dv_ptr, dv, n, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
         if dk_ptr is not None:
             if SPEC.shared_kv:
                 dk = tl.dot(tl.trans(ds), q, dv, input_precision=PRECISION)
@@ -70,10 +69,10 @@ def _step(queries, dq, desc, history, grads, n, mask, kv_head, scale, MASKED: tl
             if BY_TMA and SPEC.shared_kv:
                 desc[2].store([n.to(tl.int32), kv_head * SPEC.head_dim], dk.to(dk_ptr.dtype.element_ty))
             else:
-                store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
+                store_head(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
         if dbias_ptr is not None:
             dbias = sum_heads(tl.trans(score), at, q_mask, SPEC)
-            store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
+            store_head(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
     if dq_ptr is not None:
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -209,11 +208,11 @@ def target_attention_multi_tile_dhistory_kernel(
         if dbias_ptr is not None:
             dbias += sum_heads(score, at, q_mask, SPEC)
     if dk_ptr is not None:
-        store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, D, SPEC.block_d, SPEC)
+        store_head(dk_ptr, dk, n, k_at, mask, kv_head, D, SPEC.block_d, SPEC)
     if dv_ptr is not None:
-        store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, E, SPEC.block_e, SPEC)
+        store_head(dv_ptr, dv, n, k_at, mask, kv_head, E, SPEC.block_e, SPEC)
     if dbias_ptr is not None:
-        store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
+        store_head(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
 
 
 def backward(

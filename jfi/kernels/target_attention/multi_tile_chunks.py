@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from jfi.kernels import plan
 from jfi.kernels.common.combine import UNSPLIT, ChunkPartials
 from jfi.kernels.common.primitives import find_sample
-from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
+from jfi.kernels.common.tiles import load_head, query_rows
 from jfi.kernels.plan import AttentionProblem
 from jfi.utils.integers import ceil_div, power_of_two
 from jfi.utils.operands import TargetAttentionInputs
@@ -24,13 +24,6 @@ from jfi.utils.operands import TargetAttentionInputs
 STATISTICS = tl.constexpr(64)
 #: Chunks are a multiple of this, so that all but a sample's last consist of full tiles.
 CHUNK_MULTIPLE = 128
-
-
-def _chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max_seqlen: int | None) -> int:
-    """Returns the rows of a chunk; UNSPLIT where no sample needs two."""
-    chunk, _ = plan.stream_k(rows * programs_per_chunk, batch, num_sms, plan.CHUNKED_PROGRAMS_PER_SM)
-    chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    return chunk if chunk < (rows if max_seqlen is None else max_seqlen) else UNSPLIT
 
 
 def split_into_chunks(
@@ -46,7 +39,11 @@ def split_into_chunks(
     num_keys, num_kv_heads = x.key.shape[0], problem.num_kv_heads
     num_rows = num_queries * problem.qheads_per_kvhead
     tiles = ceil_div(num_rows, block_m)
-    chunk = _chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
+    programs = plan.CHUNKED_PROGRAMS_PER_SM
+    chunk, _ = plan.stream_k(num_keys * tiles * num_kv_heads, batch, problem.device.num_sms, programs)
+    chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    if chunk >= (num_keys if x.max_seqlen is None else x.max_seqlen):
+        chunk = UNSPLIT  # no sample needs two
     partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, width, x.query.device)
     # Work items that no chunk needs are empty.
     grid = ((batch + num_keys // chunk) * tiles, num_kv_heads, 1)
@@ -84,41 +81,24 @@ def query_descriptor(x: Tensor, num_kv_heads: int, block_m: int) -> TensorDescri
 
 
 @triton.jit
-def load_history_tile(
-    desc,
-    ptr,
-    n,
-    at,
-    mask,
-    kv_head,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPEC: tl.constexpr,
-    BY_TMA: tl.constexpr,
-):
-    """[N, D] of the rows from n on.  TMA takes no mask: with it, all of the tile must be the sample's."""
-    STRIDE: tl.constexpr = SPEC.num_kv_heads * WIDTH
-    if BY_TMA:
-        return desc.load([n.to(tl.int32), kv_head * WIDTH])
-    else:
-        return load_rows(ptr + n * STRIDE + kv_head * WIDTH, at, mask, STRIDE, WIDTH, BLOCK_D)
-
-
-@triton.jit
 def load_history(desc, history, n, at, mask, kv_head, SPEC: tl.constexpr, BY_TMA: tl.constexpr):
-    """Keys [N, D] and values [N, E] of the rows from n on; one load where they are shared."""
-    k = load_history_tile(desc[0], history[0], n, at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC, BY_TMA)
+    """Keys [N, D] and values [N, E] of the rows from n on; one load where they are shared.
+
+    TMA takes no mask: with it, all of the tile must be the sample's.
+    """
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    if BY_TMA:
+        k = desc[0].load([n.to(tl.int32), kv_head * D])
+    else:
+        k = load_head(history[0], n, at, mask, kv_head, D, SPEC.block_d, SPEC)
     if SPEC.shared_kv:
         v = k
+    elif BY_TMA:
+        v = desc[1].load([n.to(tl.int32), kv_head * E])
     else:
-        v = load_history_tile(desc[1], history[1], n, at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC, BY_TMA)
+        v = load_head(history[1], n, at, mask, kv_head, E, SPEC.block_e, SPEC)
     return k, v
-
-
-@triton.jit
-def store_history_tile(ptr, x, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
-    STRIDE: tl.constexpr = SPEC.num_kv_heads * WIDTH
-    store_rows(ptr + n * STRIDE + kv_head * WIDTH, x, at, mask, STRIDE, WIDTH, BLOCK_D)
 
 
 @triton.jit

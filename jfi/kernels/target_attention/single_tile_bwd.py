@@ -21,7 +21,7 @@ from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.spec import attention_launcher
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
-from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
+from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan, Split
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
@@ -50,8 +50,7 @@ def _store_dbias(dbias_ptr, ds, of_head, first, k_at, mask, SPEC: tl.constexpr):
         to = dbias_ptr + (first * tl.num_programs(1) + tile) * NUM_HEADS
         store_rows(to, dbias, k_at * tl.num_programs(1), mask, NUM_HEADS, QHEADS, SPEC.block_h)
     else:
-        to = dbias_ptr + first * NUM_HEADS + kv_head * QHEADS
-        store_rows(to, dbias, k_at, mask, NUM_HEADS, QHEADS, SPEC.block_h)
+        store_head(dbias_ptr, dbias, first, k_at, mask, kv_head, QHEADS, SPEC.block_h, SPEC)
 
 
 @triton.jit
@@ -80,10 +79,8 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
         rows: (first event, end).
     """
     D: tl.constexpr = SPEC.head_dim
-    E: tl.constexpr = SPEC.value_dim
     PRECISION: tl.constexpr = SPEC.precision
     K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
-    V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
     q, grad, lse, delta, of_head = operands
     dq, dtable = sums
     bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
@@ -111,7 +108,7 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
                 dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
         if dv_ptr is not None:
             dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
-            store_rows(dv_ptr + first * V_STRIDE + kv_head * E, dv, k_at, mask, V_STRIDE, E, SPEC.block_e)
+            store_head(dv_ptr, dv, first, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
         if dk_ptr is not None:
             to = dk_ptr + first * K_STRIDE + kv_head * D
             store_columns(to, dk, k_at, dk_cols, mask, K_STRIDE, D, SPEC.block_d)
@@ -249,9 +246,12 @@ def backward(
 
         # By event the bias has a gradient of one query row, since the plan takes other kernels for several.
         tiles = num_queries if sums_table else 1
-    dbias = None
-    if needs_bias:
-        dbias = empty_dbias(x, programs if sums_table else num_keys, tiles, sums_table)
+    dbias = None  # [programs, tiles, N, H] of a table's sums, else [S, tiles, H]
+    if sums_table:
+        dbias = torch.empty(programs, tiles, rows[0], num_heads, dtype=torch.float32, device=device)
+    elif needs_bias:
+        dtype = x.bias.dtype if x.bias_index is None and tiles == 1 else torch.float32
+        dbias = torch.empty(num_keys, tiles, num_heads, dtype=dtype, device=device)
     tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     tensors += (None if partials is None else partials.memory,)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *rows, x.scale)
@@ -259,20 +259,11 @@ def backward(
     launch((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
-    return dquery, dkey, dvalue, sum_dbias(x, dbias, sums_table), dsecond
+    return dquery, dkey, dvalue, _sum_dbias(x, dbias, sums_table), dsecond
 
 
-def empty_dbias(x: TargetAttentionInputs, count: int, tiles: int, sums_table: bool) -> Tensor:
-    """Returns memory for the gradient of biases: [programs, tiles, N, H] of a table's sums, else [S, tiles, H]."""
-    num_heads, device = x.query.shape[2], x.query.device
-    if sums_table:
-        return torch.empty(count, tiles, x.bias.shape[0], num_heads, dtype=torch.float32, device=device)
-    dtype = x.bias.dtype if x.bias_index is None and tiles == 1 else torch.float32
-    return torch.empty(count, tiles, num_heads, dtype=dtype, device=device)
-
-
-def sum_dbias(x: TargetAttentionInputs, dbias: Tensor | None, sums_table: bool) -> Tensor | None:
-    """Returns the gradient of the bias from what `empty_dbias` made, once it is filled in."""
+def _sum_dbias(x: TargetAttentionInputs, dbias: Tensor | None, sums_table: bool) -> Tensor | None:
+    """Returns the gradient of the bias from those of the tiles, and of programs or events."""
     if dbias is None:
         return None
     if sums_table:

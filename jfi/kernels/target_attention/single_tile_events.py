@@ -10,7 +10,7 @@ import triton.language as tl
 
 from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.tiles import load_columns, load_digits, load_rows
+from jfi.kernels.common.tiles import load_columns, load_digits, load_head
 from jfi.kernels.plan import AttentionProblem
 from jfi.kernels.tables.gather import INDICES, load_rows_by_id
 from jfi.utils.integers import ceil_div
@@ -70,7 +70,6 @@ def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype
     v_ptr = history[1]
     k_ptr = history[3]
     D: tl.constexpr = SPEC.head_dim
-    E: tl.constexpr = SPEC.value_dim
     STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     if SPEC.num_words:
         row = n + at.to(tl.int64)
@@ -88,8 +87,7 @@ def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype
         k = load_columns(k_ptr + n * STRIDE + kv_head * D, at, cols, mask, STRIDE, D, SPEC.block_d)
     v = k
     if not SPEC.shared_kv:
-        V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
-        v = load_rows(v_ptr + n * V_STRIDE + kv_head * E, at, mask, V_STRIDE, E, SPEC.block_e)
+        v = load_head(v_ptr, n, at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
     return k, v
 
 
