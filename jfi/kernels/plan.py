@@ -530,8 +530,9 @@ def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> A
     # All query rows are in a tile: one kernel gives all gradients.
     single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
     block_h = power_of_two(problem.qheads_per_kvhead, 1 if problem.qheads_per_kvhead.bit_count() == 1 else 16)
-    forward = plan("fwd", _multi_tile_forward(problem), CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
-    tiles, dhistory = _multi_tile_dquery(problem, single), _multi_tile_dhistory(problem)
+    wide = _wide_tiles(problem)
+    forward = plan("fwd", wide or _multi_tile_forward(problem), CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
+    tiles, dhistory = wide or _multi_tile_dquery(problem, single), wide or _multi_tile_dhistory(problem)
     options = {"TILE_ROWS": 0 if single else dhistory[1], "BLOCK_H": block_h, "BY_TMA": history_by_tma}
     backward = (plan("dquery", tiles, CHUNKED_PROGRAMS_PER_SM, **options),)
     if not single:
@@ -547,14 +548,12 @@ def _by_tma(problem: AttentionProblem, num_heads: int) -> bool:
 
 
 # The tiles below are (block_m, block_n, warps, stages), and registers where they are limited.
-def _wide_tiles(problem: AttentionProblem) -> tuple[int, ...]:
-    """Returns the tiles of rows above 512 bytes."""
-    return 16, 16, 8 if problem.width_bytes > 1024 else 4, 1
+def _wide_tiles(problem: AttentionProblem) -> tuple[int, ...] | None:
+    """Returns the tiles of rows above 512 bytes; None for others."""
+    return (16, 16, 8 if problem.width_bytes > 1024 else 4, 1) if problem.width_bytes > 512 else None
 
 
 def _multi_tile_forward(problem: AttentionProblem) -> tuple[int | None, ...]:
-    if problem.width_bytes > 512:
-        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
         return min(64, problem.padded_queries), 64, 4, 1
     if problem.width_bytes > 256:
@@ -567,8 +566,6 @@ def _multi_tile_dquery(problem: AttentionProblem, single: bool) -> tuple[int, ..
     """Returns the tiles of the kernel that gives dq; with ``single`` it gives all gradients."""
     if single:
         return 64, 64, 4, 3 if problem.shared_kv else 2
-    if problem.width_bytes > 512:
-        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
         return 64, 32, 4, 2 if problem.shared_kv else 1
     if problem.width_bytes > 256:
@@ -581,8 +578,6 @@ def _multi_tile_dquery(problem: AttentionProblem, single: bool) -> tuple[int, ..
 
 def _multi_tile_dhistory(problem: AttentionProblem) -> tuple[int, ...]:
     """Returns the tiles of the kernel that gives dk, dv and dbias: a program per tile of history rows."""
-    if problem.width_bytes > 512:
-        return _wide_tiles(problem)
     if problem.dtype.itemsize > 2:
         return (64, 32, 4, 2) if problem.width_bytes <= 256 else (64, 32, 8, 1)
     if problem.width_bytes > 256:
@@ -763,13 +758,11 @@ def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: S
 @cached
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
     """Plans the kernels for any GPU: the wider a row, the smaller a tile."""
-
-    if problem.width_bytes > 512:
-        forward = backward = _wide_tiles(problem)
-    elif problem.width_bytes > 256:
+    forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
+    if problem.width_bytes > 256:
         forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
-    else:
-        forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
+    if wide := _wide_tiles(problem):
+        forward = backward = wide
     rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
     kernels = (
         _kernel("jagged_attention_statistics", Split.TILES, rows),

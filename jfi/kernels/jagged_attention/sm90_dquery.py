@@ -46,25 +46,6 @@ def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _visible_rows(own_row, first, shift, work_tile, kv_head, mask, biases, scale2, schedule, SPEC: gl.constexpr):
-    """Returns ((query, head), what is visible, the state of `scale_and_add_bias`, its sum of dS) of query rows."""
-    _tile, q_start, num_queries, _k_start, num_keys = work_tile
-    if SPEC.num_buckets:
-        rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
-        visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
-        if SPEC.has_table:
-            LAYOUT: gl.constexpr = own_row.type.layout
-            bucket_sum = gl.zeros([ROWS], gl.float32, LAYOUT)
-            return rows, visible, tile.begin_buckets(biases, rows, newest, mask, SPEC), bucket_sum
-        else:
-            return rows, visible, (scale2,), scale2
-    else:
-        position = own_row // SPEC.qheads_per_kvhead + shift
-        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
-        return (own_row, own_row), visible, (scale2,), scale2
-
-
-@gluon.jit
 def _tile_gradient(
     s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC: gl.constexpr
 ):
@@ -130,9 +111,11 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         lse = gl.load(lse_ptr + at, mask=mask, other=-INF)
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
-        rows, visible, buckets, bucket_sum = _visible_rows(
-            own_row, first, shift, work_tile, kv_head, mask, biases, scale2, schedule, SPEC
-        )
+        rows, visible, newest = tile.visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC)
+        buckets, bucket_sum = (scale2,), scale2
+        if SPEC.has_table:
+            buckets = tile.begin_buckets(biases, rows, newest, mask, SPEC)
+            bucket_sum = gl.zeros([ROWS], gl.float32, own_row.type.layout)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         stats = stats_ptr + kv_head.to(gl.int64) * num_rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)

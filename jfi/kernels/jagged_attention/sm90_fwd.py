@@ -223,14 +223,13 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, q_start, num_queries, _k_start, num_keys = work_tile
+        _tile, q_start, num_queries, _k_start, _num_keys = work_tile
         first, shift, begin, steps = _keys_of_split(work_tile, number, schedule, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
         own_row = first + gl.arange(0, ROWS, S_ROW)
+        mask = own_row < num_queries * SPEC.qheads_per_kvhead
+        rows, visible, newest = tile.visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC)
         if SPEC.num_buckets:
-            mask = own_row < num_queries * SPEC.qheads_per_kvhead
-            rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
-            visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
             own_steps = _own_steps(first, q_start, num_queries, begin, steps, schedule, BLOCK_N, SPEC)
             num_k_tiles, num_q_tiles = _skip_tiles(shared, own_steps, steps, num_k_tiles, num_q_tiles, SPEC)
             steps = own_steps
@@ -238,9 +237,6 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                 if SPEC.num_splits > 1:
                     newest = tile.bucket_behind(biases[0], rows, newest, mask, begin + steps * BLOCK_N, SPEC)
                 buckets = tile.begin_buckets(biases, rows, newest, mask, SPEC)
-        else:
-            position = own_row // SPEC.qheads_per_kvhead + shift
-            visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         maximum = gl.full([ROWS], -INF, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)

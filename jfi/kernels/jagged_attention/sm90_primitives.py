@@ -41,38 +41,35 @@ class Visible(NamedTuple):
 
 
 @gluon.jit
-def visible_to(position, first, shift, num_keys, schedule, SPEC: gl.constexpr):
-    """first: the consumer's first query row within the sample."""
-    left, right, _edges = schedule.window
-    begin = num_keys * 0
-    end = num_keys
-    if SPEC.has_left:
-        begin = (first + ROWS - 1) // SPEC.qheads_per_kvhead + shift - left
-    if SPEC.has_right:
-        end = gl.minimum(end, first // SPEC.qheads_per_kvhead + shift + right + 1)
-    return Visible(position, num_keys, begin, end, left, right)
+def visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC: gl.constexpr):
+    """Returns (query, head) of a consumer's query rows, what they see, and the buckets of their newest keys.
 
-
-@gluon.jit
-def rows_of(own_row, q_start, num_queries, kv_head, SPEC: gl.constexpr):
-    """(Query, head) of rows [M] within the sample; rows behind its last stand for the last."""
-    query = q_start + gl.minimum(own_row // SPEC.qheads_per_kvhead, gl.maximum(num_queries - 1, 0))
-    head = kv_head * SPEC.qheads_per_kvhead + own_row % SPEC.qheads_per_kvhead
-    return query.to(gl.int64), head
-
-
-@gluon.jit
-def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC: gl.constexpr):
-    """(`visible_to` with edges, which ascend with the queries; the buckets of the newest keys)."""
-    EDGES: gl.constexpr = SPEC.num_buckets + 1
+    Only with edges, which ascend with the queries, are query, head and buckets those.  own_row: [M], within the sample,
+    from ``first`` on; rows behind its last stand for the last.
+    """
     left, right, edges_ptr = schedule.window
-    begin, end, bucket = visible_range(edges_ptr, rows[0], mask, SPEC)
-    oldest = q_start + gl.minimum(first // SPEC.qheads_per_kvhead, num_queries - 1)
-    newest = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
-    is_any = num_queries > 0
-    all_from = gl.load(edges_ptr + newest.to(gl.int64) * EDGES + SPEC.num_buckets, mask=is_any, other=0)
-    all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MAX_BUCKETS
-    return Visible((begin, end), num_keys, all_from, all_to, left, right), bucket
+    _tile, q_start, num_queries, _k_start, num_keys = work_tile
+    QHEADS_PER_KVHEAD: gl.constexpr = SPEC.qheads_per_kvhead
+    if SPEC.num_buckets:
+        EDGES: gl.constexpr = SPEC.num_buckets + 1
+        query = (q_start + gl.minimum(own_row // QHEADS_PER_KVHEAD, gl.maximum(num_queries - 1, 0))).to(gl.int64)
+        head = kv_head * QHEADS_PER_KVHEAD + own_row % QHEADS_PER_KVHEAD
+        begin, end, bucket = visible_range(edges_ptr, query, mask, SPEC)
+        oldest = q_start + gl.minimum(first // QHEADS_PER_KVHEAD, num_queries - 1)
+        newest = q_start + gl.minimum((first + ROWS - 1) // QHEADS_PER_KVHEAD, num_queries - 1)
+        is_any = num_queries > 0
+        all_from = gl.load(edges_ptr + newest.to(gl.int64) * EDGES + SPEC.num_buckets, mask=is_any, other=0)
+        all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MAX_BUCKETS
+        return (query, head), Visible((begin, end), num_keys, all_from, all_to, left, right), bucket
+    else:
+        begin = num_keys * 0
+        end = num_keys
+        if SPEC.has_left:
+            begin = (first + ROWS - 1) // QHEADS_PER_KVHEAD + shift - left
+        if SPEC.has_right:
+            end = gl.minimum(end, first // QHEADS_PER_KVHEAD + shift + right + 1)
+        position = own_row // QHEADS_PER_KVHEAD + shift
+        return (own_row, own_row), Visible(position, num_keys, begin, end, left, right), own_row
 
 
 @gluon.jit
