@@ -64,10 +64,9 @@ JAGGED_QUERY_ROWS: dict[int, int] = {64: 65, 128: 97}
 JAGGED_QUERY_ROWS_SHARED: dict[int, int] = {64: 256, 128: 256}
 
 # --- Thresholds: jagged attention (sm90) ------------------------------------------------------------------------------
-#: By width, mean keys per sample up to which tiles of 64 keys are faster than of 128.
+#: By each width that the kernels are written for, mean keys per sample up to which tiles of 64 keys are faster than of
+#: 128.
 SM90_SHORT_KEYS = {64: 768, 128: 384}
-#: Widths that the sm90 kernels are written for.
-SM90_WIDTHS = (64, 128)
 #: Work tiles for each program that runs at once, up to which the keys of a tile are split: where later tiles of a
 #: sample see more keys than earlier ones, short work tiles even out what the SMs do; else one for each is enough.
 SM90_TAPERING_SPLITS, SM90_EQUAL_SPLITS = 4, 1
@@ -212,8 +211,8 @@ class AttentionProblem:
             return "keys are packed digits"
         if self.gluon_refusal is not None:
             return self.gluon_refusal
-        if self.head_dim not in SM90_WIDTHS or self.value_dim != self.head_dim:
-            return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
+        if self.head_dim not in SM90_SHORT_KEYS or self.value_dim != self.head_dim:
+            return f"keys and values are not both {' or '.join(map(str, SM90_SHORT_KEYS))} wide"
         if 1 not in (self.num_kv_heads, self.qheads_per_kvhead):
             return "several query heads share each of several key heads"
         return "query heads with a bias share a key head" if self.has_bias and self.qheads_per_kvhead > 1 else None
@@ -627,8 +626,13 @@ def _plan_digits(
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------
-def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
+def plan_jagged_attention(
+    x: JaggedAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
+) -> AttentionPlan:
+    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`.
+
+    ``exported`` means on a GPU under torch.export: no address and no size is known.
+    """
     query, key, value, key_offsets, scale = x.query, x.key, x.value, x.key_offsets, x.scale
     device = device_of(query.device) if device is None else device
     if impl == "torch":
@@ -638,7 +642,13 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
             reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
             return _torch_plan("cpu", "padded flash attention", reason)
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
-    problem = _jagged_problem(x, device)
+    # A compiler's may be symbols.
+    num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
+    sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
+    flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
+    problem = _problem(sizes, flags, rows, precision_of(query.dtype), 0, (query.dtype, None), device)
+    if exported:
+        return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
@@ -673,21 +683,6 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     if x.query_offsets.is_meta or torch.equal(x.query_offsets.long(), x.key_offsets.long()):
         return None
     return "causal, and a sample has other numbers of queries and keys"
-
-
-def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.jagged_attention` on a GPU under torch.export: no address and no size is known."""
-    problem = _jagged_problem(x, device_of(x.query.device))
-    return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
-
-
-def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
-    # A compiler's may be symbols.
-    num_heads, head_dim, num_kv_heads, value_dim = map(int, (*x.query.shape[1:], x.num_kv_heads, x.value_dim))
-    sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
-    flags = (x.value is None, x.bias is not None, False, False)
-    rows = (1, 0, int(x.key.shape[1]) if x.is_packed else 0)
-    return _problem(sizes, flags, rows, precision_of(x.query.dtype), 0, (x.query.dtype, None), device)
 
 
 def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:

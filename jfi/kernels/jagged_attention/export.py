@@ -9,7 +9,7 @@ from torch.library import triton_op, wrap_triton
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import triton_fwd
-from jfi.kernels.plan import plan_exported_jagged_attention
+from jfi.kernels.plan import plan_jagged_attention
 from jfi.utils.operands import JaggedAttentionInputs
 
 
@@ -40,4 +40,4 @@ def forward(
     """Runs the forward of `execute`, of queries and keys that may not be empty; arguments as of the operator itself."""
     tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
     x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
-    return triton_fwd.forward(x, plan_exported_jagged_attention(x), _launch)
+    return triton_fwd.forward(x, plan_jagged_attention(x, "triton", exported=True), _launch)

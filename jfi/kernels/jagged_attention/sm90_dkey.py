@@ -88,7 +88,7 @@ def _bucket(query_clock, key_clock, SPEC: gl.constexpr):
 
 @gluon.jit
 def _load_bias(table_ptr, bucket, head, SPEC: gl.constexpr):
-    """In base 2."""
+    """Returns the biases of buckets for heads, in base 2."""
     bias = gl.load(table_ptr + bucket * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + head)
     return bias.to(gl.float32) * LOG2E
 

@@ -112,10 +112,11 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
         rows, visible, newest = tile.visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC)
-        buckets, bucket_sum = (scale2,), scale2
         if SPEC.has_table:
             buckets = tile.begin_buckets(biases, rows, newest, mask, SPEC)
-            bucket_sum = gl.zeros([ROWS], gl.float32, own_row.type.layout)
+            bucket_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        else:
+            buckets, bucket_sum = (scale2,), scale2
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         stats = stats_ptr + kv_head.to(gl.int64) * num_rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)

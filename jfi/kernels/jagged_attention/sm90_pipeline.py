@@ -96,13 +96,13 @@ def allocate_rows(number: gl.constexpr, length: gl.constexpr, dtype: gl.constexp
 
 @gluon.jit
 def store_integer(smem, number):
-    """By the producer."""
+    """Stores a number; called by the producer."""
     smem.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def load_integer(smem):
-    """By a consumer."""
+    """Returns a stored number; called by a consumer."""
     return gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
