@@ -62,13 +62,13 @@ def visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC
         all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MAX_BUCKETS
         return (query, head), Visible((begin, end), num_keys, all_from, all_to, left, right), bucket
     else:
+        position = own_row // QHEADS_PER_KVHEAD + shift
         begin = num_keys * 0
         end = num_keys
         if SPEC.has_left:
             begin = (first + ROWS - 1) // QHEADS_PER_KVHEAD + shift - left
         if SPEC.has_right:
             end = gl.minimum(end, first // QHEADS_PER_KVHEAD + shift + right + 1)
-        position = own_row // QHEADS_PER_KVHEAD + shift
         return (own_row, own_row), Visible(position, num_keys, begin, end, left, right), own_row
 
 
