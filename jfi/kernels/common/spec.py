@@ -5,6 +5,7 @@ kernel is launched (Triton takes a plain int for a runtime value), and a spec ca
 """
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 
@@ -55,9 +56,13 @@ def attention_spec(problem: AttentionProblem, kernel: KernelPlan, more: tuple | 
     return spec_of(**values, **(more._asdict() if more else {}))
 
 
-@cached
-def attention_launcher(
-    function: JITFunction, problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None
-) -> Launcher:
-    """Returns the launcher of a plan's kernel; more: a named tuple of further constants."""
-    return Launcher(function, SPEC=attention_spec(problem, kernel, more), **kernel.launch)
+def launchers_of(function: JITFunction) -> Callable[..., Launcher]:
+    """Returns a function of (problem, plan, more) that returns the launcher of a kernel, one for the same values.
+
+    ``more`` is a named tuple of constants in addition to those of the problem and the plan.
+    """
+
+    def launcher(problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None) -> Launcher:
+        return Launcher(function, SPEC=attention_spec(problem, kernel, more), **kernel.launch)
+
+    return cached(launcher)

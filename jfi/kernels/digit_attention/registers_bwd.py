@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jfi.kernels.common.combine import behind_partials
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
 from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, RIGHT, ROWS, UNIT
@@ -163,3 +164,6 @@ def digit_attention_registers_bwd_kernel(
         gl.store(base + to[:, None] + (table_row * H)[None, :], dtable * (1 / UNIT), mask=keep)
     if dq_ptr is not None:
         gl.store(split_ptr + program, split.to(gl.int32))
+
+
+launcher = launchers_of(digit_attention_registers_bwd_kernel)

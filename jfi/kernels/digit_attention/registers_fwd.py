@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jfi.kernels.common.combine import behind_partials
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
 from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, ROWS, UNIT
@@ -131,3 +132,6 @@ def digit_attention_registers_fwd_kernel(
         high = next_high
         next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
     gl.store(split_ptr + program, split.to(gl.int32))
+
+
+launcher = launchers_of(digit_attention_registers_fwd_kernel)

@@ -1,16 +1,15 @@
 """Launches the Hopper kernels of jagged attention as a plan says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction
 
 from jfi.kernels.common.combine import SplitPartials
-from jfi.kernels.common.launch import empty_like
+from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel
@@ -21,9 +20,13 @@ from jfi.kernels.jagged_attention.visibility import Visibility, add_totals, boun
 from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split
 from jfi.utils.operands import JaggedAttentionInputs
 
+_fwd_launcher = launchers_of(jagged_attention_sm90_fwd_kernel)
+_dquery_launcher = launchers_of(jagged_attention_sm90_dquery_kernel)
+_dkey_launcher = launchers_of(jagged_attention_sm90_dkey_kernel)
+
 
 def _launch(
-    function: JITFunction,
+    launchers: Callable[..., Launcher],
     plan: KernelPlan,
     problem: AttentionProblem,
     x: JaggedAttentionInputs,
@@ -32,7 +35,7 @@ def _launch(
     numbers: tuple[int | float, ...],
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
-    launcher = attention_launcher(function, problem, plan, Visibility.of(x))
+    launcher = launchers(problem, plan, Visibility.of(x))
     total = tensors[0].shape[0] * problem.num_kv_heads * plan.num_splits
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
@@ -53,7 +56,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     partials = SplitPartials(out, problem.num_kv_heads, kernel.num_splits) if kernel.num_splits > 1 else None
     results = (out, lse) if partials is None else (partials.values, partials.lse)
     tensors = (tiles, (x.bias, x.edges, x.table), *results)
-    _launch(jagged_attention_sm90_fwd_kernel, kernel, problem, x, descriptors, tensors, numbers)
+    _launch(_fwd_launcher, kernel, problem, x, descriptors, tensors, numbers)
     if partials is not None:
         partials.combine(out, lse)
     return out, lse
@@ -90,13 +93,7 @@ def backward(
         tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
         tensors = (tiles, (*biases, out, lse, dlse), (stats, dquery, sums))
         _launch(
-            jagged_attention_sm90_dquery_kernel,
-            dquery_plan,
-            problem,
-            x,
-            descriptors,
-            tensors,
-            (rows * qheads_per_kvhead, first, *numbers),
+            _dquery_launcher, dquery_plan, problem, x, descriptors, tensors, (rows * qheads_per_kvhead, first, *numbers)
         )
         if sums is not None:
             totals.append(sums.sum(0))
@@ -111,13 +108,5 @@ def backward(
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
-    _launch(
-        jagged_attention_sm90_dkey_kernel,
-        dkey_plan,
-        problem,
-        x,
-        descriptors,
-        tensors,
-        (rows * qheads_per_kvhead, *numbers),
-    )
+    _launch(_dkey_launcher, dkey_plan, problem, x, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
     return dquery, dkey, dvalue, dbias, dtable

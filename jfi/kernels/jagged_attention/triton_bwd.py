@@ -16,7 +16,7 @@ from torch import Tensor
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_head, store_rows
 from jfi.kernels.jagged_attention.buckets import add_bucket_sums, bucket_bias, bucket_of, load_bucket, visible_range
@@ -263,6 +263,11 @@ def jagged_attention_dkey_kernel(
         store_head(dbias_ptr, dbias, n, key_at, mask, kv_head, QHEADS_PER_KVHEAD, BLOCK_H, SPEC)
 
 
+_statistics_launcher = launchers_of(_statistics_kernel)
+_dquery_launcher = launchers_of(jagged_attention_dquery_kernel)
+_dkey_launcher = launchers_of(jagged_attention_dkey_kernel)
+
+
 def backward(
     grad: Tensor,
     dlse: Tensor | None,
@@ -279,11 +284,11 @@ def backward(
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
     totals, stats = [], lse.new_empty(2, num_kv_heads, rows)
     total, visibility = rows * num_kv_heads, Visibility.of(x)
-    launch = attention_launcher(_statistics_kernel, problem, statistics, visibility)
+    launch = _statistics_launcher(problem, statistics, visibility)
     launch((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
     inputs = ((x.query, grad, stats), keys_and_values(x), (x.bias, x.edges, x.table))
     numbers = (*bounds(x.left, x.right), x.scale)
-    launch = attention_launcher(jagged_attention_dquery_kernel, problem, dquery_plan, visibility)
+    launch = _dquery_launcher(problem, dquery_plan, visibility)
     for first, count, offsets, sums in query_parts(x, needed[4]) if needed[0] or needed[4] else ():
         tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, dquery_plan.block_m)
         total = tiles.shape[0] * num_kv_heads
@@ -293,6 +298,6 @@ def backward(
     if any(needed[1:4]):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
         total, times = tiles.shape[0] * num_kv_heads, (x.query_time, x.key_time)
-        launch = attention_launcher(jagged_attention_dkey_kernel, problem, dkey_plan, visibility)
+        launch = _dkey_launcher(problem, dkey_plan, visibility)
         launch((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, rows, *numbers))
     return dquery, dkey, dvalue, dbias, add_totals(totals, x.table)

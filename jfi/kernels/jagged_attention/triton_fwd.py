@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jfi.kernels.common.online_softmax import log_sum_exp, no_sums, nonzero, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range
@@ -97,6 +97,9 @@ def jagged_attention_fwd_kernel(
     tl.store(lse_ptr + q_base + q_at, log_sum_exp(maximum, weight), mask=q_mask)
 
 
+_launcher = launchers_of(jagged_attention_fwd_kernel)
+
+
 def forward(
     x: JaggedAttentionInputs, plan: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
@@ -108,6 +111,6 @@ def forward(
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
     tensors = (x.query, *keys_and_values(x), x.bias, x.edges, x.table, tiles, out, lse)
-    launcher = attention_launcher(jagged_attention_fwd_kernel, problem, kernel, Visibility.of(x))
+    launcher = _launcher(problem, kernel, Visibility.of(x))
     launch(launcher, (total, 1, 1), tensors, (total, *bounds(x.left, x.right), x.scale))
     return out, lse

@@ -18,7 +18,7 @@ from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E, most_tiles
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention.multi_tile_chunks import (
@@ -215,6 +215,10 @@ def target_attention_multi_tile_dhistory_kernel(
         store_head(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, SPEC.block_h, SPEC)
 
 
+_dquery_launcher = launchers_of(target_attention_multi_tile_dquery_kernel)
+_dhistory_launcher = launchers_of(target_attention_multi_tile_dhistory_kernel)
+
+
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
@@ -243,13 +247,12 @@ def backward(
     history = (x.key, x.value, x.bias, x.offsets)
     outputs = (dquery, dkey, dvalue, dbias, partials.values, statistics, tile_samples)
     tensors = ((x.query, grad, out, lse), history, outputs)
-    launch = attention_launcher(target_attention_multi_tile_dquery_kernel, problem, dquery_plan)
-    launch(grid, tensors, (*numbers, x.scale), descriptors)
+    _dquery_launcher(problem, dquery_plan)(grid, tensors, (*numbers, x.scale), descriptors)
     if dquery is not None:
         partials.combine(x.offsets, dquery, None)
     if dhistory_plan:
         kernel = dhistory_plan[0]
-        launch = attention_launcher(target_attention_multi_tile_dhistory_kernel, problem, kernel)
+        launch = _dhistory_launcher(problem, kernel)
         descriptors = (None, None)
         if kernel.constants["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))

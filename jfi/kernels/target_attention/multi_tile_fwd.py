@@ -13,7 +13,7 @@ from torch import Tensor
 from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.online_softmax import finish, no_sums, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
 from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention.multi_tile_chunks import (
@@ -94,6 +94,9 @@ def target_attention_multi_tile_fwd_kernel(
         tl.store(partial_lse_ptr + partial + q_at, lse, mask=q_mask)
 
 
+_launcher = launchers_of(target_attention_multi_tile_fwd_kernel)
+
+
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
     """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     problem, kernel = chosen.problem, chosen.forward[0]
@@ -103,6 +106,5 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     if kernel.constants["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
-    launch = attention_launcher(target_attention_multi_tile_fwd_kernel, problem, kernel)
-    launch(grid, tensors, (*numbers, scale), descriptors)
+    _launcher(problem, kernel)(grid, tensors, (*numbers, scale), descriptors)
     partials.combine(x.offsets, out, lse)

@@ -19,7 +19,7 @@ from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import empty_like
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan, Split
@@ -218,6 +218,9 @@ def target_attention_single_tile_bwd_kernel(
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
+_launcher = launchers_of(target_attention_single_tile_bwd_kernel)
+
+
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
@@ -240,9 +243,9 @@ def backward(
     rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
     sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
-    function = target_attention_single_tile_bwd_kernel
+    launcher = _launcher
     if chosen.family == "digits_registers":
-        from jfi.kernels.digit_attention.registers_bwd import digit_attention_registers_bwd_kernel as function
+        from jfi.kernels.digit_attention.registers_bwd import launcher
 
         # By event the bias has a gradient of one query row, since the plan takes other kernels for several.
         tiles = num_queries if sums_table else 1
@@ -255,8 +258,7 @@ def backward(
     tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     tensors += (None if partials is None else partials.memory,)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *rows, x.scale)
-    launch = attention_launcher(function, problem, kernel)
-    launch((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
+    launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
     return dquery, dkey, dvalue, _sum_dbias(x, dbias, sums_table), dsecond

@@ -13,7 +13,7 @@ from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import attention_launcher
+from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.kernels.plan import AttentionPlan, Split
@@ -147,13 +147,16 @@ def target_attention_single_tile_fwd_kernel(
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
+_launcher = launchers_of(target_attention_single_tile_fwd_kernel)
+
+
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
     """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
-    function = target_attention_single_tile_fwd_kernel
+    launcher = _launcher
     if chosen.family == "digits_registers":
-        from jfi.kernels.digit_attention.registers_fwd import digit_attention_registers_fwd_kernel as function
+        from jfi.kernels.digit_attention.registers_fwd import launcher
     chunk, programs, partials = 0, batch, None
     if kernel.split is Split.STREAM_K:
         chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
@@ -163,6 +166,6 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
-    attention_launcher(function, problem, kernel)(grid, tensors, numbers)
+    launcher(problem, kernel)(grid, tensors, numbers)
     if partials is not None:
         partials.combine(x.offsets, out, lse)
