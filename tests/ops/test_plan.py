@@ -1,6 +1,8 @@
 """What runs a call: the plan names it, whatever device this host has."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -312,5 +314,6 @@ def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
         for right in (True, True, False)
     )
     assert json.loads(json.dumps(first))[0] == {"constexpr": 1}
+    assert pickle.loads(pickle.dumps(first)) == copy.deepcopy(first) == eval(repr(first)) == first
     assert first == equal and hash(first) == hash(equal) and str(first) == str(equal)
     assert first != other and hash(first) != hash(other) and str(first) != str(other)

@@ -7,7 +7,7 @@ kernel is launched (Triton takes a plain int for a runtime value), and a spec ca
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 
 import triton.language as tl
 from triton.runtime import JITFunction
@@ -26,12 +26,14 @@ class Constant(tl.constexpr, dict):
 
 
 class _Spec:
-    """The methods of a named tuple of constants."""
+    """The methods of a named tuple of constants, whose class cannot be imported."""
+
+    def __reduce__(self) -> tuple:
+        return partial(spec_of, **{name: x.value for name, x in self._asdict().items()}), ()
 
     def __repr__(self) -> str:
         """An expression that makes it in any scope: Inductor writes an exported kernel's constants into its code."""
-        values = {name: x.value for name, x in self._asdict().items()}
-        return f"__import__({__name__!r}, fromlist=['spec_of']).spec_of(**{values!r})"
+        return f"__import__({__name__!r}, fromlist=['spec_of']).spec_of(**{self.__reduce__()[0].keywords!r})"
 
 
 @cache
