@@ -84,7 +84,6 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
-    BIASES: gl.constexpr = bias_smem.shape[0]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)
@@ -134,7 +133,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(0, [s, dp])
-            bias = bias_smem.index(stage % BIASES)
+            bias = bias_smem.index(stage % bias_smem.shape[0])
             ds, buckets, bucket_sum = _tile_gradient(
                 s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC
             )
@@ -149,7 +148,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 dq = warpgroup_mma(ds, k_smem.index(last % STAGES), dq, is_async=True)
                 s, dp = warpgroup_mma_wait(1, [s, dp])
-                bias = bias_smem.index(stage % BIASES)
+                bias = bias_smem.index(stage % bias_smem.shape[0])
                 next_ds, buckets, bucket_sum = _tile_gradient(
                     s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC
                 )
