@@ -244,10 +244,10 @@ def backward(
     sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
-    if chosen.family == "digits_registers":
+    if kernel.name == "digit_attention_registers_bwd":
         from jfi.kernels.digit_attention.registers_bwd import launcher
 
-        # By event the bias has a gradient of one query row, since the plan takes other kernels for several.
+        # By event the bias has a gradient of one query row: the plan takes the kernel above for several.
         tiles = num_queries if sums_table else 1
     dbias = None  # [programs, tiles, N, H] of a table's sums, else [S, tiles, H]
     if sums_table:
