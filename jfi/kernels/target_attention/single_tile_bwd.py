@@ -244,7 +244,7 @@ def backward(
     sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
-    if kernel.name == "digit_attention_registers_bwd":
+    if kernel.kernel == "digit_attention_registers_bwd":
         from jfi.kernels.digit_attention.registers_bwd import launcher
 
         # By event the bias has a gradient of one query row: the plan takes the kernel above for several.
