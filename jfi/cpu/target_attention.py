@@ -24,7 +24,7 @@ from torch import Tensor
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
 from jfi.kernels.plan import cpu_is_dense
 from jfi.reference import unpack_digits
-from jfi.utils.operands import TargetAttentionInputs, is_packed
+from jfi.utils.operands import TargetAttentionInputs
 
 #: Packed digits are decoded for as many samples as have so many events, so that no [S, D] is made.
 DECODED_EVENTS = 2**15
@@ -283,7 +283,7 @@ def _decoded(x: TargetAttentionInputs) -> Iterator[tuple[slice, slice, TargetAtt
 def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     query = x.query
-    if is_packed(x.key):
+    if x.key.dtype == torch.int32:  # packed digits
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for samples, _, part in _decoded(x):
@@ -298,7 +298,7 @@ def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias, None if not needed."""
-    if is_packed(x.key):
+    if x.key.dtype == torch.int32:
         return _digits_backward(grad, x, out, lse, needed)
     problem = _Problem(x)
     grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]

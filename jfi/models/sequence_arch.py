@@ -18,6 +18,7 @@ from jfi.modules import (
     lookups,
     validation,
 )
+from jfi.modules.events import as_dict
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import DigitRows, own_rows, parts_of
@@ -284,7 +285,7 @@ def merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, JaggedT
     """Merges the output of a collection with `others`, which are converted to its dtype."""
     if embeddings is None:
         return others
-    together = lookups.as_dict(embeddings)
+    together = as_dict(embeddings)
     dtype = next((validation.unread(one).dtype for one in together.values()), None)
     for key, one in others.items():
         if dtype is None or validation.unread(one).dtype == dtype:

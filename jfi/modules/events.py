@@ -8,13 +8,15 @@ With times, a candidate of ragged targets sees the events of its user that are s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import lookups, validation
+from jfi.modules import validation
 from jfi.modules.sequence_configs import (
     Bias,
     FeatureGroup,
@@ -107,6 +109,7 @@ class Events:
         return None
 
 
+_SEQUENCES = "sequences must be a dict of JaggedTensor by key"
 _TARGETS = "targets must be a KeyedTensor or a dict of Tensor by target key, such as {{'{}': target}}"
 #: Ragged targets: their offsets [U + 1] from 0 to R, and what `read_events` takes for them.
 _Candidates = tuple[Tensor, JaggedTensor | None, JaggedTensor | dict[str, JaggedTensor] | None, int | None]
@@ -133,11 +136,11 @@ def read_events(
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
     if type(sequences) is not dict:
-        sequences = lookups.as_dict(sequences)
+        sequences = as_dict(sequences)
     candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
     has_times = target_times is not None or event_times is not None or max_events is not None
     if targets is not None or has_times:
-        targets = lookups.as_dict({} if targets is None else targets, _TARGETS, first_key)
+        targets = as_dict({} if targets is None else targets, _TARGETS, first_key)
         if has_times or isinstance(targets.get(first_key), JaggedTensor):
             validation.check_ragged_targets(targets, groups, sequences, *times)
             candidates = targets[first_key].offsets(), *times
@@ -150,6 +153,32 @@ def read_events(
     device = sequences[groups[0].sequence_keys[0][0]].offsets().device
     with without_autocast(device.type):  # under which cat refuses some dtypes
         return [_read_group(sequences, group, targets, candidates) for group in groups]
+
+
+@torch.compiler.disable
+def wait(awaitable: LazyAwaitable) -> object:
+    return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
+
+
+def as_dict(tensors: object, must: str = _SEQUENCES, key: str = "") -> dict[str, Any]:
+    """Returns a mapping of tensors by key, a KeyedTensor or what an awaitable holds as a new dict.
+
+    A ManagedCollisionEmbeddingCollection returns a tuple with the remapped ids or None.
+    """
+    if type(tensors) is not dict:
+        if type(tensors) is tuple and len(tensors) == 2:
+            tensors = tensors[0]
+        if isinstance(tensors, LazyAwaitable):  # a look at an attribute waits too, but torch.compile cannot trace it
+            tensors = wait(tensors)
+        if isinstance(tensors, KeyedTensor):
+            tensors = tensors.to_dict()
+        if not hasattr(tensors, "items"):
+            raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")
+    found = dict(tensors.items())
+    for key, one in found.items():
+        if isinstance(one, LazyAwaitable):
+            found[key] = wait(one)
+    return found
 
 
 def _read_group(

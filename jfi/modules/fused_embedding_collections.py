@@ -21,7 +21,7 @@ from jfi.modules import lookups, validation
 from jfi.modules.fused_tables import FusedTables
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import TableRows
+from jfi.modules.table_rows import TableRows, bounded
 from jfi.modules.validation import require_keys
 from jfi.utils.arguments import check_device, check_module, check_type, shown
 
@@ -146,8 +146,8 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
         reads, found = [(key, table, weights[table].shape[0]) for _, key, table in self._lookups], {}
-        ids = lookups.bounded(by_key, reads, self.outside_ids[0].counts)
         tables = [table for _, table, _ in reads]
+        ids = bounded(by_key, reads, self.outside_ids[0].counts)
         handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
             parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules import lookups
-from jfi.modules.events import Events, read_events
+from jfi.modules.events import Events, as_dict, read_events
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
     FeatureGroup,
@@ -297,7 +296,7 @@ def _by_key(
     sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
-        return lookups.as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
+        return as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
     read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")

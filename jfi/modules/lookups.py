@@ -4,21 +4,18 @@ Call these functions through the module (`lookups.allow_no_samples`): torch.fx.w
 that TorchRec's tracers would trace into a function that is imported by name.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torchrec.distributed.types import LazyAwaitable
+from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.modules.events import as_dict
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.modules.table_rows import RemoteRows, TableRows, parts_of, with_weights
+from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
 from jfi.modules.validation import input_key, require_keys
-from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
 from jfi.utils.context import is_traced
@@ -94,20 +91,6 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     return is_unobserved(collection, ids) and not padding_state.is_padded
 
 
-def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
-    """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
-
-    A look-up is its key, its table and the number of the table's rows.
-    """
-    ids, sizes = [], []
-    for key, table, size in reads:
-        own = by_key[key].values()
-        check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
-        ids.append(own)
-        sizes.append(size)
-    return bound_ids(ids, sizes, counts)
-
-
 def look_up(
     collection: EmbeddingCollection, names: list[tuple[str, str, str]], ids: KeyedJaggedTensor, outside: OutsideIds
 ) -> dict[str, TableRows]:
@@ -151,37 +134,6 @@ def with_event_inputs(
             key = feature.sequence_keys[0]
             sequences[key] = with_weights(sequences[key], ids[id_keys.get(key, key)].weights_or_none())
     return sequences
-
-
-@torch.compiler.disable
-def wait(awaitable: LazyAwaitable) -> object:
-    """Returns what the awaitable holds."""
-    return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
-
-
-def as_dict(
-    tensors: object, must: str = "sequences must be a dict of JaggedTensor by key", key: str = ""
-) -> dict[str, Any]:
-    """Returns a mapping of tensors by key, a KeyedTensor or what an awaitable holds as a new dict.
-
-    A sharded collection returns an awaitable, a ManagedCollisionEmbeddingCollection a tuple with the remapped ids or
-    None. An awaitable is waited for before the first look at an attribute: that waits too, but torch.compile cannot
-    trace it.
-    """
-    if type(tensors) is not dict:
-        if type(tensors) is tuple and len(tensors) == 2:
-            tensors = tensors[0]
-        if isinstance(tensors, LazyAwaitable):
-            tensors = wait(tensors)
-        if isinstance(tensors, KeyedTensor):
-            tensors = tensors.to_dict()
-        if not hasattr(tensors, "items"):
-            raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")
-    found = dict(tensors.items())
-    for key, one in found.items():
-        if isinstance(one, LazyAwaitable):
-            found[key] = wait(one)
-    return found
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

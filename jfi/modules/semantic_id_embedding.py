@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
-from jfi.modules.table_rows import DigitRows, parts_of
+from jfi.modules.table_rows import DigitRows, bounded, parts_of
 from jfi.ops.checks import check_dense, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
@@ -173,7 +173,7 @@ class SemanticIDEmbedding(nn.Module):
         by_key, found = features.to_dict(), {}
         if self.catalogue is not None:
             reads = [(key, "catalogue", self.catalogue.size(0)) for key in self.feature_names]
-            by_feature = lookups.bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
+            by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
         else:
             by_feature = [by_key[key].values() for key in self.feature_names]
             for key, sids in zip(self.feature_names, by_feature, strict=True):

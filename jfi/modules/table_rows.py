@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.ops.gather_rows import read_rows
+from jfi.ops.gather_rows import bound_ids, check_indices, read_rows
 from jfi.reference import select_words, unpack_digits
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
@@ -318,3 +318,17 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
     if end > storage.data_ptr() + storage.nbytes():
         return None
     return first.detach().as_strided((count,), (1,)).view(-1, *width)
+
+
+def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
+    """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
+
+    A look-up is its key, its table and the number of the table's rows.
+    """
+    ids, sizes = [], []
+    for key, table, size in reads:
+        own = by_key[key].values()
+        check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
+        ids.append(own)
+        sizes.append(size)
+    return bound_ids(ids, sizes, counts)

@@ -34,7 +34,7 @@ def attention(
     Args:
         name: of the attention.
         operands: the fields, tensors first, then lists of tensors, which have no gradient, then numbers.
-        forward: takes (x, impl), returns the output and the log-sum-exp.
+        forward: takes the fields and impl, returns the output and the log-sum-exp.
         backward: takes (grad, dlse, x, out, lse, needed, impl), returns the gradients of the fields ``differentiable``,
             of which those that are not ``needed`` are ignored.
         differentiable: fields that have a gradient.
@@ -45,9 +45,6 @@ def attention(
     first_list = sum(kind in ("Tensor", "Tensor?") for kind in kinds)
     first_number = first_list + kinds.count("Tensor[]")
     positions = [operands._fields.index(field) for field in differentiable]
-
-    def run(*args):
-        return forward(operands(*args[:-1]), args[-1])
 
     def fake(*args):
         query, value = args[0], args[2]
@@ -96,4 +93,4 @@ def attention(
         return tuple(gradients)
 
     schema = f"({fields}, str impl) -> (Tensor, Tensor)"
-    return Attention(operator(f"{name}_fwd", run, fake, save, differentiate, schema), save, differentiate)
+    return Attention(operator(f"{name}_fwd", forward, fake, save, differentiate, schema), save, differentiate)

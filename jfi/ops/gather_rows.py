@@ -26,6 +26,7 @@ from jfi.ops.checks import (
     may_read,
 )
 from jfi.ops.step_rows import sort_rows
+from jfi.utils import compat
 from jfi.utils.context import interprets, is_traced
 from jfi.utils.operands import MAX_STEPPED_WIDTH
 
@@ -201,7 +202,13 @@ def gather_bounded(
     tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
     if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
         return Lookup.apply(indices, dtype, impl, *tables)
-    return _gather_rows(tables, indices, dtype, impl)
+    if (
+        is_traced()
+        or compat.profiler_enabled()
+        or not all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
+    ):
+        return _gather_rows(tables, indices, dtype, impl)
+    return _forward(tables, indices, dtype, impl)
 
 
 def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) -> Tensor:

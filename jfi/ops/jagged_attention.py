@@ -43,7 +43,8 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(x: JaggedAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
+def _forward(*operands_and_impl: object) -> tuple[Tensor, Tensor]:
+    x, impl = JaggedAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "torch":
         from jfi.cpu import jagged_attention
 

@@ -39,7 +39,8 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
-def _forward(x: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
+def _forward(*operands_and_impl: object) -> tuple[Tensor, Tensor]:
+    x, impl = TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
