@@ -64,7 +64,9 @@ def test_every_collection_is_pipelined_and_the_losses_stay(name):
     assert losses == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", COLLECTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "SequenceDLRM" else pytest.mark.slow) for name in COLLECTIONS]
+)
 def test_it_compiles_when_sharded(name):
     """TorchRec's sharded collections return awaitables, which nothing may look into while torch.compile traces."""
     torch._dynamo.reset()

@@ -140,7 +140,7 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
 
 NAMES = list(cases(torch.device("cpu"), 1))
 LONG = {(name, "triton") for name in NAMES if name not in ("target, tables", "target, a bias alone")}
-LONG |= {("absorbed, fields", "torch"), ("absorbed, tables", "torch")}
+LONG |= {(name, "torch") for name in ("absorbed", "absorbed, fields", "absorbed, tables", "absorb_weights")}
 
 
 def test_every_argument_of_every_operator_is_compiled():

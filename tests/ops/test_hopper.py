@@ -23,11 +23,12 @@ from jfi.kernels.target_attention import execute as target_attention
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
-def test_the_kernels_compile():
+@pytest.mark.parametrize("options", [[], pytest.param(["--every"], marks=pytest.mark.slow)], ids=["ends", "every"])
+def test_the_kernels_compile(options):
     """In a process of its own: under the interpreter Triton's library cannot be compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     path = Path(__file__).with_name("compile_kernels.py")
-    run = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, str(path), *options], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
