@@ -250,14 +250,14 @@ def test_nobody_uses_another_folders_private_names(area):
 
 def test_private_names_are_found():
     source = """
-from jfi.ops._checks import check_dim
+from jfi.ops._attention import attention
 from jfi.ops.target_attention import _forward, target_attention
 from jfi.modules import inputs
 import jfi.kernels.common._secret as secret
 inputs._private(inputs.public, inputs.__doc__, self._own)
 """
     assert private_uses(source, "serving") == [
-        "jfi.ops._checks.check_dim",
+        "jfi.ops._attention.attention",
         "jfi.ops.target_attention._forward",
         "jfi.kernels.common._secret",
         "inputs._private",

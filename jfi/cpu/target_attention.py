@@ -263,7 +263,7 @@ def _dense_backward(
 def _decoded(x: TargetAttentionInputs) -> Iterator[tuple[slice, slice, TargetAttentionInputs]]:
     """Yields (samples, events, their attention to decoded digits) of each block of samples.
 
-    A block has as many samples as hold some 2^15 events, at least one.
+    A block has at least one sample.
     """
     ends, first, dtype = x.offsets.tolist(), 0, torch.promote_types(x.query.dtype, torch.float32)
     while first < len(ends) - 1:

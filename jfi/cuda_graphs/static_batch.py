@@ -159,6 +159,7 @@ class CapacityBuckets:
 
     Attributes:
         structure: of the batches.
+        padded_keys: the other keys than those with one value a sample in the reference.
         fixed_length_keys: keys with one value a sample in all batches that fit; none if that would have to be read
             from a device.
     """
@@ -169,8 +170,8 @@ class CapacityBuckets:
         self.structure, self._keys = reference.structure, reference.keys
         self._fixed = reference.fixed_length() if fixed is None else fixed
         self._lengths = reference.lengths if lengths is None else lengths
-        padded = {key for key, is_fixed in zip(self._keys, self._fixed, strict=True) if not is_fixed}
-        self.fixed_length_keys = frozenset(self._keys) - padded if reference.is_on_host() else frozenset()
+        self.padded_keys = {key for key, is_fixed in zip(self._keys, self._fixed, strict=True) if not is_fixed}
+        self.fixed_length_keys = frozenset(self._keys) - self.padded_keys if reference.is_on_host() else frozenset()
         is_fixed = self._fixed + [False] * (len(self._lengths) - len(self._fixed))
         self._buckets = [
             tuple(

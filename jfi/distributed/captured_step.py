@@ -124,7 +124,7 @@ class CapturedShardedStep(StepGraphs):
         sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
         for part in self._model.modules():
-            reason = None if part in sharded else why_module_not(part, set(shapes.reference.keys) - fixed, remote)
+            reason = None if part in sharded else why_module_not(part, shapes.buckets.padded_keys, remote)
             if reason is not None:
                 raise ValueError(f"the step cannot be captured: {reason}")
         self._shapes, self._fixed_length_keys = shapes, fixed

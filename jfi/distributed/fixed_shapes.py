@@ -80,6 +80,8 @@ class FixedShapes:
         for group in self.groups:
             owners = [s.locate(by_key[key].values())[0] for key, s in zip(group.keys, group.shardings, strict=True)]
             sums.append(torch.bincount(torch.cat(owners), minlength=size))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         with self.on_stream():
             shape = torch.tensor(self.shape_vector(self.reference), device=device)
             shapes = self.gather(shape, [x.to(device) for x in sums]).tolist()
@@ -145,6 +147,8 @@ class FixedShapes:
 
     def discount(self, batch: Any) -> None:
         """Subtracts a batch's ids outside of their tables from the counts: they are counted when it is sent again."""
+        if self.stream is not None:  # the step before counts as well
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.on_stream():
             by_key = ids_of(describe(to_device(batch, self.device))).to_dict()
             for group in self.groups:

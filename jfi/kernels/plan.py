@@ -201,7 +201,7 @@ class AttentionProblem:
     def gluon_refusal(self) -> str | None:
         """The reason why no Gluon kernel takes a call; None if one may."""
         if self.device.capability[0] != 9:
-            return "no Hopper GPU or no Gluon"
+            return "no Hopper GPU"
         return None if self.dtype.itemsize == 2 else f"{self.dtype} is not half precision"
 
     @cached_property
@@ -459,7 +459,7 @@ def _plan_single_tile(
     name, how = "target_attention_single_tile_fwd", Split.STREAM_K
     block_n, warps, stages, programs = _single_tile_forward(problem)
     if whole:
-        name, how, programs = f"{name}_per_sample", Split.SAMPLE, 0
+        how, programs = Split.SAMPLE, 0
         block_n, warps, stages = _per_sample_forward(problem, short) or (block_n, warps, stages)
     forward = _kernel(name, how, SINGLE_TILE_ROWS, block_n, warps, stages, None, programs)
     name, how = "target_attention_single_tile_bwd", Split.STREAM_K
@@ -709,11 +709,11 @@ def _sm90_work(
     """
     samples = max(batch * problem.num_kv_heads, 1)
     block_m, _, _, programs_per_sm, _ = tiles
-    tiles = max(ceil_div(ceil_div(query_rows, samples), block_m), 1)  # of a mean sample and key head
+    count = max(ceil_div(ceil_div(query_rows, samples), block_m), 1)  # tiles of a mean sample and key head
     programs = problem.device.num_sms * programs_per_sm
-    by_tile = tapers and tiles > 1 and samples * tiles <= SM90_TAPERING_TILES * programs
+    by_tile = tapers and count > 1 and samples * count <= SM90_TAPERING_TILES * programs
     aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
-    most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
+    most = min(aim // (samples * count), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
     num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 

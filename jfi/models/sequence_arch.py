@@ -102,10 +102,11 @@ class SequenceArch(nn.Module):
         self.pooling, self.encoder = layers[0] if layers else None, encoder
         #: Layers of attention to the same histories, each with a target refined by what the layers before have found;
         #: the first target of each feature is refined. The sum of all layers is one more entry for each feature.
-        self.further = nn.ModuleList(layers[1:])
+        further = nn.ModuleList(layers[1:])
         self.refined_keys = list(dict.fromkeys(feature.target_keys[0] for feature in features))
         refined_width = len(self.refined_keys) * embedding_dim
-        self.refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in self.further)
+        refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in further)
+        self.further = nn.ModuleDict({"layers": further, "refine": refine})
         keys = bag_keys + single_keys
         self.projections = FeatureModules(
             {key: nn.Linear(widths[key], embedding_dim, device=device) for key in keys if widths[key] != embedding_dim}
@@ -136,11 +137,11 @@ class SequenceArch(nn.Module):
                 found = self.pooled_projection(found.unflatten(1, (-1, self.pooled_projection.in_features))).flatten(1)
             pooled.append(found)
             total, targets = found, singles
-            for layer, refine in zip(self.further, self.refine, strict=True):
+            for layer, refine in zip(*self.further.values(), strict=True):
                 targets = refined(targets, self.refined_keys, refine(found))
                 found = self._pool(layer, targets, sequences, timelines)
                 total = total + found
-            pooled += [total] if len(self.further) else []
+            pooled += [total] if len(self.further["layers"]) else []
         return _stack_entries(singles, pooled, self.embedding_dim)
 
     def attention_weights(

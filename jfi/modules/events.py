@@ -166,11 +166,11 @@ def as_dict(tensors: object, must: str = _SEQUENCES, key: str = "") -> dict[str,
     A ManagedCollisionEmbeddingCollection returns a tuple with the remapped ids or None.
     """
     if type(tensors) is not dict:
-        if type(tensors) is tuple and len(tensors) == 2:
+        if must is _SEQUENCES and type(tensors) is tuple and len(tensors) == 2:
             tensors = tensors[0]
         if isinstance(tensors, LazyAwaitable):  # a look at an attribute waits too, but torch.compile cannot trace it
             tensors = wait(tensors)
-        if isinstance(tensors, KeyedTensor):
+        if isinstance(tensors, KeyedTensor | KeyedJaggedTensor):
             tensors = tensors.to_dict()
         if not hasattr(tensors, "items"):
             raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")

@@ -145,8 +145,8 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
-        reads, found = [(key, table, weights[table].shape[0]) for _, key, table in self._lookups], {}
-        tables = [table for _, table, _ in reads]
+        reads = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in self._lookups]
+        tables, found = [table for *_, table in self._lookups], {}
         ids = bounded(by_key, reads, self.outside_ids[0].counts)
         handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):

@@ -94,7 +94,8 @@ class FusedTables(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
-        return self.__dict__ | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
+        own = {name: x for name, x in self.__dict__.items() if name != "step"}  # a scheduler's wrapper, of this object
+        return own | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""

@@ -99,7 +99,7 @@ def look_up(
     The names are those of each embedding, of its ids and of its table.
     """
     by_key, found, weights = ids.to_dict(), {}, {name: one.weight for name, one in collection.embeddings.items()}
-    reads = [(key, table, weights[table].shape[0]) for _, key, table in names]
+    reads = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in names]
     bounded_ids = bounded(by_key, reads, outside.on(ids.values().device))
     for (name, key, table), own in zip(names, bounded_ids, strict=True):
         # As the collection converts them, whatever the table's dtype.

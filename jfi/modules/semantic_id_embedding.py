@@ -172,7 +172,7 @@ class SemanticIDEmbedding(nn.Module):
         lookups.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
         if self.catalogue is not None:
-            reads = [(key, "catalogue", self.catalogue.size(0)) for key in self.feature_names]
+            reads = [(key, "the catalogue", self.catalogue.size(0)) for key in self.feature_names]
             by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
         else:
             by_feature = [by_key[key].values() for key in self.feature_names]

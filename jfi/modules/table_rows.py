@@ -323,12 +323,12 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
 def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
     """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
 
-    A look-up is its key, its table and the number of the table's rows.
+    A look-up is its key, what it reads in the words of a message, and the number of rows there.
     """
     ids, sizes = [], []
-    for key, table, size in reads:
+    for key, rows_of, size in reads:
         own = by_key[key].values()
-        check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
+        check_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths())
         ids.append(own)
         sizes.append(size)
     return bound_ids(ids, sizes, counts)

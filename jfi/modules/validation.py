@@ -70,10 +70,14 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
         check_dense(f"the weights of {name}", weights)
     for what, part in (("lengths", events.lengths_or_none()), ("offsets", events.offsets_or_none())):
         if part is not None:
-            is_dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_nested
-            if not is_dense or part.dtype not in _INTEGERS or part.dim() != 1:
-                got = f"{part.dtype} of shape {list(part.shape)}" if is_dense else type(part).__name__
-                raise TypeError(f"{name} must have {what} in a dense int32 or int64 tensor [B], got {got}")
+            must = f"{name} must have {what} in a dense int32 or int64 tensor [B]"
+            if not isinstance(part, Tensor) or part.dtype not in _INTEGERS:
+                raise TypeError(f"{must}, got {part.dtype if isinstance(part, Tensor) else type(part).__name__}")
+            if part.layout is not torch.strided or part.is_nested or part.dim() != 1:
+                got = (
+                    f"shape {list(part.shape)}" if part.layout is torch.strided and not part.is_nested else part.layout
+                )
+                raise ValueError(f"{must}, got {got}")
         for tensor in (part, weights):
             if tensor is not None and tensor.device != values.device:
                 raise ValueError(f"{name} must be on one device, got {values.device} and {tensor.device}")

@@ -46,9 +46,6 @@ def _like_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, 
     return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
 
 
-_gather_rows = operator("gather_rows", _forward, _like_rows)
-
-
 def _sum_on_gpu(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     from jfi.kernels.tables.step import sum_rows
 
@@ -71,6 +68,22 @@ def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype)
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    tables, indices, _, _ = inputs
+    ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+    ctx.save_for_backward(*indices)
+
+
+def _differentiate(ctx, grad: Tensor) -> tuple:
+    wanted = zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[0], strict=True)
+    gradients = [table_gradient(grad, index, *table) if needed else None for index, table, needed in wanted]
+    return gradients, [None] * len(gradients), None, None
+
+
+_gather_rows = operator("gather_rows", _forward, _like_rows)
+torch.library.register_autograd("jfi::gather_rows", _differentiate, setup_context=_save)
+
+
 class Lookup(torch.autograd.Function):
     """Rows of tables by id; backward returns dense gradients of the tables."""
 
@@ -81,7 +94,7 @@ class Lookup(torch.autograd.Function):
         ctx.save_for_backward(*indices)
         if impl is None:
             return rows_without_memory(tables[0], dtype, indices[0].shape[0])
-        return _gather_rows(list(tables), list(indices), dtype, impl)
+        return _forward(list(tables), list(indices), dtype, impl)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,14 +213,11 @@ def gather_bounded(
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
     impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
+    plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
+    if not plain or is_traced() or compat.profiler_enabled():
+        return _gather_rows(tables, indices, dtype, impl)
     if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
         return Lookup.apply(indices, dtype, impl, *tables)
-    if (
-        is_traced()
-        or compat.profiler_enabled()
-        or not all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
-    ):
-        return _gather_rows(tables, indices, dtype, impl)
     return _forward(tables, indices, dtype, impl)
 
 

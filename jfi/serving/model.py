@@ -78,13 +78,13 @@ class ScoringModel(nn.Module):
             self.encoder = copy.deepcopy(arch.encoder.stacks[arch.encoder.features[0].name])
             self.encoder_feature = arch.encoder.features[0]
         self.attends = isinstance(arch.pooling, JaggedFeatureInteraction)
-        layers = [arch.pooling, *arch.further] if self.attends else []
+        layers = [arch.pooling, *arch.further["layers"]] if self.attends else []
         #: By layer of attention and feature.
         self.pooling = nn.ModuleList(
             nn.ModuleList(CandidateAttention(layer, feature.name, impl) for feature in layer.features)
             for layer in layers
         )
-        self.refined_keys, self.refine = arch.refined_keys, copy.deepcopy(arch.refine)
+        self.refined_keys, self.refine = arch.refined_keys, copy.deepcopy(arch.further["refine"])
         self.plain = Pooled(arch.pooling.mode) if features and not self.attends else None
         #: Of embeddings of another width than the entries.
         self.projections, self.pooled_projection = map(copy.deepcopy, (arch.projections, arch.pooled_projection))

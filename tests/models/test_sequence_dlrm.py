@@ -151,7 +151,7 @@ def test_a_further_layer_asks_with_what_the_first_has_found():
     arch = model.sequence_arch
     sequences = dict(model.embedding_collection(inputs.sparse_features))
     sequences["history_age"] = inputs.sparse_features["history_age"]
-    second, refine = arch.further[0], arch.refine[0]
+    second, refine = arch.further["layers"][0], arch.further["refine"][0]
     found = second(sequences, {"item": item + refine(taste), "genre": genre})["taste"]
     torch.testing.assert_close(total, taste + found)
     assert not torch.allclose(found, second(sequences, {"item": item, "genre": genre})["taste"], atol=1e-3)

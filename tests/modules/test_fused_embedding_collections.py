@@ -1,6 +1,7 @@
 """The fused collections against TorchRec's and the same optimizers of torch.optim and fbgemm."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -421,8 +422,12 @@ def test_a_failed_backward_pass_leaves_nothing_behind():
     assert not fused._fused._running
 
 
-def test_a_copy_has_tables_and_states_of_its_own():
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_copy_has_tables_and_states_of_its_own(is_scheduled):
     fused = fused_events("adam", average=0.9)
+    if is_scheduled:  # wraps the optimizer's step
+        torch.optim.lr_scheduler.LambdaLR(fused.fused_optimizer, lambda _: 1.0)
+        pickle.dumps(fused)
     sum(rows.values().sum() for rows in fused(batch()).values()).backward()
     other = copy.deepcopy(fused)
     other.fused_optimizer.param_groups[0]["lr"] = 0.5

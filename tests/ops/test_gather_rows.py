@@ -128,8 +128,22 @@ def test_bad_ids_on_a_gpu_are_found_under_validation(device):
         gather_rows((torch.zeros(3, 2, device=device),), (torch.tensor([3], device=device),))
 
 
+def test_a_traced_graph_has_the_gradient():
+    tables, ids = [torch.randn(n, 4, requires_grad=True) for n in SIZES], [torch.tensor(ids) for ids in IDS]
+
+    class Read(torch.nn.Module):
+        def forward(self, a, b, *indices):
+            return gather_rows((a, b), indices)
+
+    traced = torch.export.export(Read(), (*tables, *ids), strict=False).module()
+    found, expected = (torch.autograd.grad(read(*tables, *ids).pow(2).sum(), tables) for read in (traced, Read()))
+    for got, want in zip(found, expected, strict=True):
+        assert want.any()
+        torch.testing.assert_close(got, want)
+
+
 def test_opcheck():
-    tables = [torch.randn(n, 4) for n in SIZES]
+    tables = [torch.randn(n, 4, requires_grad=True) for n in SIZES]
     indices = [torch.tensor(ids) for ids in IDS]
     torch.library.opcheck(torch.ops.jfi.gather_rows.default, (tables, indices, torch.float32, "torch"))
 

@@ -161,7 +161,7 @@ def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200, **ti
         ("times", None),
         ("times and a bias by key", "a bias by key together with times or a bias by bucket"),
         ("scale -1", "scale is at most 1e-30"),
-        ("A100", "no Hopper GPU or no Gluon"),
+        ("A100", "no Hopper GPU"),
     ],
 )
 def test_when_the_hopper_kernels_run(case, reason):

@@ -43,10 +43,7 @@ def test_few_query_rows_split_long_histories_and_not_short_ones():
     assert long.family == "target_single_tile"
     assert long.forward[0].split is long.backward[0].split is Split.STREAM_K
     short = explain(1024, 100_000, 64, 1, max_seqlen=200)
-    assert (
-        short.forward[0].kernel == "target_attention_single_tile_fwd_per_sample"
-        and short.forward[0].split is Split.SAMPLE
-    )
+    assert short.forward[0].split is Split.SAMPLE
     assert short.backward[0].split is Split.LONGEST_FIRST
     many_samples = explain(100_000, 1_000_000, 64, 1, max_seqlen=200)
     assert many_samples.backward[0].split is Split.SAMPLE
@@ -82,7 +79,7 @@ def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
 @pytest.mark.parametrize(
     ("batch", "width", "num_queries", "options", "why"),
     [
-        (1024, 64, 300, {"device": A100}, "no Hopper GPU or no Gluon"),
+        (1024, 64, 300, {"device": A100}, "no Hopper GPU"),
         (1024, 96, 300, {}, "keys and values are not both 64 or 128 wide"),
         (1024, 64, 300, {"dtype": torch.float32}, "torch.float32 is not half precision"),
         (1024, 64, 300, {"scale": -1.0}, "scale is at most 1e-30"),

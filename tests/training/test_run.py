@@ -426,7 +426,7 @@ def test_several_biases_layers_crosses_and_statistics(tmp_path, monkeypatch):
     losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "train"]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]), losses
     names = saved_tensors(tmp_path / "run")
-    wanted = {"pooling.attention.history_by_position.bucket_bias", "further.0.attention.history.query_weight"}
+    wanted = {"pooling.attention.history_by_position.bucket_bias", "further.layers.0.attention.history.query_weight"}
     assert {f"model.sequence_arch.{name}" for name in wanted} <= names.keys()
     assert (tmp_path / "run/attention.png").exists()
 

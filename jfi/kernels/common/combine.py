@@ -133,7 +133,7 @@ def _combine_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program per tile of a sample's query rows, over its chunks; BY_RANGE as `_combine_ranges_kernel`, by tiles."""
+    """Combines a tile of a sample's query rows: results of its chunks or, BY_RANGE, of its stream-K ranges."""
     if BY_RANGE:
         tile = tl.program_id(0)
         low = tl.program_id(1).to(tl.int64)

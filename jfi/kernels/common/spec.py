@@ -48,7 +48,8 @@ def spec_of(**values: object) -> tuple:
 
 def attention_spec(problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None) -> tuple:
     """Returns the constants of an attention kernel: of its problem, of its plan with all options, and more."""
-    values = {field.name: getattr(problem, field.name) for field in fields(problem)[:12]}
+    names = [field.name for field in fields(problem)]
+    values = {name: getattr(problem, name) for name in names[: names.index("padded_queries")]}
     values |= {"block_m": kernel.block_m, "block_n": kernel.block_n}
     values |= {"block_d": problem.block_d, "block_e": problem.block_e}
     values |= {"stages": kernel.num_stages, "num_splits": kernel.num_splits}

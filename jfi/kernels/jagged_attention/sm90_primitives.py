@@ -44,7 +44,7 @@ class Visible(NamedTuple):
 def visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC: gl.constexpr):
     """Returns (query, head) of a consumer's query rows, what they see, and the buckets of their newest keys.
 
-    Only with edges, which ascend with the queries, are query, head and buckets those.  own_row: [M], within the sample,
+    Without edges only what they see has a meaning.  Edges ascend with the queries.  own_row: [M], within the sample,
     from ``first`` on; rows behind its last stand for the last.
     """
     left, right, edges_ptr = schedule.window
