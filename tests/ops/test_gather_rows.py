@@ -129,7 +129,7 @@ def test_bad_ids_on_a_gpu_are_found_under_validation(device):
 
 
 def test_a_traced_graph_has_the_gradient():
-    tables, ids = [torch.randn(n, 4, requires_grad=True) for n in SIZES], [torch.tensor(ids) for ids in IDS]
+    tables, ids = [torch.randn(n, 4, requires_grad=True) for n in SIZES[:2]], [torch.tensor(ids) for ids in IDS[:2]]
 
     class Read(torch.nn.Module):
         def forward(self, a, b, *indices):
