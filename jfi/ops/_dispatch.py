@@ -1,4 +1,4 @@
-"""How an operator is reached: through torch.library where a graph is made, directly where tensors are plain.
+"""Ways to an operator: through torch.library where a graph is made, directly where tensors are plain.
 
 A custom operator is one node with known shapes to torch.compile, torch.export and fake tensors, but costs the host
 35 µs a call each way, more than launching its kernels.  So an eager call on plain tensors goes past it: to the function
@@ -141,7 +141,7 @@ def refusal(name: str) -> NotImplementedError:
 
 
 def _have_tangents(inputs: tuple[object, ...]) -> bool:
-    """Whether one of the inputs is a dual tensor of forward-mode differentiation, or a tuple that holds one."""
+    """Returns whether one of the inputs is a dual tensor of forward-mode differentiation, or a tuple that holds one."""
     for x in inputs:
         if isinstance(x, tuple | list):
             if _have_tangents(x):
