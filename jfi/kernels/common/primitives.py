@@ -43,7 +43,7 @@ def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
     return sample, low + (tile - low // BLOCK - sample) * BLOCK, high
 
 
-def most_tiles(rows: int, batch: int, block: int) -> int:
+def max_tiles(rows: int, batch: int, block: int) -> int:
     """Returns an upper bound of the tile numbers that ``find_tile`` takes, from sizes that the host knows."""
     return rows // block + batch
 

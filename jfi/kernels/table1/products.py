@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import find_tile, load_tile, most_tiles, store_tile, widen
+from jfi.kernels.common.primitives import find_tile, load_tile, max_tiles, store_tile, widen
 from jfi.kernels.plan import precision_of
 from jfi.utils.integers import ceil_div, power_of_two
 
@@ -93,7 +93,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
     out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
     if rows:
         tiles, launch = _dense_launcher(width, out_width, transposed, precision_of(x.dtype))
-        launch((most_tiles(rows, batch, 64), tiles, 1), (x, offsets, dense, out), (batch,))
+        launch((max_tiles(rows, batch, 64), tiles, 1), (x, offsets, dense, out), (batch,))
     return out
 
 
@@ -202,7 +202,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     if rows and out_size:
         launch = _pairs_launcher(width, precision_of(x.dtype), x.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
-        launch((most_tiles(rows, batch, 64), 1, 1), tensors, (batch,))
+        launch((max_tiles(rows, batch, 64), 1, 1), tensors, (batch,))
     return out
 
 
@@ -284,5 +284,5 @@ def array_jagged_bmm_jagged_out(
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
     block_s, tiles, launch = _array_launcher(width, transposed, precision_of(y.dtype), y.dtype)
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
-    launch((most_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
+    launch((max_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import find_sample, most_tiles
+from jfi.kernels.common.primitives import find_sample, max_tiles
 from jfi.kernels.table1.products import pair_offsets
 from jfi.utils.integers import ceil_div, power_of_two
 
@@ -234,7 +234,7 @@ def _launch_jagged2_softmax(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offset
     if x.shape[0]:
         batch = x_offsets.shape[0] - 1
         tensors = (x, grad, pair_offsets(x_offsets, y_offsets), x_offsets, y_offsets, out)
-        _jagged2_softmax_launcher(backward)((most_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
+        _jagged2_softmax_launcher(backward)((max_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
     return out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
-from jfi.kernels.common.primitives import LOG2E, most_tiles
+from jfi.kernels.common.primitives import LOG2E, max_tiles
 from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan
@@ -236,7 +236,7 @@ def backward(
     num_rows = numbers[1]
     statistics = tile_samples = None
     if dhistory_plan:
-        history_tiles = most_tiles(num_keys, batch, dhistory_plan[0].block_n)
+        history_tiles = max_tiles(num_keys, batch, dhistory_plan[0].block_n)
         padded = ceil_div(num_rows, STATISTICS.value) * STATISTICS.value
         statistics = lse.new_empty(batch * num_kv_heads * 2 * padded)
         tile_samples = x.offsets.new_empty(history_tiles, dtype=torch.int32)
