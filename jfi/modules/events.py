@@ -170,7 +170,7 @@ def as_dict(tensors: object, must: str = _SEQUENCES, key: str = "") -> dict[str,
             tensors = tensors[0]
         if isinstance(tensors, LazyAwaitable):  # a look at an attribute waits too, but torch.compile cannot trace it
             tensors = wait(tensors)
-        if isinstance(tensors, KeyedTensor | KeyedJaggedTensor):
+        if isinstance(tensors, KeyedTensor) or (must is _TARGETS and isinstance(tensors, KeyedJaggedTensor)):
             tensors = tensors.to_dict()
         if not hasattr(tensors, "items"):
             raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")

@@ -406,6 +406,14 @@ def test_targets_as_keyed_tensor_and_as_dict_give_the_same(events, target):
     )
 
 
+def test_ragged_targets_as_keyed_jagged_tensor_and_as_dict_give_the_same(events, target):
+    layer, lengths = JaggedFeatureInteraction([taste()], EMBEDDING_DIM).double(), torch.tensor([2, 0, 1, 1])
+    history, rows = {"history": events()}, target()
+    keyed = KeyedJaggedTensor(["item"], rows, lengths=lengths)
+    expected = layer(history, {"item": JaggedTensor(rows, lengths=lengths)}).values()
+    torch.testing.assert_close(layer(history, keyed).values(), expected, rtol=0, atol=0)
+
+
 def test_output_enters_torchrecs_interaction_arch(events, target):
     layer = JaggedFeatureInteraction([taste(), taste(name="second")], EMBEDDING_DIM).double()
     pooled = layer({"history": events()}, {"item": target()})
