@@ -140,7 +140,7 @@ def read_events(
     candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
     has_times = target_times is not None or event_times is not None or max_events is not None
     if targets is not None or has_times:
-        targets = as_dict({} if targets is None else targets, _TARGETS, first_key)
+        targets = as_dict({} if targets is None else targets, _TARGETS, first_key, of_targets=True)
         if has_times or isinstance(targets.get(first_key), JaggedTensor):
             validation.check_ragged_targets(targets, groups, sequences, *times)
             candidates = targets[first_key].offsets(), *times
@@ -160,17 +160,17 @@ def wait(awaitable: LazyAwaitable) -> object:
     return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
 
 
-def as_dict(tensors: object, must: str = _SEQUENCES, key: str = "") -> dict[str, Any]:
+def as_dict(tensors: object, must: str = _SEQUENCES, key: str = "", of_targets: bool = False) -> dict[str, Any]:
     """Returns a mapping of tensors by key, a KeyedTensor or what an awaitable holds as a new dict.
 
-    A ManagedCollisionEmbeddingCollection returns a tuple with the remapped ids or None.
+    Sequences may be the tuple that a ManagedCollisionEmbeddingCollection returns, targets a KeyedJaggedTensor.
     """
     if type(tensors) is not dict:
-        if must is _SEQUENCES and type(tensors) is tuple and len(tensors) == 2:
+        if not of_targets and type(tensors) is tuple and len(tensors) == 2:
             tensors = tensors[0]
         if isinstance(tensors, LazyAwaitable):  # a look at an attribute waits too, but torch.compile cannot trace it
             tensors = wait(tensors)
-        if isinstance(tensors, KeyedTensor) or (must is _TARGETS and isinstance(tensors, KeyedJaggedTensor)):
+        if isinstance(tensors, KeyedTensor) or (of_targets and isinstance(tensors, KeyedJaggedTensor)):
             tensors = tensors.to_dict()
         if not hasattr(tensors, "items"):
             raise TypeError(f"{must.format(key)}, got {type(tensors).__name__}")

@@ -68,15 +68,19 @@ def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype)
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
-def _save(ctx, inputs: tuple, output: Tensor) -> None:
+def _save(ctx, inputs: tuple, output: Tensor | None) -> None:
     tables, indices, _, _ = inputs
     ctx.tables = [(table.shape[0], table.dtype) for table in tables]
     ctx.save_for_backward(*indices)
 
 
+def _gradients(ctx, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    wanted = zip(ctx.saved_tensors, ctx.tables, needed, strict=True)
+    return [table_gradient(grad, index, *table) if is_needed else None for index, table, is_needed in wanted]
+
+
 def _differentiate(ctx, grad: Tensor) -> tuple:
-    wanted = zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[0], strict=True)
-    gradients = [table_gradient(grad, index, *table) if needed else None for index, table, needed in wanted]
+    gradients = _gradients(ctx, grad, ctx.needs_input_grad[0])
     return gradients, [None] * len(gradients), None, None
 
 
@@ -90,18 +94,14 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None, *tables: Tensor) -> Tensor:
         """Reads the rows; with impl=None returns a tensor without memory in their place."""
-        ctx.tables = [(table.shape[0], table.dtype) for table in tables]
-        ctx.save_for_backward(*indices)
+        _save(ctx, (tables, indices, dtype, impl), None)
         if impl is None:
             return rows_without_memory(tables[0], dtype, indices[0].shape[0])
         return _forward(list(tables), list(indices), dtype, impl)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (None, None, None)
-        for index, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True):
-            gradients += (table_gradient(grad, index, *table) if needed else None,)
-        return gradients
+        return None, None, None, *_gradients(ctx, grad, ctx.needs_input_grad[3:])
 
 
 def rows_without_memory(like: Tensor, dtype: torch.dtype, count: int) -> Tensor:

@@ -476,3 +476,9 @@ def test_the_sizes_that_are_not_given_are_the_documented_ones():
     layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM)
     assert (layer.num_heads, layer.num_queries) == (1, 1)
     assert PositionBias().num_buckets == KeyBias("age").num_buckets == 32
+
+
+def test_the_tuple_of_a_managed_collision_collection_holds_the_histories(events):
+    encoder, history = JaggedEncoder([taste()], EMBEDDING_DIM).double(), {"history": events()}
+    found, expected = (encoder(sequences)["taste"].values() for sequences in ((history, None), history))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

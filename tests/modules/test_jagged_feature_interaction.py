@@ -414,6 +414,12 @@ def test_ragged_targets_as_keyed_jagged_tensor_and_as_dict_give_the_same(events,
     torch.testing.assert_close(layer(history, keyed).values(), expected, rtol=0, atol=0)
 
 
+def test_a_tuple_is_no_targets(events, target):
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM).double()
+    with pytest.raises(TypeError, match=r"targets must be a KeyedTensor or a dict of Tensor .*, got tuple"):
+        layer({"history": events()}, ({"item": target()}, None))
+
+
 def test_output_enters_torchrecs_interaction_arch(events, target):
     layer = JaggedFeatureInteraction([taste(), taste(name="second")], EMBEDDING_DIM).double()
     pooled = layer({"history": events()}, {"item": target()})

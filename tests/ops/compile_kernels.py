@@ -306,12 +306,10 @@ def main(every: bool) -> None:
     for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         with plan.override(NUM_SMS=132):
             multiply_weights(num_queries, 128, dtype)
-    found = list(launches.values())
-    if not every:
-        by_kernel = {}
-        for launcher, arguments in found:
-            by_kernel.setdefault(launcher.kernel, []).append((launcher, arguments))
-        found = [launch for one in by_kernel.values() for launch in {id(x): x for x in (one[0], one[-1])}.values()]
+    by_kernel: dict[object, list] = {}
+    for launcher, arguments in launches.values():
+        by_kernel.setdefault(launcher.kernel, []).append((launcher, arguments))
+    found = [launch for one in by_kernel.values() for launch in (one if every else one[:1] + one[1:][-1:])]
     for launcher, arguments in found:
         check(launcher, arguments)
 
