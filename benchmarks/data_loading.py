@@ -23,8 +23,8 @@ import pyarrow.parquet
 import torch
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
-from jfi.data.manifest import prepared_config
-from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
 
 EVENTS_PER_USER, MAX_HISTORY = 203, 200
 NUM_USERS, NUM_ITEMS = 5_000, 20_000

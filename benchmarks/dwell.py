@@ -30,10 +30,10 @@ import torch
 from benchmarks import report
 from benchmarks.quality.run import environment
 from jfi.data import InteractionDataset, load_dataset
-from jfi.data.choose_events import EventChooser
-from jfi.data.columns import sort_ids
-from jfi.data.engagement import training_log
-from jfi.data.source import column_settings, read_tables
+from jfi.data.batches.choose_events import EventChooser
+from jfi.data.batches.engagement import training_log
+from jfi.data.prepared.source import column_settings, read_tables
+from jfi.data.schema.columns import sort_ids
 from jfi.history import Policy, fit
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.coded import BLOCK
-from jfi.data.external_sort import sort_batches
+from jfi.data.prepared.external_sort import sort_batches
+from jfi.data.schema.coded import BLOCK
 
 BY = ["user", "item", "time", "row"]
 ENGINES = {"duckdb, limit 1GB": "1GB", "duckdb, limit 500MB": "500MB", "polars, streaming": None}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from jfi.data.source import column_settings, read_tables
-from jfi.data.statistics import add_statistics
+from jfi.data.features.statistics import add_statistics
+from jfi.data.prepared.source import column_settings, read_tables
 from jfi.training import ConfigError
 from jfi.training.cli import parse_config, run_cli
 from jfi.utils.files import writing_file

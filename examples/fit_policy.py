@@ -24,10 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import DataError
-from jfi.data.engagement import training_log
-from jfi.data.labels import label_columns, read_labels
-from jfi.data.readers import read_table
-from jfi.data.table import Table
+from jfi.data.batches.engagement import training_log
+from jfi.data.io.readers import read_table
+from jfi.data.io.table import Table
+from jfi.data.schema.labels import label_columns, read_labels
 from jfi.history import EventLog, fit
 from jfi.history.describe import describe
 from jfi.history.plots import draw_policy

@@ -3,7 +3,6 @@
 python examples/prepare_data.py --config configs/own.yaml --data.interactions clicks.parquet --out clicks.prepared
 python examples/train_dlrm.py --config configs/own.yaml --data.prepared clicks.prepared
 python examples/prepare_data.py --run runs/first --data.interactions more_clicks.parquet --out more_clicks.prepared
-python examples/prepare_data.py --complete written_by_spark
 python examples/prepare_data.py --verify clicks.prepared
 
 Killed at any point and called again, it continues. See docs/prepared-data.md.
@@ -18,10 +17,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared import verify_dataset
-from jfi.data.prepared_complete import complete_dataset
-from jfi.data.summary import Summary
+from jfi.data.prepared.open_dataset import verify_dataset
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError
 from jfi.training.cli import load_config, parse_config, run_cli
 from jfi.training.run_data import check_settings, load_schema
@@ -33,11 +31,6 @@ OPTIONS = {
     "--run": {
         "type": Path,
         "help": "prepare with the config and the vocabularies of this run, so that it can go on with the dataset",
-    },
-    "--complete": {
-        "type": Path,
-        "metavar": "FOLDER",
-        "help": "check and complete a dataset that another program has written; takes only --memory beside it",
     },
     "--verify": {
         "type": Path,
@@ -54,11 +47,6 @@ def main() -> None:
         _takes_only(arguments, "--verify")
         verify_dataset(options.verify)
         print(f"{options.verify} is whole")
-        return
-    if options.complete is not None:
-        _takes_only(arguments, "--complete", "--memory")
-        complete_dataset(options.complete, options.memory)
-        _show(options.complete, "is complete")
         return
     if options.out is None:
         raise ConfigError("--out is not set; it must name the folder to write")
@@ -77,19 +65,14 @@ def main() -> None:
         check_settings(run, load_config(run.config).data, config.data)
         schema = load_schema(run)
     prepare_dataset(config.data, options.out, options.memory, schema)
-    _show(options.out, "is written")
+    print(Summary.load(options.out / "summary.json"))
+    print(f"{options.out} is written; train with --data.prepared {options.out}")
 
 
-def _takes_only(arguments: list[str], option: str, *others: str) -> None:
+def _takes_only(arguments: list[str], option: str) -> None:
     named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
-    if wrong := [name for name in named if name not in (option, *others)]:
-        beside = f"takes only {others[0]} beside it" if others else "takes no other option"
-        raise ConfigError(f"{option} {beside}, not {wrong[0]}")
-
-
-def _show(folder: Path, what: str) -> None:
-    print(Summary.load(folder / "summary.json"))
-    print(f"{folder} {what}; train with --data.prepared {folder}")
+    if wrong := [name for name in named if name != option]:
+        raise ConfigError(f"{option} takes no other option, not {wrong[0]}")
 
 
 if __name__ == "__main__":

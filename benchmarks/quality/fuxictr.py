@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from jfi.data import DataError, InteractionDataset
-from jfi.data.schema import FeatureSpec
+from jfi.data.schema.schema import FeatureSpec
 from jfi.training.metrics import Predictions
 
 ROOT = Path(__file__).parents[2]

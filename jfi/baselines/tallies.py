@@ -17,10 +17,10 @@ import numpy as np
 
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
-from jfi.data.co_occurrence import CoOccurrence, co_occurrence, window_of
-from jfi.data.columns import Categorical
-from jfi.data.past import Older, Past
-from jfi.data.schema import FeatureSpec
+from jfi.data.features.co_occurrence import CoOccurrence, co_occurrence, window_of
+from jfi.data.features.past import Older, Past
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.schema import FeatureSpec
 from jfi.utils.encoding import UNKNOWN
 
 #: Values of a multi-valued column of the user or the impression that are used.

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.config_checks import check_settings
-from jfi.data.labels import label_columns
-from jfi.data.rules import parse_rule
+from jfi.data.schema.labels import label_columns
+from jfi.data.schema.rules import parse_rule
 from jfi.data.settings import AGE, FILES, HISTORY, SID, STATISTICS, Batching, LabelConfig, SyntheticConfig, Task
 from jfi.utils.files import absolute_path
 

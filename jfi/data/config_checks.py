@@ -3,10 +3,10 @@
 import math
 from typing import TYPE_CHECKING
 
-from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
-from jfi.data.labels import label_columns
-from jfi.data.rules import only_column, parse_rule
+from jfi.data.io.decode import check_encoding
+from jfi.data.schema.labels import label_columns
+from jfi.data.schema.rules import only_column, parse_rule
 from jfi.data.settings import AGE, HISTORY, MAX_COUNT, SID, STATISTICS
 from jfi.utils.suggest import suggest
 

@@ -9,7 +9,7 @@ HISTORY = "history_"
 SID = "sid"
 Batching = Literal["sample", "user"]
 Task = Literal["binary", "regression"]
-#: By value of `data.statistics` the dense features that it makes; see `jfi.data.statistics`.
+#: By value of `data.statistics` the dense features that it makes; see `jfi.data.features.statistics`.
 STATISTICS = {
     "item": ["past_item_rate", "past_item_count"],
     "user": ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
@@ -26,8 +26,8 @@ class SyntheticConfig:
     """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
 
     Args:
-        kind: "taste" is the table of `jfi.data.synthetic`; "dwell" is a log with dwell times, of which only the long
-            ones of active users count, see `jfi.data.synthetic_dwell`.
+        kind: "taste" is the table of `jfi.data.features.synthetic`; "dwell" is a log with dwell times, of which only
+            the long ones of active users count, see `jfi.data.features.synthetic_dwell`.
         num_users: number of users.
         num_items: number of items, drawn by Zipf's law.
         num_categories: number of item categories; a user likes or dislikes each one independently.

@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from jfi.data.arrays import is_list, is_text, text_lists
 from jfi.data.errors import DataError
-from jfi.data.table import Table
+from jfi.data.io.arrays import is_list, is_text, text_lists
+from jfi.data.io.table import Table
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
 from jfi.utils.files import reading_file, write_file
 

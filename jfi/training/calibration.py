@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from jfi.data.schema import LabelSpec
+from jfi.data.schema.schema import LabelSpec
 from jfi.training.metrics import Predictions, normalized_entropy
 
 #: By the name of a binary label: "a", "b", and "identity", why they are 1 and 0, or "" where they were fitted.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from jfi.data import DataError
-from jfi.data.manifest import CHOICES, prepared_config
+from jfi.data.prepared.manifest import CHOICES, prepared_config
 from jfi.training.config import Config, ConfigError
 from jfi.utils.exit_codes import EXIT_CODES, run_command, shorten
 from jfi.utils.files import is_storage_fault, write_file

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
-from jfi.data.chunks import ChunkOrder
-from jfi.data.order import SampleOrder
+from jfi.data.batches.chunks import ChunkOrder
+from jfi.data.batches.order import SampleOrder
 from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.modules.id_counts import all_outside_ids
 from jfi.training.accumulation import NoSteps, run_parts

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from jfi.data import DataConfig
-from jfi.data.schema import LabelSpec
+from jfi.data.schema.schema import LabelSpec
 
 
 class Objective:

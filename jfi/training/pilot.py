@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from jfi.data import InteractionDataset
-from jfi.data.events import Events
-from jfi.data.splits import SPLITS
-from jfi.data.statistics import make_statistics
+from jfi.data.batches.events import Events
+from jfi.data.features.statistics import make_statistics
+from jfi.data.prepared.splits import SPLITS
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import stop_on_signals

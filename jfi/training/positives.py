@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from jfi.data import Batch, DataConfig
-from jfi.data.candidates import Candidates
-from jfi.data.column_files import new_map
-from jfi.data.scoring import Part, ScoringParts
+from jfi.data.batches.candidates import Candidates
+from jfi.data.prepared.column_files import new_map
+from jfi.data.prepared.scoring import Part, ScoringParts
 from jfi.training.config import TrainingConfig
 from jfi.training.distributed import World
 from jfi.training.ranking import Score, own_numbers, rank_positives, ranking_metrics

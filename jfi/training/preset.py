@@ -22,8 +22,8 @@ import numpy as np
 
 from jfi.data import DataError, InteractionDataset, load_dataset
 from jfi.data.config import AGE, HISTORY, STATISTICS
-from jfi.data.table_blocks import iterate_tables
-from jfi.data.thresholds import rules_beside
+from jfi.data.io.blocks import iterate_tables
+from jfi.data.schema.thresholds import rules_beside
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.evidence import auc_gain, gain_of_columns

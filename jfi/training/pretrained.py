@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
-from jfi.data.schema import as_array
+from jfi.data.schema.schema import as_array
 from jfi.training.build import shards_of
 from jfi.training.config import ConfigError, PretrainedConfig
 from jfi.training.distributed import World, shared_folder

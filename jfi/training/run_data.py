@@ -1,7 +1,7 @@
 """Stores what a run has learnt from its data, and on which data: the folder `data` of the run folder.
 
-schema.json, vocabularies.parquet    the schema, see `jfi.data.schema`
-fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.fingerprint`
+schema.json, vocabularies.parquet    the schema, see `jfi.data.schema.schema`
+fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.prepared.fingerprint`
 policy.json                          with `data.policy` a copy of that file, which the run goes on with
 """
 
@@ -12,11 +12,11 @@ from typing import Literal
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.config import FILES
-from jfi.data.fingerprint import NAME, Fingerprint
-from jfi.data.manifest import CHOICES, resolve
-from jfi.data.rules import parse_rule
-from jfi.data.schema import FILES as SCHEMA_FILES
-from jfi.data.source import column_settings
+from jfi.data.prepared.fingerprint import NAME, Fingerprint
+from jfi.data.prepared.manifest import CHOICES, resolve
+from jfi.data.prepared.source import column_settings
+from jfi.data.schema.rules import parse_rule
+from jfi.data.schema.schema import FILES as SCHEMA_FILES
 from jfi.training.checkpoint import latest_checkpoint, read_progress
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World

@@ -9,10 +9,10 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataError, DataSchema
-from jfi.data.choose_events import load_policy
-from jfi.data.load import check_fits
-from jfi.data.scoring import Sources
-from jfi.data.source import column_settings
+from jfi.data.batches.choose_events import load_policy
+from jfi.data.prepared.load import check_fits
+from jfi.data.prepared.scoring import Sources
+from jfi.data.prepared.source import column_settings
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model

@@ -15,10 +15,10 @@ import pyarrow.parquet
 import torch
 
 from jfi.data import Batch, DataConfig, DataError, DataSchema
-from jfi.data.column_files import new_map
-from jfi.data.paths import find_files
-from jfi.data.schema import LabelSpec
-from jfi.data.scoring import ScoringParts, Source, Sources
+from jfi.data.io.paths import find_files
+from jfi.data.prepared.column_files import new_map
+from jfi.data.prepared.scoring import ScoringParts, Source, Sources
+from jfi.data.schema.schema import LabelSpec
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.calibration import Calibration, calibrate

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
-from jfi.data.prepared import open_prepared
-from jfi.data.prepared_write import write_prepared
-from jfi.data.source import column_settings
+from jfi.data.prepared.open_dataset import open_prepared
+from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.write_dataset import write_prepared
 from jfi.training.distributed import World, shared_folder
 from jfi.utils.files import naming
 

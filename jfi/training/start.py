@@ -6,7 +6,7 @@ from typing import Literal
 
 from jfi.data import DataError, InteractionDataset
 from jfi.data.config import FILES
-from jfi.data.manifest import prepared_config, resolve
+from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.training.capture import check_graphs
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jfi.data import DataConfig, DataSchema
-from jfi.data.schema import as_array
+from jfi.data.schema.schema import as_array
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model, shards_of, table_configs
 from jfi.training.config import Config, ConfigError

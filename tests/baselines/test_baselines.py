@@ -18,8 +18,8 @@ from jfi.baselines.models import Fit, best, gradient_boosting, logistic_regressi
 from jfi.baselines.run import SMOOTHING
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.prepared_write import write_prepared
-from jfi.data.source import column_settings
+from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.write_dataset import write_prepared
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.metrics import auc, user_auc

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
-from jfi.data.balance import assign_samples
-from jfi.data.columns import Categorical
+from jfi.data.batches.balance import assign_samples
+from jfi.data.schema.columns import Categorical
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
-from jfi.data.chunks import timeline_ranges
-from jfi.data.engagement import training_log
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_complete import complete_dataset
+from jfi.data.batches.chunks import timeline_ranges
+from jfi.data.batches.engagement import training_log
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.history import EventLog, Policy, fit
 from jfi.history.select import first_seen, select_events
 from jfi.utils.ranges import ranges
@@ -246,14 +245,6 @@ def test_a_prepared_dataset_has_the_same_batches_with_a_policy_of_the_runs_own(c
     assert torch.equal(one.lengths(), other.lengths())
     with pytest.raises(DataError, match=r"^data\.policy is a run's own"):
         prepare_dataset(config, tmp_path / "again", show=False)
-
-
-def test_another_programs_dataset_has_no_dwell(config, tmp_path):
-    prepare_dataset(config, tmp_path / "prepared", show=False)
-    path = tmp_path / "prepared" / "manifest.json"
-    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
-    with pytest.raises(DataError, match=r"data\.dwell, data\.surface and data\.session are only for"):
-        complete_dataset(tmp_path / "prepared", show=False)
 
 
 def test_the_log_of_a_policy_has_the_training_rows_alone(config):

@@ -5,7 +5,7 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
+from jfi.data.schema.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
 from jfi.utils.encoding import standardize
 
 # Six rows train, two validate, two test.

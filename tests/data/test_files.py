@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.readers import read_table
+from jfi.data.io.readers import read_table
 from jfi.training.cli import load_config, parse_config, save_config
 
 HEADER = "user,item,stars,time"

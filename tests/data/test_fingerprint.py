@@ -1,7 +1,7 @@
 """What a fingerprint of the data sees."""
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.fingerprint import Fingerprint
+from jfi.data.prepared.fingerprint import Fingerprint
 
 
 def test_a_changed_value_of_any_row_is_seen(write):

@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jfi.data import DataConfig, DataError, arrays, load_dataset
-from jfi.data.readers import read_table
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.io import arrays
+from jfi.data.io.readers import read_table
 
 
 def fault(read) -> str:
@@ -77,7 +78,7 @@ def test_json_lines(write):
 
 
 def test_json_lines_of_more_than_a_block(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.read_json._BLOCK", 3)
+    monkeypatch.setattr("jfi.data.io.json_lines._BLOCK", 3)
     lines = [f'{{"user": {i}, "late": {i}}}' if i > 7 else f'{{"user": {i}}}' for i in range(11)]
     lines[5:5] = ["", " "]
     table = read_table(write("r.jsonl", *lines), ["user", "late"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.splits import split_by_time, split_users
+from jfi.data.prepared.splits import split_by_time, split_users
 
 HEADER = "user_id,item_id,timestamp,clicked,part,request,action"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
-from jfi.data.columns import moments
-from jfi.data.fingerprint import Fingerprint
+from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.schema.columns import moments
 from jfi.utils.encoding import standardize
 
 HEADER = "user_id,item_id,timestamp,liked,device,place,tags,price,city"

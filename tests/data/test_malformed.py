@@ -10,8 +10,8 @@ import pytest
 from data.mutations import COLUMNS, FILES, harmful, harmless, read_again
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.readers import read_table
-from jfi.data.table_blocks import read_blocks
+from jfi.data.io.blocks import read_blocks
+from jfi.data.io.readers import read_table
 
 SECONDS = 20
 
@@ -108,8 +108,8 @@ def test_much_damage_is_read_or_refused(tmp_path):
 def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
     """The columns as `read_blocks` gives them, in parts of some bytes and blocks of a few rows."""
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.data.read_text._PART", 50)
-        patch.setattr("jfi.data.read_json._PART", 50)
+        patch.setattr("jfi.data.io.text._PART", 50)
+        patch.setattr("jfi.data.io.json_lines._PART", 50)
         tables = list(read_blocks(path, COLUMNS, size=7))
     return {column: [x for table in tables for x in table.strings(column).to_pylist()] for column in COLUMNS}
 

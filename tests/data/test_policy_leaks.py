@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.data import DataConfig
-from jfi.data.arrange import Rows, sort_and_split
-from jfi.data.dataset import InteractionDataset
-from jfi.data.engagement import read_engagement
-from jfi.data.learn import learn_schema
-from jfi.data.load import build_dataset
-from jfi.data.source import Columns, Tables
-from jfi.data.table import Table
+from jfi.data.batches.dataset import InteractionDataset
+from jfi.data.batches.engagement import read_engagement
+from jfi.data.io.table import Table
+from jfi.data.prepared.arrange import Rows, sort_and_split
+from jfi.data.prepared.load import build_dataset
+from jfi.data.prepared.source import Columns, Tables
+from jfi.data.schema.learn import learn_schema
 from jfi.history import fit
 
 SURFACES = ["feed", "search", "story"]

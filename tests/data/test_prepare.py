@@ -11,10 +11,14 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from jfi.data import DataConfig, DataError, InteractionDataset, coded, events, load_dataset, prepare, table_blocks
-from jfi.data.manifest import prepared_config
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_write import write_prepared
+from jfi.data import DataConfig, DataError, InteractionDataset, load_dataset
+from jfi.data.batches import events
+from jfi.data.io import blocks as table_blocks
+from jfi.data.prepared import prepare
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.write_dataset import write_prepared
+from jfi.data.schema import coded
 
 
 def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +27,9 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
     monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
-    for reader in ("jfi.data.read_text", "jfi.data.read_json"):
+    for reader in ("jfi.data.io.text", "jfi.data.io.json_lines"):
         monkeypatch.setattr(f"{reader}._PART", 100)
-    monkeypatch.setattr("jfi.data.columns.BLOCK", 7)
+    monkeypatch.setattr("jfi.data.schema.columns.BLOCK", 7)
     prepare_dataset(config, out)
     monkeypatch.undo()
 
@@ -306,7 +310,8 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
 #: their exit codes.
 KILL = """
 import os, sys
-from jfi.data import DataConfig, column_files, prepare, prepare_sort, prepared_write
+from jfi.data import DataConfig
+from jfi.data.prepared import column_files, prepare, sort as prepare_sort, write_dataset as prepared_write
 
 calls = 0
 def counted(module, name):

@@ -4,19 +4,18 @@ import errno
 import json
 import re
 import struct
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jfi.data import DataConfig, DataError, load_dataset, prepare
-from jfi.data.column_files import ColumnWriter, map_arrow, read_columns
-from jfi.data.external_sort import MemoryLimitError
-from jfi.data.manifest import Manifest, prepared_config, resolve
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared import verify_dataset
-from jfi.data.prepared_complete import complete_dataset
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.prepared import prepare
+from jfi.data.prepared.column_files import ColumnWriter, map_arrow, read_columns
+from jfi.data.prepared.external_sort import MemoryLimitError
+from jfi.data.prepared.manifest import Manifest, prepared_config, resolve
+from jfi.data.prepared.open_dataset import verify_dataset
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training.cli import parse_config
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
@@ -60,9 +59,8 @@ def edit(folder: Path, **changes: object) -> None:
 )
 def test_a_value_of_a_wrong_type_is_named(folder, change, message):
     edit(folder, **change)
-    for attempt in (lambda: complete_dataset(folder), lambda: load_dataset(DataConfig(prepared=str(folder)))):
-        with pytest.raises(DataError, match=f"^{re.escape(str(folder))}/manifest.json: {re.escape(message)}"):
-            attempt()
+    with pytest.raises(DataError, match=f"^{re.escape(str(folder))}/manifest.json: {re.escape(message)}"):
+        load_dataset(DataConfig(prepared=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def test_a_value_of_a_wrong_type_is_named(folder, change, message):
     [
         ("[1]", "'format' is None"),
         ('{"format": "jfi prepared dataset 1"}', "data is null, must be an object"),
-        ('{"format": "jfi prepared dataset 1", "data": {}, "complete": 1}', "complete is 1, must be true or false"),
+        ('{"format": "jfi prepared dataset 1", "data": {}}', "sizes is null, must be dict"),
         ('{"format": "jfi prepared dataset 1", "data": {}, "sizes": {"a": "b"}}', 'sizes is {"a": "b"}, must be dict'),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -123,12 +121,8 @@ def test_an_argument_that_is_the_default_counts_and_an_absent_one_is_as_prepared
 
 def test_a_malformed_memory_is_refused_before_anything_is_read(config, folder, tmp_path):
     edit(folder)
-    for attempt in (
-        lambda: prepare_dataset(config, tmp_path / "other", "many"),
-        lambda: complete_dataset(folder, "many"),
-    ):
-        with pytest.raises(DataError, match=r"^--memory many: not an amount of memory such as 1GB$"):
-            attempt()
+    with pytest.raises(DataError, match=r"^--memory many: not an amount of memory such as 1GB$"):
+        prepare_dataset(config, tmp_path / "other", "many")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "rows.csv"]
 
 
@@ -205,7 +199,7 @@ def test_columns_of_a_preparation_that_goes_on_are_numbers(tmp_path):
 
 
 def test_large_files_are_verified_only_when_asked(folder, monkeypatch):
-    monkeypatch.setattr("jfi.data.prepared._SMALL", 1000)
+    monkeypatch.setattr("jfi.data.prepared.open_dataset._SMALL", 1000)
     path = folder / "events.arrow"
     content = bytearray(path.read_bytes())
     assert len(content) > 1000
@@ -214,32 +208,3 @@ def test_large_files_are_verified_only_when_asked(folder, monkeypatch):
     load_dataset(prepared_config(folder))
     with pytest.raises(DataError, match=r"events\.arrow is damaged: its SHA-256 is not the one in SHA256SUMS$"):
         verify_dataset(folder)
-
-
-def test_files_of_others_are_no_part_of_a_dataset(folder):
-    edit(folder)
-    (folder / "_SUCCESS").write_text("")
-    complete_dataset(folder)
-    (folder / "_SUCCESS").unlink()
-    assert load_dataset(prepared_config(folder)).num_samples("train") == 40
-    verify_dataset(folder)
-
-
-def test_one_process_at_a_time_completes_a_folder(folder, monkeypatch):
-    edit(folder)
-    entered, go = threading.Event(), threading.Event()
-
-    def wait(*_: object) -> None:
-        entered.set()
-        go.wait(120)
-
-    monkeypatch.setattr("jfi.data.prepared_complete._complete", wait)
-    thread = threading.Thread(target=complete_dataset, args=(folder,))
-    thread.start()
-    assert entered.wait(120)
-    try:
-        with pytest.raises(DataError, match=r"another process is completing this dataset$"):
-            complete_dataset(folder)
-    finally:
-        go.set()
-        thread.join()

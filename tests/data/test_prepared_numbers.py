@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared.prepare import prepare_dataset
 
 
 def write_rows(folder: Path, users: list[float]) -> DataConfig:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jfi.data import coded
+from jfi.data.schema import coded
 
 
 @pytest.mark.parametrize("places", [[0], [16], [32], [48], [0, 16], [16, 32], [32, 48]])

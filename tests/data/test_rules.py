@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from jfi.data import DataError
-from jfi.data.rules import OPERATORS, describe_values, only_column, parse_rule
-from jfi.data.table import Table
+from jfi.data.io.table import Table
+from jfi.data.schema.rules import OPERATORS, describe_values, only_column, parse_rule
 
 ACTION = ["view", "buy", "add to cart", None, "buy"]
 STARS = [5, 4, 3, 2, None]

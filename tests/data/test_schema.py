@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, DataError, DataSchema, SyntheticConfig, load_dataset
-from jfi.data.schema import Strings
+from jfi.data.schema.schema import Strings
 
 HEADER = "user_id,item_id,timestamp,clicked,seconds,tags,genre,price,title,city"
 

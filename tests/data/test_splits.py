@@ -1,6 +1,6 @@
 import numpy as np
 
-from jfi.data.splits import leave_one_out, split_by_time
+from jfi.data.prepared.splits import leave_one_out, split_by_time
 
 
 def test_time_orders_by_timestamp_then_user_then_item():

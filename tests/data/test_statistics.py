@@ -16,10 +16,10 @@ from jfi.baselines.samples import Samples
 from jfi.baselines.tallies import Tallies
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import STATISTICS
-from jfi.data.prepare import prepare_dataset
-from jfi.data.scoring import ScoringParts, Sources
-from jfi.data.source import column_settings
-from jfi.data.statistics import add_statistics
+from jfi.data.features.statistics import add_statistics
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.scoring import ScoringParts, Sources
+from jfi.data.prepared.source import column_settings
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared.prepare import prepare_dataset
 
 DAY = 86_400
 

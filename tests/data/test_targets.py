@@ -10,10 +10,9 @@ import torch
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.fingerprint import Fingerprint
-from jfi.data.manifest import prepared_config
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_complete import complete_dataset
+from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
 
 HEADER = "user_id,item_id,timestamp,rating,seen,seconds,importance"
 LABELS = [
@@ -70,36 +69,6 @@ def test_labels_and_weights_are_those_of_the_row(table, tmp_path, batching, sour
     assert len(found) == 96
     for time, values in found.items():
         np.testing.assert_equal(values, wanted(round(time / 60)))
-
-
-def test_a_dataset_that_another_program_wrote_has_them_too(table, tmp_path):
-    """Without the files that jfi derives it is completed; a weight or a label that cannot be is refused by row."""
-    prepare_dataset(several(table), tmp_path / "prepared", show=False)
-    folder = tmp_path / "prepared"
-    whole = read(prepared_config(folder))
-    for name in ("train.arrow", "validation.arrow", "test.arrow", "SHA256SUMS"):
-        (folder / name).unlink()
-    manifest = (folder / "manifest.json").read_text().replace('"complete": true', '"complete": false')
-    (folder / "manifest.json").write_text(manifest)
-    events = pyarrow.ipc.open_file(folder / "events.arrow").read_all()
-    complete_dataset(folder, show=False)
-    np.testing.assert_equal(read(prepared_config(folder)), whole)
-
-    for column, value, expected in (
-        ("weight", 0.0, "row 1 of the events: 'weight' is not positive and finite"),
-        ("label_seen", 0.5, "row 1 of the events: 'label_seen' is not 0, 1 or missing"),
-        ("label_seconds", np.inf, "row 1 of the events: 'label_seconds' is not finite or missing"),
-    ):
-        values = events.column(column).to_numpy().copy()
-        values[1] = value
-        place = events.schema.get_field_index(column)
-        wrong = events.set_column(place, column, pyarrow.array(values))
-        (folder / "events.arrow").unlink()
-        with pyarrow.ipc.new_file(folder / "events.arrow", wrong.schema) as file:
-            file.write_table(wrong)
-        (folder / "manifest.json").write_text(manifest)
-        with pytest.raises(DataError, match=expected):
-            complete_dataset(folder, show=False)
 
 
 def test_a_row_without_the_first_label_is_no_sample_and_needs_no_weight(write):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepare import prepare_dataset
-from jfi.data.readers import read_table
-from jfi.data.table_blocks import read_blocks
+from jfi.data.io.blocks import read_blocks
+from jfi.data.io.readers import read_table
+from jfi.data.prepared.prepare import prepare_dataset
 
 HEADER = "user,title,time"
 
@@ -40,7 +40,7 @@ def message(path, **settings) -> str:
 @pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
 def test_encodings(tmp_path, monkeypatch, name, encoding, title):
     # Blocks that end within characters.
-    monkeypatch.setattr("jfi.data.decode._BLOCK", 7)
+    monkeypatch.setattr("jfi.data.io.decode._BLOCK", 7)
     lines = [f"user,{title},time", f"u1,{title},1", f"u2,{title},2"]
     if name == "r.jsonl":
         lines = [f'{{"user": "u{i}", "{title}": "{title}"}}' for i in (1, 2)]
@@ -172,8 +172,8 @@ def test_rows_longer_than_a_block_are_read(write, quoting):
 
 
 def test_rows_longer_than_the_largest_block_are_refused(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.read_text._BLOCKS", (1 << 10, 1 << 12))
-    monkeypatch.setattr("jfi.data.read_text.LONGEST_ROW", 1 << 12)
+    monkeypatch.setattr("jfi.data.io.text._BLOCKS", (1 << 10, 1 << 12))
+    monkeypatch.setattr("jfi.data.io.text.LONGEST_ROW", 1 << 12)
     path = write("r.csv", HEADER, *["u1,a,1"] * 1000, f"u2,{'x' * 10_000},2", "u3,b,3")
     assert message(path).startswith("r.csv:1002: a row longer than ")
 
@@ -215,7 +215,7 @@ def test_a_wrong_time_is_called_what_it_is(write, value, expected):
 
 
 def test_quoted_line_breaks_beside_quotes_that_are_characters(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.text_rows._SCAN", 5)
+    monkeypatch.setattr("jfi.data.io.text_rows._SCAN", 5)
     titles = ["two\nlines", 'a "b" c', "", '"', "\n", '""\n', "x"]
     rows = ['u,"' + title.replace('"', '""') + '",1' for title in titles]
     table = read_table(write("r.csv", HEADER, *rows, 'u,5" disc,1', 'u,a"b"c,1'), ["title"])
@@ -259,7 +259,7 @@ def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
         fields = FIELDS[: 8 if trial % 2 else 10]
         rows = [f"u{i},{fields[random.integers(len(fields))]},{i}" for i in range(9)]
         path.write_bytes(gzip.compress(end.join([HEADER, *rows]).replace("two\nlines", f"two{end}lines").encode()))
-        monkeypatch.setattr("jfi.data.read_text._PART", int(random.integers(4, 60)))
+        monkeypatch.setattr("jfi.data.io.text._PART", int(random.integers(4, 60)))
         try:
             whole = read_table(str(path), HEADER.split(","))
         except DataError as error:
@@ -291,7 +291,7 @@ def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
     ],
 )
 def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, values, message):
-    monkeypatch.setattr("jfi.data.read_json._PART", 10)
+    monkeypatch.setattr("jfi.data.io.json_lines._PART", 10)
     path = tmp_path / "r.jsonl"
     rows = [json.dumps({"x": value} | ({"y": i} if i > 2 else {})) for i, value in enumerate(values)]
     path.write_text("\n".join(["", *rows]))
@@ -309,5 +309,5 @@ def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, val
 def test_text_is_prepared_without_reading_a_file_whole(tmp_path, write, monkeypatch):
     rows = [f"{i % 7},{i % 5},{i % 2},{i}" for i in range(50)]
     path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows)
-    monkeypatch.delattr("jfi.data.read_text.read_utf8")
+    monkeypatch.delattr("jfi.data.io.text.read_utf8")
     prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
-from jfi.data.chunks import cut_chunks
+from jfi.data.batches.chunks import cut_chunks
 from jfi.training.build import build_model, draw_tables, table_configs
 from jfi.training.config import EncoderConfig, ModelConfig
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import jfi
-from jfi.data import DataConfig, SyntheticConfig, load_dataset, synthetic_dwell
-from jfi.data.engagement import training_log
+from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data.batches.engagement import training_log
+from jfi.data.features import synthetic_dwell
 from jfi.history import Policy, fit
 from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig

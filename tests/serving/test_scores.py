@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jfi.data import load_dataset
-from jfi.data.synthetic import make_tables
+from jfi.data.features.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jfi.data import DataError
-from jfi.data.semantic_ids import read_sids, write_sids
+from jfi.data.features.semantic_ids import read_sids, write_sids
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training.cli import run_cli
 from jfi.utils.files import read_sums, sha256_of, write_sums

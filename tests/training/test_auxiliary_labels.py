@@ -14,11 +14,11 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.manifest import prepared_config, resolve
-from jfi.data.prepare import prepare_dataset
-from jfi.data.schema import LabelSpec
-from jfi.data.table import Table
-from jfi.data.thresholds import rules_beside
+from jfi.data.io.table import Table
+from jfi.data.prepared.manifest import prepared_config, resolve
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.schema.schema import LabelSpec
+from jfi.data.schema.thresholds import rules_beside
 from jfi.models import Heads
 from jfi.serving.dataset_schema import schema_of
 from jfi.training import Config, ConfigError, preset, resume, train

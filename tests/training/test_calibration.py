@@ -14,7 +14,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data.schema import LabelSpec
+from jfi.data.schema.schema import LabelSpec
 from jfi.training import ConfigError, train
 from jfi.training.calibration import calibrate, describe, fit_calibration, fit_platt
 from jfi.training.metrics import Predictions

@@ -10,10 +10,10 @@ import pytest
 from own_table import config_of, row, write_table
 from test_run import tiny
 
-from jfi.data import load, load_dataset
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_complete import complete_dataset
-from jfi.data.scoring import Sources
+from jfi.data import load_dataset
+from jfi.data.prepared import load
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.scoring import Sources
 from jfi.training.build import build_model
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
@@ -113,10 +113,6 @@ def test_prediction_and_preparation_write_lines_to_a_log(tmp_path, shown):
         pass
     tasks = {line.split(":")[0] for line in shown()}
     assert {"read", "sort", "split", "predict"} <= tasks
-    manifest = tmp_path / "out/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
-    complete_dataset(tmp_path / "out")
-    assert any(line.startswith("events: 200 rows, ") for line in shown())
     prepare_dataset(config.data, tmp_path / "silent", show=False)
     assert shown() == []
 

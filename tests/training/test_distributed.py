@@ -26,8 +26,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from worker import do, without_pictures
 
 from jfi.data import Batch, load_dataset
-from jfi.data.schema import CODEC
-from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.data.features.semantic_ids import codec_folder, write_sids
+from jfi.data.schema.schema import CODEC
 from jfi.sid import DiscretePCA
 from jfi.training import (
     Config,

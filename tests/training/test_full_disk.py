@@ -11,10 +11,9 @@ from own_table import config_of, row, write_table
 from test_disturbed_runs import file_system
 
 from jfi.data import load_dataset
-from jfi.data.column_files import new_map
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_complete import complete_dataset
-from jfi.data.scoring import Sources
+from jfi.data.prepared.column_files import new_map
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.scoring import Sources
 from jfi.training import Config
 from jfi.training.build import build_model
 from jfi.training.cli import run_cli
@@ -52,15 +51,6 @@ def test_a_prepared_dataset_that_has_no_space_is_one_line_and_goes_on_when_there
     assert_full(lambda: prepare_dataset(config.data, out), size, tmp_path / ".out.preparing", capsys)
     assert run_cli(lambda: prepare_dataset(config.data, out)) == 0
     assert (out / "manifest.json").exists()
-
-
-def test_a_dataset_that_is_completed_without_space_is_one_line(config, tmp_path, capsys):
-    out = tmp_path / "out"
-    prepare_dataset(config.data, out)
-    manifest = out / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
-    assert_full(lambda: complete_dataset(out), 100, out, capsys)
-    assert run_cli(lambda: complete_dataset(out)) == 0
 
 
 @pytest.mark.parametrize("size", [0, 1000, 20_000])

@@ -18,10 +18,10 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import DataConfig, load_dataset
-from jfi.data.checked_json import checked_json
-from jfi.data.engagement import training_log
-from jfi.data.prepare import prepare_dataset
-from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.data.batches.engagement import training_log
+from jfi.data.features.semantic_ids import codec_folder, write_sids
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.schema.checked_json import checked_json
 from jfi.history import Policy, fit
 from jfi.sid import Codec, DiscretePCA
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes

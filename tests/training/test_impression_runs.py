@@ -13,9 +13,11 @@ import torch
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, load_dataset, scoring, table_blocks
-from jfi.data.manifest import prepared_config
-from jfi.data.prepare import prepare_dataset
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.io import blocks as table_blocks
+from jfi.data.prepared import scoring
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import (
     Config,
     ConfigError,

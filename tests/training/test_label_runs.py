@@ -18,7 +18,7 @@ import jfi
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.schema import LabelSpec
+from jfi.data.schema.schema import LabelSpec
 from jfi.models import Heads
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.model import ScoringModel

@@ -10,7 +10,7 @@ from matplotlib import font_manager, get_data_path
 from matplotlib.figure import Figure
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.schema import Encodings
+from jfi.data.schema.schema import Encodings
 from jfi.training.build import build_model
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.plots import _title, _value, draw_attention, draw_curves

@@ -18,7 +18,9 @@ from own_table import HEADER, config_of, new_row, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, load_dataset, scoring, table_blocks
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.io import blocks as table_blocks
+from jfi.data.prepared import scoring
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.cli import save_config
 from jfi.training.metrics import Predictions

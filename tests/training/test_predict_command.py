@@ -16,7 +16,8 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import InteractionDataset, scoring
+from jfi.data import InteractionDataset
+from jfi.data.prepared import scoring
 from jfi.training import train
 from jfi.training.cli import run_cli
 from jfi.utils.files import temporary_folder

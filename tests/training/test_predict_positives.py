@@ -13,8 +13,10 @@ import pytest
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, scoring, table_blocks
-from jfi.data.known_items import KnownItems
+from jfi.data import DataConfig, DataError
+from jfi.data.io import blocks as table_blocks
+from jfi.data.prepared import scoring
+from jfi.data.prepared.known_items import KnownItems
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.training.saved_run import SavedRun
 

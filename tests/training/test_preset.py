@@ -13,8 +13,8 @@ from test_semantic_id_runs import items, make_ids
 from worker import without_pictures
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.prepared_write import write_prepared
-from jfi.data.source import column_settings
+from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.write_dataset import write_prepared
 from jfi.training import preset, resume, train
 from jfi.training.distributed import World
 from jfi.training.evidence import Gain, auc_gain, gain_of_columns

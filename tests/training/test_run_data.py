@@ -14,8 +14,8 @@ from test_run import assert_same_run, killed_after, killing_after, read_results
 from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepare import prepare_dataset
-from jfi.data.summary import Summary
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics

@@ -19,9 +19,8 @@ from worker import without_pictures
 import jfi
 from jfi import SemanticIDEmbedding
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepare import prepare_dataset
-from jfi.data.prepared_complete import complete_dataset
-from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.data.features.semantic_ids import codec_folder, write_sids
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export, inputs_of, tables_of
 from jfi.serving.model import ScoringModel
@@ -206,23 +205,6 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
         for one, other in zip(here.batches(split, 40), there.batches(split, 40), strict=True):
             assert one.sparse_features.keys() == other.sparse_features.keys()
             assert torch.equal(one.sparse_features.values(), other.sparse_features.values())
-    # Another program's files are checked: the digits of its IDs too.
-    manifest = json.loads((prepared / "manifest.json").read_text()) | {"complete": False}
-    (prepared / "manifest.json").write_text(json.dumps(manifest))
-    complete_dataset(prepared, show=False)
-    dataset = load_dataset(DataConfig(prepared=str(prepared), **choices))
-    assert torch.equal(
-        next(dataset.batches("test", 9)).sparse_features.values(),
-        next(here.batches("test", 9)).sparse_features.values(),
-    )
-    with pa.ipc.open_file(str(prepared / "items.arrow")) as file:
-        table = file.read_all()
-    (prepared / "manifest.json").write_text(json.dumps(manifest))
-    wrong = table.set_column(table.column_names.index("sid"), "sid", pa.array([10**12] * len(table)))
-    with pa.ipc.new_file(str(prepared / "items.arrow"), wrong.schema) as writer:
-        writer.write_table(wrong)
-    with pytest.raises(DataError, match=r"items: column 'sid': sids\[0\] is 1000000000000, which is no ID of 8"):
-        complete_dataset(prepared, show=False)
 
 
 # Training

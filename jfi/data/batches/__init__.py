@@ -1,0 +1,1 @@
+"""Samples with histories, assembled into batches."""

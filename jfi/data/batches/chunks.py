@@ -1,0 +1,150 @@
+"""The samples of a split by user: rows of a user that share a timeline are a chunk, and a batch consists of chunks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jfi.data.batches.balance import assign_timelines, contiguous, imbalance
+from jfi.data.batches.events import Events, index_type
+from jfi.data.batches.order import BatchPart, Shuffled
+from jfi.data.schema.coded import blocks
+from jfi.data.schema.columns import ranges
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The rows of a split, cut so that a chunk has one user, and neither too many rows nor too many events.
+
+    Args:
+        events: all events.
+        max_history: a row sees at most this many of the newest events.
+        rows: `[N]` integers, the events that are samples, in the order of the split.
+        order: `[N]` integers, the places of `rows` that sort them.
+        first: `[C + 1]` int64: chunk c has the rows at the places `order[first[c]:first[c + 1]]`.
+    """
+
+    events: Events
+    max_history: int
+    rows: np.ndarray
+    order: np.ndarray
+    first: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def timelines(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`start, length` of the events that the rows of chunks see, ranges as those of `Events.histories`."""
+        ends = (self.rows[self.order[self.first[chunks + i] - i]] for i in (0, 1))
+        return timeline_ranges(self.events, *ends, self.max_history)
+
+    def with_at_most(self, max_rows: int) -> "Chunks":
+        """The same, chunks of more than `max_rows` rows cut into parts of `max_rows` and a rest."""
+        sizes = np.diff(self.first)
+        if sizes.max(initial=0) <= max_rows:
+            return self
+        parts = -(-sizes // max_rows)
+        place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        first = np.repeat(self.first[:-1], parts) + place * max_rows
+        return replace(self, first=np.append(first, self.first[-1]))
+
+
+def timeline_ranges(
+    events: Events, first: np.ndarray, last: np.ndarray, max_history: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`start, length [U]` of the events that the rows from `first` to `last` see, `[U]` each and of one user."""
+    start, _ = events.histories(first.astype(np.int64, copy=False), max_history)
+    end, length = events.histories(last.astype(np.int64, copy=False), max_history)
+    return start, end + length - start
+
+
+def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
+    """Chunks whose rows see at most `max_timeline` events together.
+
+    A user's events are cut into windows of equal length, and the rows whose history ends in one window are a chunk: its
+    timeline has that window and the events that its oldest row still sees before it.
+
+    Args:
+        events: all events.
+        rows: `[N]`, the events that are samples, in the order of the split.
+        max_history: the newest events that a row sees.
+        max_timeline: the most events of a chunk, at least `max_history`.
+
+    Example:
+        >>> user, time = np.array([0, 0, 0, 0, 1]), np.array([1.0, 2.0, 2.0, 3.0, 1.0])
+        >>> events = Events(user, np.zeros(5, int), time, np.ones(5), np.zeros(5, np.int8))
+        >>> chunks = cut_chunks(events, np.array([4, 3, 1, 2]), max_history=2, max_timeline=2)
+        >>> chunks.order.tolist(), chunks.first
+        ([2, 3, 1, 0], array([0, 2, 3, 4]))
+        >>> chunks.timelines(np.arange(3))
+        (array([0, 1, 4]), array([1, 2, 0]))
+    """
+    order = np.argsort(rows, kind="stable").astype(index_type(len(rows)), copy=False)
+    window, last, first = max_timeline - max_history + 1, np.full((2, 1), -1), []
+    for begin, end in blocks(len(rows)):
+        block = rows[order[begin:end]].astype(np.int64, copy=False)
+        _, older = events.histories(block, len(events))
+        place = np.stack([events.user[block], np.maximum(older - 1, 0) // window])
+        changes = (np.diff(place, axis=1, prepend=last) != 0).any(axis=0)
+        first.append(begin + np.flatnonzero(changes))
+        last = place[:, -1:]
+    return Chunks(events, max_history, rows, order, np.concatenate([*first, [len(rows)]]).astype(np.int64))
+
+
+class ChunkOrder:
+    """An epoch's chunks in batches: a batch has the chunks that begin within `batch_size` samples of each other.
+
+    Args:
+        chunks: of a split.
+        samples_per_row: of implicit feedback a positive and its negatives.
+        batch_size: about the samples of a batch. A chunk has at most as many, or a single row.
+        shuffled: of a number of chunks, their order; None for that of `chunks`.
+    """
+
+    def __init__(
+        self, chunks: Chunks, samples_per_row: int, batch_size: int, shuffled: Callable[[int], Shuffled] | None
+    ) -> None:
+        self._chunks, self._per_row = chunks.with_at_most(max(1, batch_size // samples_per_row)), samples_per_row
+        count = len(self._chunks)
+        self._order = np.arange(count) if shuffled is None else shuffled(count)[0:count]
+        sizes = np.diff(self._chunks.first)[self._order] * samples_per_row
+        self._ends = np.cumsum(sizes)
+        batch = (self._ends - sizes) // batch_size
+        self._bounds = np.append(np.flatnonzero(np.diff(batch, prepend=-1)), count)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches, the same on every rank."""
+        return len(self._bounds) - 1
+
+    def samples_before(self, batch: int) -> int:
+        """Number of samples of the batches before this one."""
+        first = self._bounds[min(batch, self.num_batches)]
+        return int(self._ends[first - 1]) if first else 0
+
+    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
+        """The chunks of a batch that are this rank's, so that all ranks have about as much work of each kind."""
+        chunks = self._order[self._bounds[batch] : self._bounds[batch + 1]]
+        total = self.samples_before(batch + 1) - self.samples_before(batch)
+        if world_size > 1:
+            chunks = chunks[assign_timelines(self._work(chunks), world_size) == rank]
+        first = self._chunks.first[chunks]
+        sizes = self._chunks.first[chunks + 1] - first
+        places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
+        samples = ranges(places * self._per_row, np.full(len(places), self._per_row))
+        return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
+
+    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
+        """Events times targets of the busiest ranks of the first batches over the mean; also of contiguous parts."""
+        batches = range(min(num_batches, self.num_batches))
+        work = [self._work(self._order[self._bounds[batch] : self._bounds[batch + 1]]) for batch in batches]
+        return imbalance(work, assign_timelines, world_size), imbalance(work, contiguous, world_size)
+
+    def _work(self, chunks: np.ndarray) -> np.ndarray:
+        """`[C, 3]` int64: of chunks the events that their targets see, the events of their timelines, the samples."""
+        first = self._chunks.first[chunks]
+        sizes = self._chunks.first[chunks + 1] - first
+        rows = self._chunks.rows[self._chunks.order[ranges(first, sizes)]].astype(np.int64, copy=False)
+        seen = self._chunks.events.histories(rows, self._chunks.max_history)[1]
+        seen = np.add.reduceat(seen, np.cumsum(sizes) - sizes)  # a chunk has at least one row
+        return np.stack([seen * self._per_row, self._chunks.timelines(chunks)[1], sizes * self._per_row], axis=1)

@@ -1,0 +1,382 @@
+"""Samples with histories, assembled into batches."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jfi.data.batches.batch import Batch
+from jfi.data.batches.candidates import Candidates, Kind
+from jfi.data.batches.choose_events import EventChooser
+from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
+from jfi.data.batches.engagement import Engagement
+from jfi.data.batches.events import Events
+from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.batches.order import BatchPart, SampleOrder, Shuffled
+from jfi.data.batches.unknown import UnknownIds
+from jfi.data.config import Batching
+from jfi.data.prepared.summary import Summary
+from jfi.data.schema.columns import Categorical, ranges
+from jfi.data.schema.schema import DataSchema, FeatureSpec
+from jfi.data.schema.targets import WEIGHT
+from jfi.history import Policy
+from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.suggest import suggest
+from jfi.utils.timelines import Timelines
+
+#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of impressions, `[E]` float32
+#: each. The arrays of events stay apart, since each may be the map of a file.
+Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All arrays of a dataset, as `InteractionDataset` takes them."""
+
+    events: Events
+    columns: list[Categorical]
+    dense: Dense
+    samples: dict[str, np.ndarray]
+    negatives: NegativeSampler | None
+    engagement: Engagement | None = None
+
+
+class InteractionDataset:
+    """Samples with histories; `load_dataset` makes one.
+
+    Args:
+        events: all events; every history is a range of them.
+        schema: the keys of the batches and the encodings of their values.
+        columns: by key of `schema.features`, except the age, the ids of each user, item or event.
+        dense: the dense features of users, of items and of impressions.
+        samples: by split the events that are its samples, ordered by (timestamp, user, item).
+        negatives: draws the negatives of implicit feedback; None for a table with labels.
+        unknown_share: share of the known ids of a training batch that become 0.
+        batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
+        max_timeline: the most events of a timeline, at least `schema.max_history`.
+        engagement: dwell and surface of the events, or None.
+        policy: which events of a history stay, by their engagement; None keeps all.
+
+    Raises:
+        DataError: a policy without engagement, or one of other surfaces.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        schema: DataSchema,
+        columns: list[Categorical],
+        dense: Dense,
+        samples: dict[str, np.ndarray],
+        negatives: NegativeSampler | None,
+        unknown_share: float = 0.0,
+        batching: Batching = "sample",
+        max_timeline: int | None = None,
+        engagement: Engagement | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        #: Of a prepared dataset, its folder.
+        self.folder: Path | None = None
+        #: The dataset in numbers, if they have been computed.
+        self.summary: Summary | None = None
+        self.schema = schema
+        self.features = schema.features
+        self._events = events
+        self._columns = columns
+        self._dense_users, self._dense_items, self._dense_impressions = dense
+        self._samples = samples
+        self._negatives = negatives
+        self._engagement = engagement
+        #: Chooses among the events of a history; None keeps all.
+        self.chooser: EventChooser | None = None
+        if policy is not None:
+            self.chooser = EventChooser(policy, events, engagement, schema.max_history)
+        self._unknown_share = unknown_share
+        self.batching, self._max_timeline = batching, max_timeline or schema.max_history
+        self._chunks: dict[str, Chunks] = {}
+        #: The order that was asked for last, which a loop reads beside its batches, and its arguments.
+        self._order: tuple[tuple, SampleOrder | ChunkOrder] | None = None
+
+    def arrays(self) -> Arrays:
+        """The arrays that the batches are made of; not copies."""
+        dense = self._dense_users, self._dense_items, self._dense_impressions
+        return Arrays(self._events, self._columns, dense, self._samples, self._negatives, self._engagement)
+
+    @property
+    def policy(self) -> Policy | None:
+        """Which events of a history stay; None if all do."""
+        return None if self.chooser is None else self.chooser.policy
+
+    def num_samples(self, split: str) -> int:
+        """Number of samples of a split, sampled negatives included."""
+        return len(self._rows(split)) * self._samples_per_row
+
+    def mean_events(self, split: str = "train", probed: int = 4096) -> float:
+        """Mean length of the histories of a split's samples, of at most so many of them."""
+        rows = self._rows(split)
+        count = len(rows) * self._samples_per_row
+        samples = np.unique(np.linspace(0, count - 1, min(probed, count)).astype(np.int64))
+        return float(self._num_events(rows, samples).mean()) if count else 0.0
+
+    def order(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        batching: Batching | None = None,
+    ) -> SampleOrder | ChunkOrder:
+        """Which samples are in which batch of an epoch; the arguments are those of `batches`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        asked = split, batch_size, shuffle, seed, epoch, batching or self.batching
+        if self._order is None or self._order[0] != asked:
+            self._order = asked, self._new_order(*asked)
+        return self._order[1]
+
+    def _new_order(
+        self, split: str, batch_size: int, shuffle: bool, seed: int, epoch: int, batching: Batching
+    ) -> SampleOrder | ChunkOrder:
+        rows = self._rows(split)
+        if batching == "sample":
+            count = self.num_samples(split)
+            shuffled = Shuffled(count, seed, epoch) if shuffle else None
+            return SampleOrder(count, batch_size, shuffled, partial(self._num_events, rows))
+        if split not in self._chunks:
+            self._chunks[split] = cut_chunks(self._events, rows, self.schema.max_history, self._max_timeline)
+        # All chunks are ordered at once, for which a permutation in memory is the smallest and the fastest.
+        shuffled = partial(Shuffled, seed=seed, epoch=epoch, large=sys.maxsize) if shuffle else None
+        return ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffled)
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        start_batch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        batching: Batching | None = None,
+    ) -> Iterator[Batch]:
+        """The batches of one epoch, a pure function of the arguments.
+
+        The order and the sampled negatives depend on `seed` and `epoch` only, so `start_batch=n` continues an epoch
+        after n batches. A batch has the same samples for any number of ranks. Each rank gets a part of it, in the same
+        order: of a batch by sample so that the parts have about as many events, and their sizes differ by at most one;
+        of a batch by user whole timelines, so that the parts have about as many events, events times targets, and
+        samples. Some parts may be empty, so that all ranks make the same number of steps.
+
+        Args:
+            split: "train", "validation" or "test".
+            batch_size: samples per batch, summed over all ranks. By user it is a mean, since timelines are whole.
+            shuffle: False gives the order (timestamp, user, item); by user (user, timestamp, item).
+            seed: seed of the order and of the sampled negatives, together with `epoch`.
+            epoch: number of the epoch.
+            start_batch: number of batches to skip.
+            rank: of this process.
+            world_size: number of ranks.
+            batching: "sample" or "user"; None means that of the dataset.
+
+        Raises:
+            ValueError: an unknown split, a batch size below 1, or a rank outside of the world.
+
+        Example::
+
+            >>> from jfi.data import DataConfig, load_dataset
+            >>> dataset = load_dataset(DataConfig(source="synthetic"))
+            >>> batch = next(dataset.batches("train", 32, shuffle=True))
+            >>> batch.labels.shape, batch.sparse_features.keys()[:2]
+            (torch.Size([32]), ['item', 'category'])
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
+        order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
+        unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
+
+        def assemble(number: int) -> Batch:
+            part = order.part(number, rank, world_size)
+            return self._assemble(part, *self.draw(split, part.samples, seed, epoch), unknown)
+
+        # Not a generator function, so that this call reports wrong arguments, and not the first batch.
+        return map(assemble, range(start_batch, order.num_batches))
+
+    def draw(
+        self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The events, the target items and the labels of samples, `[B]` each, as `batches` has them.
+
+        A sampled negative has the event of its positive, and another item.
+
+        Args:
+            split: "train", "validation" or "test".
+            samples: `[B]` int64, the samples by their place in the split.
+            seed: of the sampled negatives, together with `epoch`.
+            epoch: number of the epoch.
+        """
+        events = self._rows(split)[samples // self._samples_per_row].astype(np.int64, copy=False)
+        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
+        if self._negatives is not None:
+            drawn = np.flatnonzero(samples % self._samples_per_row)
+            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
+            item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
+            label[drawn] = 0.0
+        return events, item, label
+
+    @property
+    def is_implicit(self) -> bool:
+        """Returns whether every row is a positive and negatives are sampled."""
+        return self._negatives is not None
+
+    def candidates(self, split: str, kind: Kind, limit: int | None, num_sampled: int) -> Candidates:
+        """The items that positives of a split are ranked among, for implicit feedback.
+
+        Args:
+            split: "validation" or "test".
+            kind: "sampled", or "full" for all items of training.
+            limit: the most positives, which are spread evenly over the split; None for all.
+            num_sampled: candidates of a positive, if they are sampled.
+        """
+        rows = self._rows(split)
+        if limit is not None and limit < len(rows):
+            rows = rows[np.arange(limit) * len(rows) // limit]
+        rows, events = rows.astype(np.int64), self._events
+        user, item = events.user[rows].astype(np.int64, copy=False), events.item[rows].astype(np.int64, copy=False)
+        positives = rows, user, item, events.time[rows]
+        return Candidates(*positives, self._negatives, kind, num_sampled)
+
+    def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
+        """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0.
+
+        By user, neighbours of the same interaction share its history.
+        """
+        offsets = None
+        if self.batching == "user":
+            offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
+        part = BatchPart(np.arange(len(rows)), len(rows), offsets)
+        return self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
+
+    @property
+    def _samples_per_row(self) -> int:
+        return 1 if self._negatives is None else 1 + self._negatives.per_positive
+
+    def _rows(self, split: str) -> np.ndarray:
+        if split not in self._samples:
+            raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
+        return self._samples[split]
+
+    def _num_events(self, rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """`[B]` int64, the events of the histories of samples of a split with these rows."""
+        events = rows[samples // self._samples_per_row].astype(np.int64, copy=False)
+        if self.chooser is None:
+            return self._events.histories(events, self.schema.max_history)[1]
+        return self.chooser.histories(events)[1]
+
+    def _history(
+        self, events: np.ndarray, offsets: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The events of the histories of samples, or of timelines, their numbers, and their weights, if any."""
+        table, max_history = self._events, self.schema.max_history
+        if self.chooser is not None:
+            return self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)
+        if offsets is None:
+            start, lengths = table.histories(events, max_history)
+        else:
+            start, lengths = timeline_ranges(table, events[offsets[:-1]], events[offsets[1:] - 1], max_history)
+        history = ranges(start, lengths)
+        if table.rows is not None:
+            history = table.rows[history].astype(np.int64, copy=False)
+        return history, lengths, None
+
+    def _assemble(
+        self,
+        part: BatchPart,
+        events: np.ndarray,
+        item: np.ndarray,
+        label: np.ndarray,
+        unknown: UnknownIds | None = None,
+    ) -> Batch:
+        table, max_history = self._events, self.schema.max_history
+        samples, offsets, count = part.samples, part.offsets, len(events)
+        if not count:
+            events = samples = np.zeros(1, np.int64)
+            item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
+        history, history_lengths, weights = self._history(events, offsets)
+        history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
+        user = table.user[events].astype(np.int64, copy=False)
+        rows = {
+            ("user", "user"): user if offsets is None else user[offsets[:-1]],
+            ("item", "item"): item,
+            ("impression", "event"): events,
+            ("history", "item"): history_item,
+            ("history", "event"): history,
+        }
+
+        # A timeline has at least one sample, so its keys have room for as many as there are samples.
+        specs = self.features if offsets is None else self.features[:-1]
+        lengths = np.zeros((len(specs), len(events)), np.int64)
+        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
+            of = rows[spec.role, spec.of]
+            counts = history_lengths if spec.role == "history" else ids.counts(of)
+            lengths[i, : len(counts)] = counts
+        if offsets is None:
+            lengths[-1] = history_lengths
+        length_per_key = lengths.sum(axis=1)
+        ends = np.cumsum(length_per_key)
+        values = np.empty(ends[-1], np.int64)
+        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
+            values_of = values[ends[i] - length_per_key[i] : ends[i]]
+            ids.fill(rows[spec.role, spec.of], values_of)
+            is_known = spec.column in self.schema.encodings.vocabularies and not spec.semantic
+            if unknown is not None and is_known:
+                # An event is unknown to all samples of the epoch, another value of a sample to this one, and by user a
+                # value of the user to those who share a timeline.
+                own = samples[offsets[:-1]] if offsets is not None and spec.role == "user" else samples
+                place = history if spec.role == "history" else np.repeat(own, lengths[i, : len(own)])
+                values_of[unknown(i, place)] = UNKNOWN
+        times = None
+        if offsets is None:
+            now = np.repeat(table.time[events], history_lengths)
+            ages = age_buckets(now - table.time[history], self.schema.num_age_buckets)
+            values[ends[-1] - length_per_key[-1] :] = ages
+        else:
+            target_times, event_times = (torch.from_numpy(table.time[one]) for one in (events, history))
+            times = Timelines(torch.from_numpy(offsets), target_times, event_times, max_history)
+
+        sparse = KeyedJaggedTensor(
+            keys=[spec.key for spec in specs],
+            values=torch.from_numpy(values),
+            weights=None if weights is None else _spread(weights, specs, length_per_key),
+            lengths=torch.from_numpy(lengths.ravel()),
+            stride=len(events),
+            # Without it the first split of the tensor would synchronize with the device to compute it.
+            length_per_key=length_per_key.tolist(),
+        )
+        impressions = [column[events, None] for column in self._dense_impressions]
+        dense = np.concatenate([self._dense_users[user], self._dense_items[item], *impressions], axis=1)
+        if not self.schema.dense_names:
+            dense = np.zeros((len(events), 1), np.float32)
+        further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
+        if further:
+            label = np.stack([label, *further], axis=1)
+        weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
+        arrays = (label, user[:count], samples[:count])
+        return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times, weight)
+
+
+def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:
+    """The weights of the events for every history key and the age, and 1 for the other keys."""
+    found, end = np.empty(length_per_key.sum(), np.float32), 0
+    for spec, count in zip(specs, length_per_key.tolist(), strict=True):
+        found[end : end + count] = weights if spec.role in ("history", "bucket") else 1
+        end += count
+    return torch.from_numpy(found)

@@ -1,0 +1,118 @@
+"""All events of a table, sorted so that every history is a range of them."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Events:
+    """All E events, sorted by (user, timestamp, item). The arrays may be maps of files; nothing is copied.
+
+    Args:
+        user, item: `[E]` integers, indices of users and items. Every user in `[0, U)` has an event.
+        time: `[E]` float64 seconds.
+        label: `[E]` float32, 0 or 1 (of a regression any number), or NaN for a row that is only part of histories.
+        split: `[E]` int8, the index in `splits.SPLITS`.
+        rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
+        targets: what the loss reads beside the label, `[E]` float32 by the names of `jfi.data.schema.targets`.
+
+    Example:
+        >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
+        >>> events = Events(user, np.array([3, 1, 2, 1]), time, np.ones(4), np.zeros(4, np.int8))
+        >>> events.histories(np.array([1, 2, 3]), max_history=10)
+        (array([0, 0, 3]), array([1, 1, 0]))
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray
+    label: np.ndarray
+    split: np.ndarray
+    rows: np.ndarray | None = None
+    targets: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """`[U + 1]` int64: the events of user u are the rows `first[u]:first[u + 1]`."""
+        return first_rows(self.user)
+
+    def histories(self, rows: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
+        """`start, length [B]` int64: the newest `max_history` events of each row's user strictly before the row.
+
+        They are ranges of the E rows, or of `self.rows` if that is given.
+
+        Args:
+            rows: `[B]` int64.
+            max_history: no history is longer.
+        """
+        start = self.first[self.user[rows]]
+        end = self._first_of_the_moment(start, rows)
+        if self.rows is not None:
+            # Values of another type would convert all of the array.
+            kind = self.rows.dtype
+            start = np.searchsorted(self.rows, start.astype(kind, copy=False))
+            end = np.searchsorted(self.rows, end.astype(kind, copy=False))
+        start = np.maximum(start, end - max_history)
+        return start, end - start
+
+    def _first_of_the_moment(self, start: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The first row of the same user and time as each of `rows`, whose users' rows begin at `start`."""
+        end = np.array(rows, np.int64)
+        before = np.maximum(end - 1, 0)
+        tied = np.flatnonzero((end > start) & (self.time[before] == self.time[end]))
+        if len(tied):
+            time = self.time[end[tied]]
+            low, high = start[tied], before[tied]
+            while np.any(low < high):
+                middle = (low + high) // 2
+                older = self.time[middle] < time
+                low, high = np.where(older, middle + 1, low), np.where(older, high, middle)
+            end[tied] = low
+        return end
+
+
+def first_rows(user: np.ndarray) -> np.ndarray:
+    """`[U + 1]` int64: the rows of user u are `first[u]:first[u + 1]`, of `user [E]` ascending without a gap."""
+    # The type of the sought values must be that of the array, which would be converted otherwise.
+    users = np.arange(int(user[-1]) + 2 if len(user) else 1, dtype=user.dtype)
+    return np.searchsorted(user, users)
+
+
+def order_by_item(events: Events, out: np.ndarray | None = None, rows_at_once: int = 1 << 20) -> np.ndarray:
+    """`[E]`, the rows sorted by (user, item, timestamp): each user's rows, in another order.
+
+    Args:
+        events: sorted events.
+        out: `[E]` integers to write to, such as the map of a file.
+        rows_at_once: about as many rows are sorted together, so that memory beyond the result is bounded, up to the
+            longest user.
+    """
+    order = np.empty(len(events), index_type(len(events))) if out is None else out
+    for begin, end in user_blocks(events.first, rows_at_once):
+        # The sort is stable, and a user's rows are in the order of time.
+        order[begin:end] = begin + np.lexsort((events.item[begin:end], events.user[begin:end]))
+    return order
+
+
+def user_blocks(first: np.ndarray, rows_at_once: int = 1 << 20) -> list[tuple[int, int]]:
+    """Ranges of rows that hold whole users, each with `rows_at_once` rows or the rows of one longer user.
+
+    >>> user_blocks(np.array([0, 2, 3, 9, 10]), 4)
+    [(0, 3), (3, 9), (9, 10)]
+    """
+    blocks, user = [], 0
+    while user < len(first) - 1:
+        following = max(user + 1, int(np.searchsorted(first, first[user] + rows_at_once, side="right")) - 1)
+        blocks.append((int(first[user]), int(first[following])))
+        user = following
+    return blocks
+
+
+def index_type(count: int) -> type[np.signedinteger]:
+    """The type of indices below `count`: int32, or int64 where that is too small."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64

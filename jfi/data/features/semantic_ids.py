@@ -1,0 +1,224 @@
+"""The file of a catalogue's semantic IDs: an item and its ID a row, and the fingerprint of the codec that gave them.
+
+Its metadata also has the SHA-256 of all items and IDs. Parquet's own checksums leave out the file's footer, which says
+how the pages are read.
+
+The codec is in a folder beside it: that of `sids.parquet` is `sids.codec/codec.safetensors`.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+import torch
+from torch import Tensor
+
+from jfi.data.config import SID
+from jfi.data.errors import DataError
+from jfi.data.io.arrays import as_text
+from jfi.data.io.readers import read_table
+from jfi.data.io.table import Table
+from jfi.data.schema.schema import CODEC
+from jfi.sid.codec import Codec
+from jfi.sid.packing import UNKNOWN_SID
+from jfi.utils.files import DamagedFileError, writing_file
+
+_FINGERPRINT, _KIND, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.codec", b"jfi.sid.sha256"
+
+
+@dataclass(frozen=True)
+class SemanticIDs:
+    """The semantic IDs of a catalogue.
+
+    Args:
+        path: the file.
+        items: `[N]` distinct strings.
+        sids: `[N]` int64.
+        codec: that gave them.
+    """
+
+    path: str
+    items: pa.Array
+    sids: np.ndarray
+    codec: Codec
+
+    @classmethod
+    def read(cls, path: str, column: str, setting: str = "data.semantic_ids") -> "SemanticIDs":
+        """The IDs of a file, and the codec beside it.
+
+        Args:
+            path: the file.
+            column: its column of the items.
+            setting: what gave the path, for messages.
+
+        Raises:
+            DataError: as `read_sids`, or the codec is missing or damaged; the message names the setting and the file.
+        """
+        if not Path(path).is_file():  # before its codec, which is not there either
+            raise DataError(f"{setting}: {path}: no such file")
+        try:
+            codec = Codec.load(codec_folder(Path(path)) / CODEC)
+            items, sids = read_sids(Path(path), column, codec, setting)
+        except (DataError, DamagedFileError) as fault:
+            text = str(fault)
+            raise DataError(text if text.startswith(setting) else f"{setting}: {text}") from None
+        return cls(str(path), as_text(items).cast(pa.large_string()), sids.numpy(), codec)
+
+    def of(self, items: pa.Array, few: bool = False) -> np.ndarray:
+        """The IDs `[M]` int64 of items `[M]`, UNKNOWN_SID where the file has none.
+
+        Raises:
+            DataError: the file has none of the items, and `few` is false.
+        """
+        places = pc.index_in(items.cast(pa.large_string()), value_set=self.items)
+        if not few and len(items) and places.null_count == len(items):
+            raise DataError(f"data.semantic_ids: {self.path} has none of the items of the interactions")
+        # An item that the file lacks reads the ID that is appended.
+        return np.append(self.sids, UNKNOWN_SID)[pc.fill_null(places, -1).to_numpy(zero_copy_only=False)]
+
+    def check_codec(self, codec: Codec, of: str, setting: str = "data.semantic_ids") -> None:
+        """Raises DataError unless these IDs are of `codec`, which `of` has."""
+        check_codec(f"{setting}: the IDs of {self.path}", self.codec, of, codec)
+
+
+def check_codec(what: str, codec: Codec, of: str, other: Codec) -> None:
+    """Raises DataError unless two codecs are the same one."""
+    if codec.fingerprint != other.fingerprint:
+        here, there = codec.fingerprint[:12], other.fingerprint[:12]
+        raise DataError(f"{what} are of the codec {here}, those of {of} are of the codec {there}")
+
+
+def codec_folder(path: Path) -> Path:
+    """The folder of the codec of a file of IDs."""
+    return path.with_suffix(".codec")
+
+
+def unique_items(table: Table, column: str) -> pa.Array:
+    """The items of a table as strings.
+
+    Raises:
+        DataError: the column is not there, an item is empty, or appears twice; the message has the row.
+    """
+    items = table.ids(column)
+    first = pc.index_in(items, value_set=items).to_numpy(zero_copy_only=False)
+    again = first != np.arange(len(items))
+    if again.any():
+        row = int(again.argmax())
+        raise table.fault(row, f"'{column}' is '{items[row]}' again, as in {table.place(int(first[row]), row)}")
+    return items
+
+
+def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Codec) -> None:
+    """Writes items and their SIDs to a Parquet file, whole or not at all.
+
+    Args:
+        path: the file.
+        column: its column of the items.
+        items: `[N]`, of any type.
+        sids: `[N]` int64.
+        codec: that gave the SIDs; its fingerprint becomes part of the file's metadata.
+    """
+    metadata = {_FINGERPRINT: codec.fingerprint.encode(), _KIND: type(codec).__name__.encode()}
+    metadata[_SHA256] = _digest(items, sids.cpu().numpy())
+    data = pa.table({column: items, SID: pa.array(sids.cpu().numpy())}).replace_schema_metadata(metadata)
+    with writing_file(path) as unfinished:
+        pyarrow.parquet.write_table(data, unfinished)
+
+
+def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> tuple[pa.Array, Tensor]:
+    """The items and their SIDs `[N]` int64 of a file that `write_sids` wrote.
+
+    Args:
+        path: the file.
+        column: its column of the items.
+        codec: that must have given the SIDs.
+        setting: what gave the path, for messages.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, lacks a column, holds an item twice, is of another codec, or
+            holds an ID whose digits are out of the codec's range.
+    """
+    table = read_table(str(path), [column, SID], setting=setting)
+    unique_items(table, column)
+    sids = table.column(SID)
+    metadata = table.data.schema.metadata or {}
+    given = metadata.get(_FINGERPRINT, b"").decode(errors="replace")
+    if not given:
+        raise DataError(f"{path}: no fingerprint of a codec, so it is no file of semantic IDs")
+    if given != codec.fingerprint:
+        raise DataError(
+            f"{path}: its IDs are of the codec {given[:12]}, but the codec here is {codec.fingerprint[:12]}"
+        )
+    if sids.type != pa.int64() or sids.null_count:
+        raise DataError(f"{path}: column '{SID}' must be int64 without gaps")
+    # A file of an earlier version has no checksum.
+    if _SHA256 in metadata and metadata[_SHA256] != _digest(table.column(column), sids.to_numpy()):
+        raise DataError(f"{path}: damaged, its items and IDs do not match their SHA-256")
+    ids = torch.from_numpy(sids.to_numpy().copy())
+    try:
+        codec.digits(ids)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+    return table.column(column), ids
+
+
+def _digest(items: pa.Array, sids: np.ndarray) -> bytes:
+    """SHA-256, in hexadecimal, of the texts of items and of their IDs, whatever the types and layout of the file."""
+    texts = as_text(items).cast(pa.large_string())
+    digest = hashlib.sha256(np.ascontiguousarray(sids, "<i8"))
+    _, offsets, content = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1] if len(texts) else [0]
+    digest.update(np.diff(ends).astype("<i8"))
+    digest.update(memoryview(content or b"")[ends[0] : ends[-1]])
+    return digest.hexdigest().encode()
+
+
+def rows_of(table: Table, column: str, items: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a table that hold one of some items, and its place among these, `[M]` int64 each.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of items.
+        column: its column of the items.
+        items: to look for, each once.
+    """
+    texts = as_text(table.column(column)).cast(pa.large_string())
+    places = pc.index_in(texts, value_set=as_text(items).cast(pa.large_string()))
+    rows = np.flatnonzero(places.is_valid().to_numpy(zero_copy_only=False))
+    return rows, places.take(pa.array(rows)).to_numpy().astype(np.int64)
+
+
+def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[np.ndarray, pa.Array]:
+    """The rows `[M]` int64 of a table whose items `known` lacks, and these items `[M]` in the type of `known`.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of the items.
+        column: its column of the items.
+        known: items of a file of IDs.
+        path: of that file, for messages.
+
+    Raises:
+        DataError: an item has no value of that type with the same text, such as "007" beside integers.
+    """
+    items = table.column(column)
+    texts = as_text(items).cast(pa.large_string())
+    rows = np.flatnonzero(pc.invert(pc.is_in(texts, as_text(known).cast(pa.large_string()))).to_numpy(False))
+    items, texts = items.take(pa.array(rows)), texts.take(pa.array(rows))
+    try:
+        found = items.cast(known.type)
+    except pa.ArrowException:
+        what = f"'{column}' has type {items.type}, which does not go with {known.type} of {path}"
+        raise DataError(f"{table.name}: {what}") from None
+    changed = pc.not_equal(as_text(found).cast(pa.large_string()), texts).to_numpy(False)
+    if changed.any():
+        i = int(changed.argmax())
+        what = f"'{column}' is '{texts[i]}', which as {known.type}, the type of {path}, is '{as_text(found)[i]}'"
+        raise table.fault(int(rows[i]), what)
+    return rows, found

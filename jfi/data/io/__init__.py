@@ -1,0 +1,1 @@
+"""Reads files: names, formats and tables of their rows."""

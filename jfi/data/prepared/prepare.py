@@ -1,0 +1,269 @@
+"""Turns tables of any length into a prepared dataset, in bounded memory.
+
+The stages are: read (`prepare_read`), sort and split (`prepare_sort`), then learn the schema, encode and write. Each
+leaves its result in a folder beside the dataset, so a process that was killed continues with the stage it was in. The
+folder gets the dataset's name when all is written.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.batches.dataset import InteractionDataset
+from jfi.data.batches.engagement import read_engagement
+from jfi.data.batches.events import Events, index_type, order_by_item
+from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.io.blocks import count_rows, input_files
+from jfi.data.prepared.arrange import Rows, members
+from jfi.data.prepared.column_files import ColumnWriter, new_map, read_columns, remove_columns, write_true_rows
+from jfi.data.prepared.columns import SortedColumns, encode_events
+from jfi.data.prepared.external_sort import MemoryLimitError, check_memory
+from jfi.data.prepared.load import check_fits, load_dataset
+from jfi.data.prepared.open_dataset import known_items
+from jfi.data.prepared.read import read_rows, read_warnings
+from jfi.data.prepared.samples import choose_samples
+from jfi.data.prepared.sort import order_and_split, read_ids, read_order_and_split, sort_rows
+from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.summarize import summarize
+from jfi.data.prepared.write_dataset import id_type, write_prepared
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.encode import encode_dense, encode_features
+from jfi.data.schema.learn import learn_schema
+from jfi.data.schema.schema import DataSchema, FeatureSpec, as_array
+from jfi.data.schema.targets import target_names
+from jfi.utils.display import Display
+from jfi.utils.files import naming, sync
+from jfi.utils.lock import locking_folder
+
+Advance = Callable[[int], None]
+_SCRATCH = "scratch"
+
+
+def prepare_dataset(
+    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool = True
+) -> None:
+    """Writes the tables of a config as a prepared dataset, from which `data.prepared` trains.
+
+    The samples, ids and histories are those of `load_dataset`, bit for bit. Memory grows with the distinct ids and
+    values and with `memory`, not with the rows. Killed at any point and called again with the same arguments, it
+    continues; where the config or a file has changed, it starts over.
+
+    Args:
+        config: the tables and their columns.
+        out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
+        memory: most that the sorting engine holds in memory, such as "4GB".
+        schema: of a run with these columns, to encode the tables with; None learns one.
+        show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
+
+    Raises:
+        DataError: a fault in the config or the tables, or another process is preparing the same folder.
+        OSError: the disk is full, or `out` exists.
+
+    Example::
+
+        prepare_dataset(DataConfig(interactions="clicks.parquet", label="action == buy"), "clicks.prepared")
+        dataset = load_dataset(DataConfig(prepared="clicks.prepared"))
+    """
+    out, config = Path(out), config.with_absolute_paths()
+    config.check()
+    if config.prepared is not None:
+        raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
+    if config.policy is not None:
+        raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
+    if config.statistics:
+        raise DataError(
+            "data.statistics is not made for a prepared dataset; add the columns with examples/add_statistics.py and "
+            "list them in data.impression_dense"
+        )
+    work = out.parent / f".{out.name}.preparing"
+    if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
+        shutil.rmtree(work)  # killed when all was done
+        return
+    if out.exists():
+        raise FileExistsError(errno.EEXIST, "file exists", str(out))
+    check_memory(memory)
+    if schema is not None:
+        check_fits(schema, column_settings(config))
+    with naming(work), _locked(work, config, schema), _keeping(work):
+        stages = _Stages(work, show)
+        if config.source != "synthetic":
+            _read_and_sort(config, work, stages, memory)
+        with stages.run("result", None, "encode and write") as advance:
+            if advance is not None:
+                _write(config, schema, work)
+        (work / "result").rename(out)
+        sync(out.parent)
+
+
+def _read_and_sort(config: DataConfig, work: Path, stages: "_Stages", memory: str) -> None:
+    read, rows, order = (work / name for name in ("read", "rows", "order"))
+    with stages.run("read", count_rows(config)) as advance:
+        if advance is not None:
+            read_rows(config, read, advance)
+    count = len(read_columns(rows if stages.is_done("rows") else read)["user"])
+    with stages.run("rows", 2 * count, "sort") as advance:
+        if advance is not None:
+            sort_rows(read, rows, config, memory, work / _SCRATCH, advance)
+    remove_columns(read)
+    with stages.run("order", 2 * count, "split") as advance:
+        if advance is not None:
+            order_and_split(rows, order, config, memory, work / _SCRATCH, advance)
+
+
+def _write(config: DataConfig, schema: DataSchema | None, work: Path) -> None:
+    if config.source == "synthetic":
+        write_prepared(load_dataset(config, schema), config, work / "result")
+        return
+    encoded = work / _SCRATCH
+    write_prepared(_encode(config, schema, work, encoded), config, work / "result")
+
+
+def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: Path) -> InteractionDataset:
+    """The dataset of the sorted rows; `folder` gets the files that its arrays map."""
+    columns = read_columns(work / "rows")
+    order, split = read_order_and_split(work / "order")
+    ids = [read_ids(work / "rows", name) for name in ("user", "item")]
+    targets = {name: columns[name] for name in target_names(config)}
+    own = [columns[name] for name in ("user", "item", "time", "label")]
+    rows = Rows(*ids, *own, split, order, targets=targets)
+    source = SortedColumns(work / "read", work / "rows", rows, config, folder)
+    if schema is None:
+        schema = learn_schema(source, rows, config)
+    elif source.sids is not None:
+        source.sids.check_codec(schema.codec, "the run")
+
+    def encode_event(spec: FeatureSpec) -> Categorical:
+        path, kind = folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings)
+        return encode_events(source, spec, schema, lambda count: new_map(path, kind, count))
+
+    encoded = encode_features(source, schema, encode_event)
+    histories = None if config.history is None else write_true_rows(folder / "histories", columns["event"])
+    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories, targets)
+    items = known_items(schema, encoded, events)
+    known = members(items, len(rows.item_ids))
+    writers = {name: _split_writer(folder, name, len(order)) for name in SPLITS}
+    choose_samples(events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
+    for writer in writers.values():
+        writer.close()
+    samples = {name: read_columns(folder / name)["event"] for name in SPLITS}
+    negatives = None
+    if config.label is None:
+        by_item = order_by_item(events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
+        negatives = NegativeSampler(events, by_item, items, config.negatives)
+    dense = encode_dense(
+        source, schema, config, lambda number: new_map(folder / f"dense-{number}.npy", np.float32, len(order))
+    )
+    engagement = read_engagement(source, config, lambda name, kind: new_map(folder / name, kind, len(order)))
+    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives, engagement=engagement)
+    dataset.summary = summarize(dataset, config, source)
+    dataset.summary.warnings.extend(read_warnings(work / "read"))
+    return dataset
+
+
+def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
+    (folder / name).mkdir()
+    return ColumnWriter(folder / name, {"event": index_type(count)})
+
+
+class _Stages:
+    """The stages that are finished, in a folder each."""
+
+    def __init__(self, work: Path, show: bool) -> None:
+        self._work, self._show = work, show
+
+    def is_done(self, name: str) -> bool:
+        return (self._work / f"{name}.done").exists()
+
+    @contextmanager
+    def run(self, name: str, total: int | None, label: str | None = None) -> Iterator[Advance | None]:
+        """Yields what to call with the number of rows done, or None if the stage is finished already.
+
+        When the block begins the folder `name` is empty, and so is that for temporary files.
+
+        Args:
+            name: of the stage.
+            total: the number of rows to expect, if known.
+            label: what the progress is of; the name if it is None.
+        """
+        if self.is_done(name):
+            yield None
+            return
+        folder = self._work / name
+        for left in (folder, self._work / _SCRATCH):
+            shutil.rmtree(left, ignore_errors=True)
+            left.mkdir()
+        with Display(label or name, total, unit="rows", silent=not self._show, ticking=True) as display:
+            yield display.update
+        pa.default_memory_pool().release_unused()
+        sync(folder)
+        (self._work / f"{name}.done").touch()
+        sync(self._work)
+
+
+@contextmanager
+def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterator[None]:
+    """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
+    state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
+    work.mkdir(parents=True, exist_ok=True)
+    with locking_folder(work) as is_first:
+        if not is_first:
+            raise DataError(f"{work}: another process is preparing this dataset")
+        path, text = work / "state.json", json.dumps(state, sort_keys=True)
+        if not path.exists() or path.read_text() != text:
+            for left in work.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            path.write_text(text)
+        yield
+        shutil.rmtree(work)
+
+
+@contextmanager
+def _keeping(work: Path) -> Iterator[None]:
+    """Removes the stages after an error that another call would meet again, and says of others that they are kept."""
+    kept = f"{work} keeps what is done; call again to continue, or remove it"
+    try:
+        yield
+    except MemoryLimitError as error:
+        raise MemoryLimitError(f"{error}; {kept}") from error
+    except DataError:
+        # The tables or the config must change, and then everything starts over.
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    except OSError as error:
+        error.strerror = f"{error.strerror or 'failed'}; {kept}"
+        raise
+    except KeyboardInterrupt:
+        print(kept, file=sys.stderr)
+        raise
+
+
+def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:
+    if config.source == "synthetic":
+        return []
+    found = [(str(path), path.stat()) for path in input_files(config) if path.exists()]
+    return [(path, state.st_size, state.st_mtime_ns) for path, state in found]
+
+
+def _digest(schema: DataSchema | None) -> str | None:
+    if schema is None:
+        return None
+    digest, encodings = hashlib.sha256(), schema.encodings
+    digest.update(repr((schema.features, schema.dense_names, encodings.moments)).encode())
+    digest.update(b"" if schema.codec is None else schema.codec.fingerprint.encode())
+    digest.update(repr({name: edges.tolist() for name, edges in encodings.edges.items()}).encode())
+    digest.update(repr({name: known.num_buckets for name, known in encodings.buckets.items()}).encode())
+    for vocabulary in encodings.vocabularies.values():
+        digest.update("\0".join(as_array(vocabulary.values).to_pylist()).encode())
+    return digest.hexdigest()

@@ -1,0 +1,241 @@
+"""The summary of a dataset, computed a block of its rows at a time."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.batches.dataset import Arrays, InteractionDataset
+from jfi.data.batches.events import Events
+from jfi.data.config import DataConfig
+from jfi.data.prepared.source import RawColumns
+from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.summary import Summary, describe_lengths
+from jfi.data.schema.coded import CodedColumn, blocks
+from jfi.data.schema.columns import Categorical, is_multi_valued, present
+from jfi.data.schema.schema import DataSchema, Entity
+from jfi.data.schema.targets import labels_of
+from jfi.sid.packing import UNKNOWN_SID
+
+#: Times outside of these years are probably of another unit.
+_YEARS = (1980, 2100)
+#: The median of the times is that of about as many of them.
+_TIMES = 1 << 20
+#: A label that fewer of a split's rows have, or all but fewer, is nearly constant.
+_RARE = 1e-3
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_YEAR = 365.2425 * 86_400
+#: After the name of a multi-valued column: some values of a row are unknown.
+_PARTLY = "(in part)"
+_HELD_OUT = [name for name in SPLITS if name != "train"]
+
+
+def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColumns | None = None) -> Summary:
+    """The summary of a dataset, whose arrays may be maps of files.
+
+    Args:
+        dataset: the dataset.
+        config: the section `data`.
+        columns: the raw columns. Without them nothing is known of missing and unseen values, ids aside, and of values
+            that change.
+    """
+    arrays, encodings = dataset.arrays(), dataset.schema.encodings
+    events, samples = arrays.events, arrays.samples
+    trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
+    # Nothing reads the auxiliary labels of other splits than train.
+    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels)
+    shares_of = [
+        (one, {name: _share_of_ones(column, samples[name]) for name in splits})
+        for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
+        if one.task == "binary"
+    ]
+    shares = shares_of[0][1] if config.task == "binary" else {}
+    users, items = (len(table) for table in arrays.dense[:2])
+    unseen = {name: {} for name in _HELD_OUT}
+    for of, index, count in (("user", events.user, users), ("item", events.item, items)):
+        known = _in_training(index, events.split, count)
+        for name in _HELD_OUT:
+            unseen[name][of] = _share(samples[name], lambda rows, known=known, index=index: ~known[index[rows]])
+    missing = {} if columns is None else _gaps(arrays, dataset.schema, columns, config, unseen)
+    return Summary(
+        rows=len(events),
+        users=users,
+        items=items,
+        first_time=_date(events.time.min()),
+        last_time=_date(events.time.max()),
+        samples={name: len(rows) for name, rows in samples.items()},
+        label_shares=shares,
+        history_lengths=describe_lengths(*count_lengths(events, samples), config.max_history),
+        missing={name: share for name, share in missing.items() if share},
+        unseen=unseen,
+        vocabulary_sizes={name: len(known.values) for name, known in encodings.vocabularies.items()}
+        | {name: known.num_buckets for name, known in encodings.buckets.items()},
+        warnings=[
+            *_warn_of_time(events.time, config),
+            *([] if columns is None else _warn_of_changes(columns, config)),
+            *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
+        ],
+    )
+
+
+def count_lengths(events: Events, samples: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """`[L]` int64 each: the lengths of the samples' histories without a limit, ascending, and the samples with each."""
+    counts = np.zeros(0, np.int64)
+    for rows in samples.values():
+        for chosen in _chunks(rows):
+            found = np.bincount(events.histories(chosen, len(events))[1], minlength=len(counts))
+            found[: len(counts)] += counts
+            counts = found
+    lengths = np.flatnonzero(counts)
+    return lengths, counts[lengths]
+
+
+def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    return (rows[begin:end].astype(np.int64) for begin, end in blocks(len(rows)))
+
+
+def _share(rows: np.ndarray, holds: Callable[[np.ndarray], np.ndarray]) -> float:
+    """The share of rows where `holds`, which takes some of them, is true."""
+    return sum(int(np.count_nonzero(holds(chosen))) for chosen in _chunks(rows)) / max(1, len(rows))
+
+
+def _share_of_ones(label: np.ndarray, rows: np.ndarray) -> float:
+    ones = sum(int(np.count_nonzero(label[chosen] == 1)) for chosen in _chunks(rows))
+    return ones / max(1, sum(int(np.count_nonzero(~np.isnan(label[chosen]))) for chosen in _chunks(rows)))
+
+
+def _in_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarray:
+    """`[count]` bool: the users or items that have a row in training."""
+    known = np.zeros(count, bool)
+    for begin, end in blocks(len(index)):
+        known[index[begin:end][split[begin:end] == SPLITS.index("train")]] = True
+    return known
+
+
+def _gaps(
+    arrays: Arrays, schema: DataSchema, columns: RawColumns, config: DataConfig, unseen: dict[str, dict[str, float]]
+) -> dict[str, float]:
+    """Shares of missing values by column; adds those of unseen values to `unseen`."""
+    index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
+    missing: dict[str, float] = {}
+    done = {schema.item_key}
+    for spec, encoded in zip(schema.features, arrays.columns, strict=False):
+        if spec.column in done:
+            continue
+        done.add(spec.column)
+        if spec.semantic:
+            missing[spec.column] = float(np.mean(encoded.ids == UNKNOWN_SID))
+            continue
+        is_number = spec.column in schema.encodings.edges
+        column = (columns.numbers if is_number else columns.categories)(spec.column, spec.of)
+        counts = _counts(column)
+        missing[spec.column] = _share_of_empty(columns, spec.of, counts)
+        keys = [encoded]
+        if spec.slot is not None:  # a key for each of the first values of a row
+            slots = zip(schema.features, arrays.columns, strict=False)
+            keys = [key for other, key in slots if other.column == spec.column and other.slot is not None]
+        for name in _HELD_OUT:
+            none, part = _unseen(arrays.samples[name], index[spec.of], keys, counts, spec.slot is not None)
+            shares = {spec.column: none, f"{spec.column} {_PARTLY}": part}
+            unseen[name] |= {column: share for column, share in shares.items() if share}
+    dense = ((config.user_dense, "user"), (config.item_dense, "item"), (config.impression_dense, "event"))
+    for names, entity in dense:
+        for name in names:
+            missing[name] = _share_of_empty(columns, entity, _counts(columns.numbers(name, entity)))
+    return missing
+
+
+def _unseen(
+    samples: np.ndarray,
+    index: np.ndarray | None,
+    keys: list[Categorical],
+    counts: Callable[[np.ndarray], np.ndarray],
+    is_cut: bool,
+) -> tuple[float, float]:
+    """The shares of samples all of whose values are unknown, and of those with known values beside unknown ones.
+
+    Args:
+        samples: events.
+        index: of each event the user or the item, or None for a column of events.
+        keys: the encoded columns; one, or one for each of the first values.
+        counts: the number of values of rows.
+        is_cut: whether only the first values have a key.
+    """
+    none = part = 0
+    for rows in _chunks(samples):
+        rows = rows if index is None else index[rows]
+        count, known = counts(rows), sum(key.known_counts(rows) for key in keys)
+        count = np.minimum(count, len(keys)) if is_cut else count
+        none += int(np.count_nonzero((known == 0) & (count > 0)))
+        part += int(np.count_nonzero((known > 0) & (known < count)))
+    return none / max(1, len(samples)), part / max(1, len(samples))
+
+
+def _share_of_empty(columns: RawColumns, of: Entity, counts: Callable[[np.ndarray], np.ndarray]) -> float:
+    count = columns.count(of)
+    return sum(int((counts(np.arange(*block)) == 0).sum()) for block in blocks(count)) / max(1, count)
+
+
+def _counts(column: np.ndarray | pa.Array | CodedColumn) -> Callable[[np.ndarray], np.ndarray]:
+    """Gives the number of values of each of some rows `[B]`, 0 where it is missing or an empty list."""
+    if isinstance(column, CodedColumn):
+        return column.counts
+    if isinstance(column, np.ndarray):
+        return lambda rows: np.isfinite(column[rows]).astype(np.int64)
+    if is_multi_valued(column):
+        counts = np.diff(present(column)[1])
+    else:
+        counts = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lambda rows: counts[rows]
+
+
+def _date(seconds: float) -> str | None:
+    try:
+        return datetime.fromtimestamp(float(seconds), UTC).isoformat()
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
+    middle = float(np.median(time[:: max(1, len(time) // _TIMES)]))
+
+    def year(unit: float) -> float:
+        return 1970 + middle / _UNITS[config.timestamp_unit] * unit / _YEAR
+
+    now = year(_UNITS[config.timestamp_unit])
+    if config.source == "synthetic" or _YEARS[0] <= now <= _YEARS[1]:
+        return []
+    text = f"'{config.timestamp}' lies around the year {now:.0f}"
+    for unit, seconds in _UNITS.items():
+        if _YEARS[0] <= year(seconds) <= _YEARS[1]:
+            return [f"{text}; with data.timestamp_unit: {unit} it would be {year(seconds):.0f}"]
+    return [f"{text}; ages of events are powers of two seconds, so set data.timestamp_unit if it is not seconds"]
+
+
+def _warn_of_changes(columns: RawColumns, config: DataConfig) -> list[str]:
+    warnings = []
+    for of, names, numeric in (
+        ("user", config.user_categorical, False),
+        ("user", config.user_dense, True),
+        ("item", config.item_categorical, False),
+        ("item", config.item_dense, True),
+    ):
+        for name in names:
+            changing, count = columns.count_changing(name, of, numeric), columns.count(of)
+            if changing:
+                warnings.append(
+                    f"'{name}' changes for {changing:,} of {count:,} {of}s from row to row; every sample has the value "
+                    f"of the {of}'s first row. If it describes the event, list it in data.event_categorical or "
+                    "data.event_dense, and if it is known when the item is shown, in data.impression_categorical or "
+                    "data.impression_dense"
+                )
+    return warnings
+
+
+def _warn_of_labels(shares: dict[str, float], samples: dict[str, np.ndarray], label: str) -> list[str]:
+    return [
+        f"label '{label}' is nearly constant: {share:.2%} of the {len(samples[name]):,} labels of {name} are 1"
+        for name, share in shares.items()
+        if not _RARE <= share <= 1 - _RARE
+    ]

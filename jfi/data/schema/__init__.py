@@ -1,0 +1,1 @@
+"""What training rows determine: keys, vocabularies, quantiles; rules and labels."""

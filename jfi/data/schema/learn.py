@@ -1,0 +1,137 @@
+"""Learns from the training rows: the schema of a dataset."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jfi.data.config import AGE, HISTORY, SID, DataConfig
+from jfi.data.errors import DataError
+from jfi.data.prepared.arrange import Rows
+from jfi.data.prepared.source import RawColumns
+from jfi.data.schema.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
+from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
+from jfi.data.schema.targets import labels_of
+from jfi.utils.encoding import UNKNOWN, HashBuckets
+
+
+def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
+    """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
+
+    A user (an item) counts as training's if it has a row there. Of a column that describes impressions alone the
+    labelled rows count. A multi-valued column of events has as many slots as the longest list in training, at most
+    `max_slots`.
+
+    Raises:
+        DataError: a column is missing or malformed, or two columns need the same key.
+    """
+    counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
+    samples = rows.train & ~np.isnan(rows.label)
+    encodings = Encodings()
+    users, items, impressions, history = [], [], [], []
+    for name in config.user_categorical:
+        users += _learn_keys(columns, name, "user", counts["user"], encodings, config)[0]
+    for name in (config.item, *config.item_categorical):
+        targets, events = _learn_keys(columns, name, "item", counts["item"], encodings, config)
+        items, history = items + targets, history + events
+    of_events = [*config.event_categorical, *config.crosses()]
+    for name in config.impression_categorical:
+        if name not in of_events:
+            impressions += _learn_keys(columns, name, "event", samples, encodings, config)[0]
+    for name in of_events:
+        shown, events = _learn_keys(columns, name, "event", rows.train, encodings, config)
+        history += events
+        if name in config.impression_categorical:
+            impressions += shown
+    impressions.sort(key=lambda spec: config.impression_categorical.index(spec.column))
+    for name in config.event_dense:
+        edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
+        encodings.edges[name] = edges
+        history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
+    if columns.sids is not None:
+        whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
+        items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
+        history.append(FeatureSpec(HISTORY + SID, "history", SID, "", **whole))
+    for names, of in ((config.user_dense, "user"), (config.item_dense, "item")):
+        for name in names:
+            # Users and items count as often as they have a row in training.
+            encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
+    for name in config.impression_dense:
+        encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
+    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
+    features = [*users, *items, *impressions, *history, age]
+    _check_keys(features)
+    return DataSchema(
+        features=features,
+        dense_names=[*config.user_dense, *config.item_dense, *config.impression_dense],
+        item_key=config.item,
+        max_history=config.max_history,
+        encodings=encodings,
+        titles=None if config.title is None else _titles(columns, config, encodings),
+        codec=None if columns.sids is None else columns.sids.codec,
+        labels=_learn_labels(rows, samples, config),
+        num_auxiliary=len(config.auxiliary_labels),
+    )
+
+
+def _learn_labels(rows: Rows, samples: np.ndarray, config: DataConfig) -> list[LabelSpec]:
+    found = []
+    # The predicted labels come first; auxiliary ones are no outputs of a saved model.
+    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.targets), strict=False):
+        scale = moments(column, samples) if one.task == "regression" else ()
+        found.append(LabelSpec(one.name, one.task, *scale))
+    return found
+
+
+def _learn_keys(
+    columns: RawColumns,
+    name: str,
+    of: Entity,
+    train: np.ndarray,
+    encodings: Encodings,
+    config: DataConfig,
+) -> tuple[list[FeatureSpec], list[FeatureSpec]]:
+    """The keys of the sample that a categorical column has, and those of the events.
+
+    Args:
+        columns: the raw columns.
+        name: of the column.
+        of: what has the column.
+        train: `[U]`, `[N]` or `[E]`, in how many rows of training each user, item or event is.
+        encodings: gets those of the column.
+        config: the section `data`.
+    """
+    column = columns.categories(name, of)
+    if name in config.hash_buckets:
+        encodings.buckets[name] = HashBuckets(config.hash_buckets[name])
+    else:
+        encodings.vocabularies[name] = learn_vocabulary(column, train, config.min_count.get(name, 1))
+    num_ids = encodings.ids_of(name).num_ids
+    many = is_multi_valued(column)
+    role = "impression" if of == "event" else of
+    own = [FeatureSpec(name, role, name, name, num_ids, many, of)]
+    if many:
+        slots = range(count_slots(column, train > 0, config.max_slots))
+        keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
+    else:
+        keys = [(HISTORY + name, None)]
+    history = [FeatureSpec(key, "history", name, name, num_ids, of=of, slot=slot) for key, slot in keys]
+    return own, history
+
+
+def _titles(columns: RawColumns, config: DataConfig, encodings: Encodings) -> Strings | None:
+    if config.item in encodings.buckets:
+        return None  # items that share a bucket have no one title
+    ids = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids
+    # In the order of the ids, which sort by number where all of training's are integers; the items may not.
+    by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
+    titles = columns.strings(config.title, "item").take(pa.array(by_id))
+    return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
+
+
+def _check_keys(specs: list[FeatureSpec]) -> None:
+    column_of: dict[str, str] = {}
+    for spec in specs:
+        if spec.key in column_of:
+            columns = f"'{column_of[spec.key]}' and '{spec.column}'"
+            raise DataError(f"the columns {columns} both need the key '{spec.key}'; rename one of them")
+        column_of[spec.key] = spec.column

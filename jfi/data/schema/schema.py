@@ -1,0 +1,286 @@
+"""The schema, determined by the training rows: the keys of a batch and how values become their ids; saved with a run.
+
+A folder of a schema holds
+
+schema.json          keys, quantile edges, means and deviations, and the SHA-256 of both files' contents
+vocabularies.parquet the known values of all columns and the items' titles: `column` and `value`, in the order of ids
+codec.safetensors    with semantic IDs, the codec that gave them
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from jfi.data.errors import DataError
+from jfi.data.schema.checked_json import checked_json, read_checked_json
+from jfi.data.settings import Task
+from jfi.sid.codec import Codec
+from jfi.utils.encoding import HashBuckets, Vocabulary
+from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
+
+Role = Literal["user", "item", "impression", "history", "bucket"]
+Entity = Literal["user", "item", "event"]
+
+_FORMAT = "jfi data schema 1"
+_SMALL, _LARGE = "schema.json", "vocabularies.parquet"
+#: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
+CODEC = "codec.safetensors"
+FILES = (_SMALL, _LARGE, CODEC)
+#: The name of the titles among the columns of the Parquet file; no table's column has an empty name.
+_TITLES = ""
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """A key of `Batch.sparse_features`.
+
+    Args:
+        key: its name in the KeyedJaggedTensor.
+        role: "user" and "item" keys describe the sample's user and target, and "impression" keys the moment at which
+            the target was shown; "history" keys are the aligned fields of the events; "bucket" is the aligned age of
+            the events, whose ids do not index an embedding table.
+        column: the table column it comes from.
+        table: name of the embedding table, "" for a bucket. The sample's and the history's keys of a column share one.
+        num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
+        multi_valued: a sample may have any number of ids. Other user, item and impression keys have one per
+            sample, and history keys one per event.
+        of: what has the column: a user, an item or an event.
+        slot: of a history key of a multi-valued column, the number of the value that it has; else None.
+        semantic: the values are semantic IDs of the schema's codec, which index no table: `table` is "", and
+            `num_embeddings` that of all int64s.
+    """
+
+    key: str
+    role: Role
+    column: str
+    table: str
+    num_embeddings: int
+    multi_valued: bool = False
+    of: Entity = "event"
+    slot: int | None = None
+    semantic: bool = False
+
+
+@dataclass(frozen=True)
+class LabelSpec:
+    """A label that a model of the schema predicts.
+
+    Args:
+        name: "label" if it is the only one.
+        task: "binary" for a logit, "regression" for a number on the label's scale.
+        mean, deviation: of a regression's label in the training rows.
+    """
+
+    name: str = "label"
+    task: Task = "binary"
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+class Strings(Sequence[str]):
+    """Strings in an Arrow array, which become Python's only when they are read: there may be millions.
+
+    Args:
+        array: of strings, without null.
+
+    Example:
+        >>> titles = Strings(pa.array(["Heat", "Alien"]))
+        >>> len(titles), titles[1], list(titles)
+        (2, 'Alien', ['Heat', 'Alien'])
+    """
+
+    def __init__(self, array: pa.Array) -> None:
+        self.array = array.cast(pa.large_string())
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Strings": ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Strings(self.array.take(pa.array(np.arange(len(self))[index])))
+        return self.array[int(index)].as_py()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.array.to_numpy(zero_copy_only=False).tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Strings):
+            return self.array.equals(other.array)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None
+
+    def prepended(self, value: str) -> "Strings":
+        """These strings after `value`."""
+        return Strings(pa.concat_arrays([pa.array([value], pa.large_string()), self.array]))
+
+    def __repr__(self) -> str:
+        return f"Strings({len(self)})"
+
+
+def as_array(values: Sequence[str]) -> pa.Array:
+    """The strings as an Arrow array of `large_string`."""
+    return values.array if isinstance(values, Strings) else pa.array(values, pa.large_string())
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """Encodings by column, determined by the training rows: enough to encode other values in the same way.
+
+    Args:
+        vocabularies: of categorical columns.
+        edges: quantiles of the numeric columns that become ids, as `jfi.utils.encoding.quantile_ids` takes them.
+        moments: mean and standard deviation of the numeric columns that become dense features.
+        buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
+    """
+
+    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
+    edges: dict[str, np.ndarray] = field(default_factory=dict)
+    moments: dict[str, tuple[float, float]] = field(default_factory=dict)
+    buckets: dict[str, HashBuckets] = field(default_factory=dict)
+
+    def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
+        """Returns what gives the values of a categorical column their ids."""
+        return self.buckets[column] if column in self.buckets else self.vocabularies[column]
+
+
+@dataclass(frozen=True)
+class DataSchema:
+    """The keys of the batches and the encodings of their values; all that a model needs to know of its data.
+
+    Args:
+        features: the categorical keys, in the order of the batches, and last the age of the events.
+        dense_names: the columns of the dense features, users' before items' before impressions'.
+        item_key: key of the target's id.
+        max_history: no history is longer.
+        encodings: the vocabularies, quantiles and moments of the training rows.
+        titles: titles of the items, by their id under `item_key`, or None.
+        codec: of the semantic IDs, or None without.
+        labels: what is predicted, in the order of a model's outputs.
+        num_auxiliary: number of labels behind them that a model has outputs for in training alone.
+
+    Example::
+
+        >>> import tempfile
+        >>> from jfi.data import DataConfig, load_dataset
+        >>> schema = load_dataset(DataConfig(source="synthetic")).schema
+        >>> folder = Path(tempfile.mkdtemp()) / "data"
+        >>> schema.save(folder)
+        >>> DataSchema.load(folder).features == schema.features
+        True
+    """
+
+    features: list[FeatureSpec]
+    dense_names: list[str]
+    item_key: str
+    max_history: int
+    encodings: Encodings
+    titles: Sequence[str] | None = None
+    codec: Codec | None = None
+    labels: list[LabelSpec] = field(default_factory=lambda: [LabelSpec()])
+    num_auxiliary: int = 0
+
+    @property
+    def num_age_buckets(self) -> int:
+        """Number of ids of the events' age."""
+        return self.features[-1].num_embeddings
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the folder, which must be absent, completely or not at all.
+
+        Raises:
+            FileExistsError: it exists.
+            OSError: it cannot be written.
+        """
+        with writing_folder(Path(folder)) as unfinished:
+            self.write(unfinished)
+
+    def write(self, folder: Path) -> None:
+        """Writes the files into an existing folder, to be renamed by the caller when all its files are there."""
+        columns = {name: vocabulary.values for name, vocabulary in self.encodings.vocabularies.items()}
+        if self.titles is not None:
+            columns[_TITLES] = self.titles
+        kind = pa.schema([("column", pa.string()), ("value", pa.large_string())])
+        with pyarrow.parquet.ParquetWriter(folder / _LARGE, kind) as writer:
+            for name, values in columns.items():
+                names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(values), np.int32)), pa.array([name]))
+                writer.write_table(pa.table([names.cast(pa.string()), as_array(values)], schema=kind))
+        content = {
+            "features": [dataclasses.asdict(spec) for spec in self.features],
+            "dense_names": self.dense_names,
+            "item_key": self.item_key,
+            "max_history": self.max_history,
+            "edges": {name: edges.tolist() for name, edges in self.encodings.edges.items()},
+            "moments": self.encodings.moments,
+            "buckets": {name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
+            "values": {name: len(values) for name, values in columns.items()},
+            "sha256": sha256_of(folder / _LARGE),
+        }
+        if self.labels != [LabelSpec()]:
+            content["labels"] = [dataclasses.asdict(one) for one in self.labels]
+        if self.num_auxiliary:
+            content["num_auxiliary"] = self.num_auxiliary
+        if self.codec is not None:
+            self.codec.save(folder / CODEC)
+            content["codec"] = self.codec.fingerprint
+        (folder / _SMALL).write_text(checked_json(_FORMAT, content), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "DataSchema":
+        """The schema that `save` wrote.
+
+        Raises:
+            DataError: a file is missing, damaged or of another kind, as one line that names it.
+        """
+        small, large = Path(folder) / _SMALL, Path(folder) / _LARGE
+        content = read_checked_json(small, _FORMAT)
+        columns = _read_large(large, content)
+        titles = columns.pop(_TITLES, None)
+        return cls(
+            features=[FeatureSpec(**spec) for spec in content["features"]],
+            dense_names=content["dense_names"],
+            item_key=content["item_key"],
+            max_history=content["max_history"],
+            encodings=Encodings(
+                {name: Vocabulary(values) for name, values in columns.items()},
+                {name: np.array(edges, np.float64) for name, edges in content["edges"].items()},
+                {name: (mean, deviation) for name, (mean, deviation) in content["moments"].items()},
+                {name: HashBuckets(count) for name, count in content["buckets"].items()},
+            ),
+            titles=titles,
+            codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
+            labels=[LabelSpec(**one) for one in content.get("labels", [{}])],
+            num_auxiliary=content.get("num_auxiliary", 0),
+        )
+
+
+def _read_codec(path: Path, fingerprint: str) -> Codec:
+    try:
+        codec = Codec.load(path)
+    except DamagedFileError as fault:
+        raise DataError(str(fault)) from None
+    if codec.fingerprint != fingerprint:
+        raise DataError(f"{path}: the codec {codec.fingerprint[:12]}, but {_SMALL} names {fingerprint[:12]}")
+    return codec
+
+
+def _read_large(path: Path, content: dict) -> dict[str, Strings]:
+    with reading_file(path, DataError):
+        if sha256_of(path) != content["sha256"]:
+            raise DataError(f"{path}: damaged, it does not match the SHA-256 in {_SMALL}")
+        values = pyarrow.parquet.read_table(path, columns=["value"]).column("value")
+    columns, start = {}, 0
+    for name, count in content["values"].items():
+        columns[name] = Strings(values.slice(start, count).combine_chunks())
+        start += count
+    return columns
