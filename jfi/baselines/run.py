@@ -49,6 +49,7 @@ def run_baselines(
 
     Raises:
         ConfigError: that label is not binary.
+        DataError: a file of a prepared dataset is damaged.
 
     Example:
         >>> from jfi.data import DataConfig, SyntheticConfig, load_dataset
@@ -69,6 +70,8 @@ def run_baselines(
                 result = BaselineResult(fit.settings, fit.validation, fit.test, now - begin)
                 results.setdefault(name, []).append(result)
                 begin = now
+    if dataset.verification is not None:
+        dataset.verification.check()
     return {name: runs if dataset.is_implicit else runs * len(seeds) for name, runs in results.items()}
 
 

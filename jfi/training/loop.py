@@ -322,6 +322,7 @@ class Trainer(RunState):
 
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
         """Records the mean loss since the last line of the log, and samples a second; reports ids outside of tables."""
+        self.check_data(wait=False)
         outside = all_outside_ids(self.model)
         counts = [one.on(self.device).double() for one in outside]
         loss, labels, samples, *counts = self.world.sum(torch.cat([self.window, *counts])).tolist()

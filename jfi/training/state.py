@@ -164,8 +164,26 @@ class RunState:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.device)
 
+    def check_data(self, wait: bool = True) -> None:
+        """Checks the files of a prepared dataset, which a process of each host verifies; all call it together.
+
+        Args:
+            wait: whether to wait until all files are verified.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        dataset = self.dataset
+        if dataset.folder is not None:
+            self.world.on_each_host(lambda: dataset.verification and dataset.verification.check(wait))
+
     def load_best(self, run: RunFolder) -> None:
-        """Loads the parameters of the best epoch."""
+        """Loads the parameters of the best epoch.
+
+        Raises:
+            DataError: a file of the dataset, of which the test metrics are, is damaged.
+        """
+        self.check_data()
         best = self._module_state()
         load_checkpoint(run.checkpoints / checkpoint_name(self.progress.best_epoch, 0), best, self.world)
         self._load_modules(best)
@@ -175,7 +193,9 @@ class RunState:
 
         Raises:
             FloatingPointError: training has diverged; nothing is written.
+            DataError: a file of the dataset is damaged; nothing is written.
         """
+        self.check_data()
         progress = self.progress
         self.groups.average(progress.step)
         with self._frozen.released():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepared import prepare
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, read_columns
@@ -16,6 +17,7 @@ from jfi.data.prepared.external_sort import MemoryLimitError
 from jfi.data.prepared.manifest import Manifest, prepared_config, resolve
 from jfi.data.prepared.open_dataset import verify_dataset
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.training import resume, train
 from jfi.training.cli import parse_config
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
@@ -198,13 +200,48 @@ def test_columns_of_a_preparation_that_goes_on_are_numbers(tmp_path):
         read_columns(tmp_path)
 
 
-def test_large_files_are_verified_only_when_asked(folder, monkeypatch):
-    monkeypatch.setattr("jfi.data.prepared.open_dataset._SMALL", 1000)
+@pytest.fixture
+def damaged(folder, monkeypatch) -> str:
+    """A dataset with a flipped label in a large file; returns the message that says so."""
+    monkeypatch.setattr("jfi.data.prepared.checksums.SMALL", 1000)
     path = folder / "events.arrow"
-    content = bytearray(path.read_bytes())
+    labels = map_arrow(path)["label"]
+    content, bits = bytearray(path.read_bytes()), labels.to_numpy().tobytes()
     assert len(content) > 1000
-    content[len(content) // 2] ^= 1
+    content[content.index(bits) + 3] ^= 0x80
     path.write_bytes(content)
-    load_dataset(prepared_config(folder))
-    with pytest.raises(DataError, match=r"events\.arrow is damaged: its SHA-256 is not the one in SHA256SUMS$"):
-        verify_dataset(folder)
+    assert (map_arrow(path)["label"].to_numpy() != labels.to_numpy()).sum() <= 1
+    return f"{path} is damaged: its SHA-256 is not the one in SHA256SUMS"
+
+
+def test_large_files_are_verified_in_the_background(folder, damaged, monkeypatch):
+    dataset = load_dataset(prepared_config(folder))
+    for attempt in (dataset.verification.check, lambda: verify_dataset(folder), lambda: run_baselines(dataset)):
+        with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
+            attempt()
+    with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
+        dataset.verification.check(wait=False)  # it is known by now
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert load_dataset(prepared_config(folder)).verification is None  # the host's first process verifies
+
+
+def test_nothing_is_stored_of_a_run_on_a_damaged_dataset(folder, damaged, tmp_path):
+    options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.epochs=1"]
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"], "")
+    with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
+        train(config)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_run_on_a_dataset_that_is_damaged_later_has_no_test_metrics(folder, tmp_path, monkeypatch):
+    options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.epochs=1"]
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"], "")
+    train(config)
+    content = bytearray((folder / "events.arrow").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "events.arrow").write_bytes(content)
+    log = (tmp_path / "run/metrics.jsonl").read_bytes()
+    monkeypatch.setattr("jfi.data.prepared.checksums.SMALL", 1000)
+    with pytest.raises(DataError, match=r"events\.arrow is damaged"):
+        resume(tmp_path / "run", data_changed="accept")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() in log

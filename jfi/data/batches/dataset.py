@@ -20,6 +20,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.order import BatchPart, SampleOrder, Shuffled
 from jfi.data.batches.unknown import UnknownIds
 from jfi.data.config import Batching
+from jfi.data.prepared.checksums import Verification
 from jfi.data.prepared.summary import Summary
 from jfi.data.schema.columns import Categorical, ranges
 from jfi.data.schema.schema import DataSchema, FeatureSpec
@@ -82,6 +83,8 @@ class InteractionDataset:
     ) -> None:
         #: Of a prepared dataset, its folder.
         self.folder: Path | None = None
+        #: Of a prepared dataset with large files, the verification that runs in the background.
+        self.verification: Verification | None = None
         #: The dataset in numbers, if they have been computed.
         self.summary: Summary | None = None
         self.schema = schema

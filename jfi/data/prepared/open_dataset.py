@@ -31,6 +31,7 @@ from jfi.data.batches.events import Events
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
+from jfi.data.prepared.checksums import open_checked, verify
 from jfi.data.prepared.column_files import map_arrow
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.splits import SPLITS
@@ -40,11 +41,9 @@ from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.schema.targets import target_names
 from jfi.utils.encoding import UNKNOWN
-from jfi.utils.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
+from jfi.utils.files import is_storage_fault, naming
 
 SUMMARY, LENGTHS, SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
-#: Files up to this size are verified whenever a dataset is opened.
-_SMALL = 1 << 24
 #: Before the names of the columns of impressions, which could be those of other columns of events.
 IMPRESSION = "impression_"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
@@ -56,13 +55,14 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
 
     Args:
         config: the result of `resolve`.
-        verify: whether to verify the checksums of files up to 16 MiB.
+        verify: whether to verify the checksums of the files, those above 16 MiB in the background.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
-    _check_files(folder, _SMALL if verify else 0)
+    sizes = _check_sizes(folder)
+    verification = open_checked(folder, sizes) if verify else None
     schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
     tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     histories = None if config.history is None else as_numpy(read_arrow(folder / "histories.arrow")["event"])
@@ -77,7 +77,7 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
     choices = (config.unknown_share, config.batching, config.longest_timeline)
     fields = read_engagement_fields(folder, tables["event"], config), load_policy(config)
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices, *fields)
-    dataset.folder, dataset.summary = folder, _summary(folder, config)
+    dataset.folder, dataset.summary, dataset.verification = folder, _summary(folder, config), verification
     return dataset
 
 
@@ -100,27 +100,18 @@ def verify_dataset(folder: Path) -> None:
     Raises:
         DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
     """
-    _check_files(folder, None)
+    verify(folder, list(_check_sizes(folder)))
 
 
-def _check_files(folder: Path, limit: int | None) -> None:
-    """Checks the sizes of all files, and the checksums of those that are no longer than `limit` bytes."""
-    manifest = Manifest.load(folder)
-    for name, size in manifest.sizes.items():
+def _check_sizes(folder: Path) -> dict[str, int]:
+    """Checks the sizes of all files, and returns them with that of the manifest."""
+    sizes = Manifest.load(folder).sizes
+    for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise DataError(f"{folder}: damaged, {name} {what}")
-    if limit == 0:
-        return
-    try:
-        sums = read_sums(folder)
-        for name in (MANIFEST, *manifest.sizes):
-            if limit is None or manifest.sizes.get(name, 0) <= limit:
-                with reading_file(folder / name, DataError):
-                    check_sum(folder, name, sums)
-    except DamagedFileError as error:
-        raise DataError(str(error)) from None
+    return {MANIFEST: (folder / MANIFEST).stat().st_size, **sizes}
 
 
 def read_engagement_fields(folder: Path, events: dict[str, pa.Array], config: DataConfig) -> Engagement | None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 from jfi.data.batches.dataset import Arrays, InteractionDataset
 from jfi.data.batches.events import index_type
 from jfi.data.config import DataConfig
+from jfi.data.prepared.checksums import write_checksums
 from jfi.data.prepared.column_files import write_arrow
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
@@ -18,7 +19,7 @@ from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.summarize import count_lengths
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import CODEC, Entity
-from jfi.utils.files import sha256_of, sync, write_sums
+from jfi.utils.files import sync
 
 _FILES = [
     *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
@@ -72,7 +73,7 @@ def write_manifest(config: DataConfig, folder: Path, temporary: bool = False) ->
     unfinished.write_text(Manifest(column_settings(config), sizes).text(), encoding="utf-8")
     sync(unfinished)
     if not temporary:
-        write_sums(folder, {path.name: sha256_of(path) for path in files} | {MANIFEST: sha256_of(unfinished)})
+        write_checksums(folder, {path.name: path for path in files} | {MANIFEST: unfinished})
     unfinished.replace(folder / MANIFEST)
     sync(folder)
 
