@@ -9,9 +9,11 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from jfi.training import Config, ModelConfig
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 
+T = TypeVar("T")
 WARM_UP = 3  # steps
 REPEATS, QUICK_REPEATS = 5, 2
 HELD = 2  # batches that are on the device already, for the step without data loading
@@ -45,11 +48,11 @@ class Way:
 
 CPU_WAYS = (Way("sample", 1024, 4), Way("user", 1024, 8), Way("user", 4096, 4), Way("user", 8192, 2))
 GPU_WAYS = (
-    Way("sample", 1024, 8),
-    Way("sample", 8192, 2),
-    Way("user", 4096, 40),
-    Way("user", 16384, 20),
-    Way("user", 65536, 10),
+    Way("sample", 1024, 60),
+    Way("sample", 8192, 40),
+    Way("user", 4096, 100),
+    Way("user", 16384, 60),
+    Way("user", 65536, 40),
 )
 
 
@@ -86,8 +89,9 @@ class StepTrainer(Trainer):
             if "average" in self.modules:
                 self.modules["average"].update()
 
-    def on_device(self, batch: Batch) -> Batch:
-        return self._ready(batch)
+    def load(self, assemble: Callable[[T], Batch], items: Iterable[T]) -> Iterator[Batch]:
+        """Batches on the device, assembled ahead as in an epoch."""
+        return self._load(assemble, items)
 
     @torch.no_grad()
     def predictions(self, batching: Batching, batch_size: int) -> Tensor:
@@ -97,7 +101,7 @@ class StepTrainer(Trainer):
         self._evaluated.eval()
         out = torch.full((self.dataset.num_samples("validation"),), torch.nan)
         for batch in self.dataset.batches("validation", batch_size, batching=batching):
-            ready = self.on_device(batch)
+            ready = batch.to(self.device)
             logits = self._evaluated(ready.dense_features, ready.sparse_features, ready.timelines)
             out[batch.samples] = logits.squeeze(-1).cpu()
         return out
@@ -135,50 +139,65 @@ class Run:
     peak_mb: float | None = None
 
     def __post_init__(self) -> None:
-        dataset, options = self.trainer.dataset, {"shuffle": True, "batching": self.way.batching}
         # The keys whose ids index a table; "bucket" is the age.
-        self._embedded = [spec.role != "bucket" for spec in dataset.features]
-        self._history = [spec.role == "history" for spec in dataset.features].index(True)
-        epochs = (dataset.batches("train", self.way.batch_size, epoch=epoch, **options) for epoch in itertools.count())
-        self._batches = itertools.chain.from_iterable(epochs)
+        features = self.trainer.dataset.features
+        self._embedded = [spec.role != "bucket" for spec in features]
+        self._history = [spec.role == "history" for spec in features].index(True)
 
-    def loaded(self, steps: int, counts: Counts) -> Iterator[Batch]:
-        """The next batches, on the device."""
+    def _numbered(self) -> Iterator[tuple[Callable[[int], Batch], int]]:
+        """The batches of an epoch after another, each as the function that assembles it and its argument."""
+        for epoch in itertools.count():
+            options = {"shuffle": True, "epoch": epoch, "batching": self.way.batching}
+            order = self.trainer.dataset.order("train", self.way.batch_size, **options)
+            options["pin_memory"] = self.trainer.device.type == "cuda"
+            assemble = self.trainer.dataset.assembler("train", self.way.batch_size, **options)
+            yield from ((assemble, number) for number in range(order.num_batches))
+
+    def batches(self) -> closing:
+        """Batches from the first epoch on that are assembled ahead, to be closed."""
+        return closing(self.trainer.load(lambda one: one[0](one[1]), self._numbered()))
+
+    def counted(self, batches: Iterator[Batch], steps: int, counts: Counts) -> Iterator[Batch]:
+        """The next batches; adds the time in which a step waits for them."""
         for _ in range(steps):
             start = time.perf_counter()
-            batch = next(self._batches)
+            batch = next(batches)
             counts.loading_seconds += time.perf_counter() - start
             per_key = batch.sparse_features.length_per_key()
             counts.samples += len(batch.labels)
             counts.events += per_key[self._history]
             counts.ids += sum(itertools.compress(per_key, self._embedded))
             counts.copied_bytes += batch_bytes(batch)
-            yield self.trainer.on_device(batch)
+            yield batch
 
     def warm_up(self) -> None:
-        self.trainer.train_on(self.loaded(WARM_UP, Counts()))
+        with self.batches() as batches:
+            self.trainer.train_on(itertools.islice(batches, WARM_UP))
 
     def repeat(self) -> None:
-        """Measures the steps of a repeat."""
+        """Measures the steps of a repeat, after some that fill the queue of batches."""
         for parameter in self.trainer.model.parameters():
             parameter.grad = None  # of another way
         counts = Counts()
-        if self.gpu:
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        self.trainer.train_on(self.loaded(self.way.steps, counts))
-        if self.gpu:
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - start)
+        with self.batches() as batches:
+            self.trainer.train_on(itertools.islice(batches, WARM_UP))
+            if self.gpu:
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            self.trainer.train_on(self.counted(batches, self.way.steps, counts))
+            if self.gpu:
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - start)
         self.counts.append(counts)
         if self.gpu:
             self.peak_mb = max(self.peak_mb or 0.0, (torch.cuda.max_memory_allocated() - before) / 1e6)
 
     def step_us(self, seconds: float) -> float:
         """Median time of a step whose batch is on the device."""
-        held = list(self.loaded(HELD, Counts()))
+        with self.batches() as batches:
+            held = list(itertools.islice(batches, HELD))
         return measure.eager_us([lambda one=one: self.trainer.train_on(iter([one])) for one in held], seconds)
 
     def figures(self) -> dict[str, object]:

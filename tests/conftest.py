@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import threading
 
 import torch
 
@@ -29,6 +30,13 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_is_left():
+    """Threads that assemble batches end with the loop that reads them, however it ends."""
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("jfi-prefetch")]
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -25,6 +27,7 @@ from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.batches.chunks import ChunkOrder
 from jfi.data.batches.order import SampleOrder
+from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.modules.id_counts import all_outside_ids
 from jfi.training.accumulation import NoSteps, run_parts
@@ -44,6 +47,7 @@ from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
 from jfi.utils.display import Display
 
+Item = TypeVar("Item")
 #: Outputs and labels, [B] or of L labels [B, L], and users [B], of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]
 
@@ -203,26 +207,28 @@ class Trainer(RunState):
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first
-        for _ in self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}"):
-            if average is not None:
-                average.update()
-            progress.batch += 1
-            progress.step += 1
-            if progress.step % self.config.sharding.sync_every == 0 or progress.position == order.num_batches:
-                self.groups.average(progress.step)
-            done = order.samples_before(progress.position)
-            now = self.clock()
-            progress.train_seconds += now - started
-            started = now
-            if progress.step % training.log_every == 0 or progress.position == order.num_batches:
-                self._log_window(recorder, (done - logged_samples) / max(now - logged, 1e-9))
-                logged, logged_samples = now, done
-            due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
-            if due and progress.position < order.num_batches:
-                self.save(run, recorder)
-                saved = self.clock()
-                started, logged = saved, logged + saved - started
-            stop.check(run and run.path, self.world)
+        outputs = self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}")
+        with closing(outputs):
+            for _ in outputs:
+                if average is not None:
+                    average.update()
+                progress.batch += 1
+                progress.step += 1
+                if progress.step % self.config.sharding.sync_every == 0 or progress.position == order.num_batches:
+                    self.groups.average(progress.step)
+                done = order.samples_before(progress.position)
+                now = self.clock()
+                progress.train_seconds += now - started
+                started = now
+                if progress.step % training.log_every == 0 or progress.position == order.num_batches:
+                    self._log_window(recorder, (done - logged_samples) / max(now - logged, 1e-9))
+                    logged, logged_samples = now, done
+                due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
+                if due and progress.position < order.num_batches:
+                    self.save(run, recorder)
+                    saved = self.clock()
+                    started, logged = saved, logged + saved - started
+                stop.check(run and run.path, self.world)
         if average is not None:
             average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
@@ -238,7 +244,8 @@ class Trainer(RunState):
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
-        yield from self._run(self._batches(split, size, start, label))
+        with closing(self._batches(split, size, start, label)) as batches:
+            yield from self._run(batches)
 
     def _run(self, batches: Iterator[Batch | list[Batch]]) -> Iterator[Output]:
         """Runs the model on batches that are on the device, but for those that a pipeline or a graph copies there.
@@ -365,10 +372,11 @@ class Trainer(RunState):
         if not self.dataset.is_implicit:
             return metrics, speed
 
-        def score(batches: Iterable[Batch]) -> Iterator[Tensor]:
-            for logits, _, _ in self._run(map(self._ready, batches)):
-                stop.check(run.path, self.world)
-                yield logits
+        def score(assemble: Callable[[np.ndarray], Batch], items: Iterable[np.ndarray]) -> Iterator[Tensor]:
+            with closing(self._load(assemble, items)) as batches:
+                for logits, _, _ in self._run(batches):
+                    stop.check(run.path, self.world)
+                    yield logits
 
         return metrics | rank_split(self.dataset, split, self.config, score, self.world, self._display), speed
 
@@ -378,9 +386,10 @@ class Trainer(RunState):
         self.model.eval()
         self._evaluated.eval()
         predictions = Predictions()
-        for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
-            predictions.add(*output)
-            stop.check(run and run.path, self.world)
+        with closing(self._outputs(split, self.config.training.eval_batch_size, 0, split)) as outputs:
+            for output in outputs:
+                predictions.add(*output)
+                stop.check(run and run.path, self.world)
         return predictions.on_cpu()
 
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
@@ -406,39 +415,44 @@ class Trainer(RunState):
         return is_best
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch | list[Batch]]:
-        batches = self._parts(split, size, start)
-        done = self._order(split, size).samples_before(start) if start else 0
-        with self._display(label, self.dataset.num_samples(split), done) as display:
+        order = self._order(split, size)
+        batches = self._load(self._assembler(split, size), range(start, order.num_batches))
+        done = order.samples_before(start) if start else 0
+        with self._display(label, self.dataset.num_samples(split), done) as display, closing(batches):
             for batch in batches:
-                one = batch[0] if isinstance(batch, list) else batch
-                yield list(map(self._ready, batch)) if isinstance(batch, list) else self._ready(batch)
-                display.update(one.total, self._details if split == "train" else None)
+                yield batch
+                total = batch[0].total if isinstance(batch, list) else batch.total
+                display.update(total, self._details if split == "train" else None)
 
-    def _parts(self, split: str, size: int, start: int) -> Iterator[Batch | list[Batch]]:
-        """This process's part of each batch; in training with `training.accumulate` a list of the parts of this.
+    def _assembler(self, split: str, size: int) -> Callable[[int], Batch | list[Batch]]:
+        """Makes this process's part of a batch; in training with `training.accumulate` a list of the parts of this.
 
         A batch is divided into parts as it is over processes. One process leaves out those without samples; several
         make as many passes as each other.
         """
-        options = {"start_batch": start, **self._shuffling(split)}
+        options = {"pin_memory": self.device.type == "cuda", **self._shuffling(split)}
         count = self.config.training.accumulate if split == "train" else 1
         rank, ranks = self.world.rank, self.world.size
         places = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
-        parts = [self.dataset.batches(split, size, **place, **options) for place in places]
+        parts = [self.dataset.assembler(split, size, **place, **options) for place in places]
         if count == 1:
             return parts[0]
-        return ([one for one in batch if len(one.labels) or self.world.launched] for batch in zip(*parts, strict=True))
+
+        def assemble(number: int) -> list[Batch]:
+            batches = [part(number) for part in parts]
+            return [one for one in batches if len(one.labels) or self.world.launched]
+
+        return assemble
+
+    def _load(
+        self, assemble: Callable[[Item], Batch | list[Batch]], items: Iterable[Item]
+    ) -> Iterator[Batch | list[Batch]]:
+        """Batches that are assembled ahead; on the device but for those that a pipeline or a graph copies there."""
+        copies = self.pipeline is None and (self._captured is None or not self.model.training)
+        return prefetch(assemble, items, self.device if copies else None, loader_threads(self.device))
 
     def _display(self, label: str, total: int, done: int) -> Display:
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
-
-    def _ready(self, batch: Batch) -> Batch:
-        if self._captured is not None and self.model.training:
-            # Copied into the buffers that the graph reads, or sent ahead.
-            pinned = isinstance(self._captured, CapturedShardedStep) and self.device.type == "cuda"
-            return batch.pin_memory() if pinned else batch
-        # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
-        return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
 
     def _details(self) -> dict[str, int | float]:
         """The step, and this process's mean loss since the last line of the log."""

@@ -1,6 +1,5 @@
 """Scores of sampled negatives of a table's positives, and the ranks of the positives, for implicit feedback."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ class Positives:
         arrays = part.dataset.arrays()
         events, rows = arrays.events, arrays.samples["rows"][own]
         positives = rows, events.user[rows], events.item[rows], events.time[rows]
-        self._score_negatives(part, positives, number, score, batch_size)
+        self._score_negatives(part, positives, number, score, batch_size, device)
         place, own = _find(self.ranked, number)
         positives = [column[own] for column in positives]
         for kind, ranks in self._ranks.items():
@@ -77,20 +76,25 @@ class Positives:
         return metrics
 
     def _score_negatives(
-        self, part: Part, positives: tuple[np.ndarray, ...], number: np.ndarray, score: Score, batch_size: int
+        self,
+        part: Part,
+        positives: tuple[np.ndarray, ...],
+        number: np.ndarray,
+        score: Score,
+        batch_size: int,
+        device: torch.device,
     ) -> None:
         (rows, user, _, time), per = positives, self.per_positive
         pairs = own_numbers(len(number) * per, batch_size, World())
 
-        def batches() -> Iterator[Batch]:
-            for pair in pairs():
-                own = pair // per
-                # Training numbers a positive and its negatives together, and draws held-out ones with seed 0.
-                samples = number[own] * (1 + per) + 1 + pair % per
-                item = part.negatives.draw(user[own], time[own], samples, seed=0, epoch=0)
-                yield part.dataset.batch_of(rows[own], item)
+        def assemble(pair: np.ndarray) -> Batch:
+            own = pair // per
+            # Training numbers a positive and its negatives together, and draws held-out ones with seed 0.
+            samples = number[own] * (1 + per) + 1 + pair % per
+            item = part.negatives.draw(user[own], time[own], samples, seed=0, epoch=0)
+            return part.dataset.batch_of(rows[own], item, pin_memory=device.type == "cuda")
 
-        for pair, logits in zip(pairs(), score(batches()), strict=True):
+        for pair, logits in zip(pairs(), score(assemble, pairs()), strict=True):
             self.negatives[number[pair // per] * per + pair % per] = logits.cpu().numpy()
 
 

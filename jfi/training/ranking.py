@@ -19,8 +19,8 @@ from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.utils.display import Display
 
-#: Scores batches: logits `[B]` of each.
-Score = Callable[[Iterable[Batch]], Iterator[Tensor]]
+#: Scores the batches that a function makes of arrays of numbers, assembled ahead: logits `[B]` of each.
+Score = Callable[[Callable[[np.ndarray], Batch], Iterable[np.ndarray]], Iterator[Tensor]]
 
 
 def ranking_metrics(ranks: Tensor, k: int, suffix: str = "") -> dict[str, float]:
@@ -57,8 +57,10 @@ def rank_split(
         candidates = dataset.candidates(split, kind, training.ranking_positives, config.data.eval_negatives)
         with display(f"{split}, ranking ({kind})", len(candidates.rows) + len(candidates), 0) as bar:
 
-            def shown(batches: Iterable[Batch], bar: Display = bar) -> Iterator[Tensor]:
-                for logits in score(batches):
+            def shown(
+                assemble: Callable[[np.ndarray], Batch], items: Iterable[np.ndarray], bar: Display = bar
+            ) -> Iterator[Tensor]:
+                for logits in score(assemble, items):
                     yield logits
                     bar.update(len(logits) * world.size)
 
@@ -84,23 +86,26 @@ def rank_positives(
     """
     count = len(candidates.rows)
     device = world.device
+    pinned = device.type == "cuda"
     own = torch.zeros(count, dtype=torch.float64, device=device)
     numbers = own_numbers(count, batch_size, world)
-    batches = (dataset.batch_of(candidates.rows[part], candidates.items[part]) for part in numbers())
-    for part, logits in zip(numbers(), score(batches), strict=True):
+
+    def positives(part: np.ndarray) -> Batch:
+        return dataset.batch_of(candidates.rows[part], candidates.items[part], pinned)
+
+    for part, logits in zip(numbers(), score(positives, numbers()), strict=True):
         own[torch.from_numpy(part).to(device)] = logits.double()
     own = world.sum(own)
 
     better = torch.zeros(count, dtype=torch.float64, device=device)
     numbers = own_numbers(len(candidates), batch_size, world)
 
-    def pair_batches() -> Iterator[Batch]:
-        for part in numbers():
-            positive, item, _ = candidates.pairs(part)
-            yield dataset.batch_of(candidates.rows[positive], item)
+    def pairs(part: np.ndarray) -> Batch:
+        positive, item, _ = candidates.pairs(part)
+        return dataset.batch_of(candidates.rows[positive], item, pinned)
 
-    for part, logits in zip(numbers(), score(pair_batches()), strict=True):
-        # Drawn again rather than kept, since a pipeline reads batches ahead.
+    for part, logits in zip(numbers(), score(pairs, numbers()), strict=True):
+        # Drawn again rather than kept, since batches are assembled ahead.
         positive, _, counts = (torch.from_numpy(x).to(device) for x in candidates.pairs(part))
         against = own[positive]
         points = (logits.double() > against).double() + (logits.double() == against).double() / 2

@@ -3,10 +3,11 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.parquet
 import torch
 
 from jfi.data import Batch, DataConfig, DataError, DataSchema
+from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.paths import find_files
 from jfi.data.prepared.column_files import new_map
 from jfi.data.prepared.scoring import ScoringParts, Source, Sources
@@ -28,6 +30,7 @@ from jfi.training.positives import Positives
 from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder, writing_file
 
+Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 SCORE, PROBABILITY, PREDICTION = "score", "probability", "prediction"
@@ -157,20 +160,21 @@ def scored(
         users, total = 0, parts.num_rows + (0 if positives is None else positives.num_samples)
         with Display("predict", total, unit="rows" if positives is None else "samples") as display:
 
-            def run(batches: Iterable[Batch]) -> Iterator[torch.Tensor]:
-                for batch in batches:
-                    here = batch.to(device)
-                    with torch.inference_mode():
-                        logits = model(here.dense_features, here.sparse_features, here.timelines).float()
-                    logits = logits.reshape(len(logits), *width)[: len(here.labels)]
-                    display.update(len(logits))
-                    yield logits
+            def run(assemble: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[torch.Tensor]:
+                with closing(prefetch(assemble, items, device, loader_threads(device))) as batches:
+                    for batch in batches:
+                        with torch.inference_mode():
+                            logits = model(batch.dense_features, batch.sparse_features, batch.timelines).float()
+                        logits = logits.reshape(len(logits), *width)[: len(batch.labels)]
+                        display.update(len(logits))
+                        yield logits
 
             for part in parts:
                 arrays = part.dataset.arrays()
-                for batch in part.dataset.batches("rows", batch_size):
-                    (logits,) = run([batch])
-                    score[part.rows[batch.samples.numpy()]] = logits.cpu().numpy()
+                order = part.dataset.order("rows", batch_size)
+                assemble = part.dataset.assembler("rows", batch_size, pin_memory=device.type == "cuda")
+                for number, logits in enumerate(run(assemble, range(order.num_batches))):
+                    score[part.rows[order.part(number, 0, 1).samples]] = logits.cpu().numpy()
                 own = arrays.events.user[arrays.samples["rows"]]
                 user[part.rows] = users + own
                 users += int(own.max()) + 1

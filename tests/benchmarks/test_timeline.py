@@ -1,6 +1,7 @@
 """The suite of training by user on tiny tables, and attention by time: what they count, refuse and print."""
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks import figures, jagged_peers, measure, report, run, self_attenti
 from benchmarks.jagged_peers import jagged_problem
 from benchmarks.problem import draw_lengths
 from benchmarks.run import Case, Implementation, Rates
-from benchmarks.timeline import Run, StepTrainer, TrainingCase, Way, batch_bytes
+from benchmarks.timeline import WARM_UP, Run, StepTrainer, TrainingCase, Way, batch_bytes
 from benchmarks.timeline_attention import KINDS, OURS, TimedShape, timed_problem
 from benchmarks.timeline_tables import SyntheticTable, movielens_config, write_table
 from jfi.data import load_dataset
@@ -80,8 +81,12 @@ def test_every_way_is_a_row_with_what_a_sample_costs():
 def test_counts_are_those_of_the_batches(trainer, way):
     one = Run(way, trainer, gpu=False)
     one.repeat()
-    batches = trainer.dataset.batches("train", way.batch_size, shuffle=True, batching=way.batching)
-    expected = [batch for _, batch in zip(range(way.steps), batches, strict=False)]
+    epochs = (
+        trainer.dataset.batches("train", way.batch_size, shuffle=True, epoch=epoch, batching=way.batching)
+        for epoch in itertools.count()
+    )
+    batches = itertools.chain.from_iterable(epochs)
+    expected = list(itertools.islice(batches, WARM_UP, WARM_UP + way.steps))
     samples = sum(len(batch.labels) for batch in expected)
     events = sum(batch.sparse_features["history_item_id"].values().numel() for batch in expected)
     targets = sum(batch.sparse_features["item_id"].values().numel() for batch in expected)
@@ -103,7 +108,8 @@ def test_all_tensors_of_a_batch_are_copied(trainer, batching):
 def test_a_stream_goes_on_with_the_next_epoch(trainer):
     one, counts = Run(USER, trainer, gpu=False), timeline.Counts()
     steps = 3 * trainer.dataset.order("train", USER.batch_size, batching="user").num_batches
-    samples = torch.cat([batch.samples for batch in one.loaded(steps, counts)])
+    with one.batches() as batches:
+        samples = torch.cat([batch.samples for batch in one.counted(batches, steps, counts)])
     assert samples.bincount().tolist() == [3] * trainer.dataset.num_samples("train")
 
 

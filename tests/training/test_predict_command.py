@@ -16,7 +16,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import InteractionDataset
+from jfi.data import Batch, InteractionDataset
 from jfi.data.prepared import scoring
 from jfi.training import train
 from jfi.training.cli import run_cli
@@ -120,24 +120,28 @@ def test_a_signal_leaves_nothing_behind(folder, tmp_path, monkeypatch, capsys, t
     """It comes where the third batch is scored, or after the first rows are written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scores.parquet").write_bytes(b"before")
-    seen, read, write = [], InteractionDataset.batches, pa.parquet.ParquetWriter.write_batch
+    seen, assembler, write = [], InteractionDataset.assembler, pa.parquet.ParquetWriter.write_batch
 
     def stop() -> None:
         seen.append({path.name[:5] for path in tmp_path.iterdir()})
         signal.raise_signal(signum)
 
-    def batches(*arguments: object):
-        for number, batch in enumerate(read(*arguments)):
+    def stopping(*arguments: object, **options: object):
+        assemble = assembler(*arguments, **options)
+
+        def assemble_or_stop(number: int) -> Batch:
             if number == 2:
-                stop()
-            yield batch
+                stop()  # in a thread that assembles; the main thread gets the signal
+            return assemble(number)
+
+        return assemble_or_stop
 
     def write_batch(*arguments: object) -> None:
         write(*arguments)
         stop()
 
     if target == "score":
-        monkeypatch.setattr(InteractionDataset, "batches", batches)
+        monkeypatch.setattr(InteractionDataset, "assembler", stopping)
     else:
         monkeypatch.setattr(pa.parquet.ParquetWriter, "write_batch", write_batch)
     options = ["--run", folder / "run", "--interactions", folder / "table.csv", "--batch-size", 8]

@@ -53,9 +53,9 @@ def toy_score(user: int, item: int) -> float:
     return float((int(item) * 7 + int(user) * 3) % 6)  # many ties
 
 
-def toy_model(batches):
+def toy_model(assemble, parts):
     """The same for batches: an item's index is its id less one, since training has all items."""
-    for batch in batches:
+    for batch in map(assemble, parts):
         items = batch.sparse_features["item_id"].values() - 1
         yield torch.tensor([toy_score(u, i) for u, i in zip(batch.users.tolist(), items.tolist(), strict=True)])
 
@@ -78,8 +78,8 @@ def test_candidates_share_the_history_of_their_positive(dataset, kind, monkeypat
     config = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age")
     model, events = build_model(config, EncoderConfig(), dataset.schema), dict.fromkeys(("sample", "user"), 0)
 
-    def score(batches):
-        for batch in batches:
+    def score(assemble, parts):
+        for batch in map(assemble, parts):
             events[dataset.batching] += batch.sparse_features["history_item_id"].values().numel()
             yield model(batch.dense_features, batch.sparse_features, batch.timelines).detach().squeeze(-1)
 

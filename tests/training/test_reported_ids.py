@@ -22,15 +22,20 @@ def _no_pictures(monkeypatch):
 @pytest.fixture
 def far(monkeypatch) -> None:
     """Makes the first id of every batch of training one that no table has."""
-    batches = InteractionDataset.batches
+    assembler = InteractionDataset.assembler
 
     def changed(self, split, *args, **options):
-        for batch in batches(self, split, *args, **options):
+        assemble = assembler(self, split, *args, **options)
+
+        def assemble_changed(number):
+            batch = assemble(number)
             if split == "train":
                 batch.sparse_features.values()[0] = 10**9
-            yield batch
+            return batch
 
-    monkeypatch.setattr(InteractionDataset, "batches", changed)
+        return assemble_changed
+
+    monkeypatch.setattr(InteractionDataset, "assembler", changed)
 
 
 def config(run, device):

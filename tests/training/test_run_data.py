@@ -335,17 +335,22 @@ def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, 
     config.data.event_categorical = ["tags"]
     dataset = load_dataset(config.data)
     seen: dict[str, list[tuple]] = {"train": [], "validation": []}
-    batches = dataset.batches
+    assembler = dataset.assembler
 
     def recording(split, *arguments, **settings):
-        for batch in batches(split, *arguments, **settings):
+        assemble = assembler(split, *arguments, **settings)
+
+        def assemble_and_record(number):  # by one thread, in order
+            batch = assemble(number)
             if split in seen:
                 seen[split].append(
                     (batch.users.tolist(), batch.labels.tolist(), batch.sparse_features["item_id"].values().tolist())
                 )
-            yield batch
+            return batch
 
-    monkeypatch.setattr(dataset, "batches", recording)
+        return assemble_and_record
+
+    monkeypatch.setattr(dataset, "assembler", recording)
     train(config, dataset)
     per_epoch = len(seen["train"]) // 3
     epochs = [seen["train"][i * per_epoch : (i + 1) * per_epoch] for i in range(3)]

@@ -1,7 +1,7 @@
 """Samples with histories, assembled into batches."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,6 +201,40 @@ class InteractionDataset:
             >>> batch.labels.shape, batch.sparse_features.keys()[:2]
             (torch.Size([32]), ['item', 'category'])
         """
+        order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
+        assemble = self.assembler(
+            split,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
+            batching=batching,
+        )
+        # Not a generator function, so that this call reports wrong arguments, and not the first batch.
+        return map(assemble, range(start_batch, order.num_batches))
+
+    def assembler(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        batching: Batching | None = None,
+        pin_memory: bool = False,
+    ) -> Callable[[int], Batch]:
+        """Returns the function that makes a batch of an epoch from its number; threads may call it concurrently.
+
+        The arguments, and the errors that they raise, are those of `batches`.
+
+        Args:
+            pin_memory: whether batches are in pinned memory, which a GPU copies while the host goes on.
+        """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
@@ -208,10 +242,10 @@ class InteractionDataset:
 
         def assemble(number: int) -> Batch:
             part = order.part(number, rank, world_size)
-            return self._assemble(part, *self.draw(split, part.samples, seed, epoch), unknown)
+            batch = self._assemble(part, *self.draw(split, part.samples, seed, epoch), unknown)
+            return batch.pin_memory() if pin_memory else batch
 
-        # Not a generator function, so that this call reports wrong arguments, and not the first batch.
-        return map(assemble, range(start_batch, order.num_batches))
+        return assemble
 
     def draw(
         self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0
@@ -257,7 +291,7 @@ class InteractionDataset:
         positives = rows, user, item, events.time[rows]
         return Candidates(*positives, self._negatives, kind, num_sampled)
 
-    def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
+    def batch_of(self, rows: np.ndarray, item: np.ndarray, pin_memory: bool = False) -> Batch:
         """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0.
 
         By user, neighbours of the same interaction share its history.
@@ -266,7 +300,8 @@ class InteractionDataset:
         if self.batching == "user":
             offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
         part = BatchPart(np.arange(len(rows)), len(rows), offsets)
-        return self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
+        batch = self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
+        return batch.pin_memory() if pin_memory else batch
 
     @property
     def _samples_per_row(self) -> int:
