@@ -12,7 +12,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from jfi.training import ConfigError
-from jfi.training.cli import load_config
+from jfi.training.cli import parse_config
 from jfi.training.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.utils.exit_codes import run_command
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--fixed-ms", type=float, default=0, help="that exchanges add whatever they send")
     parser.add_argument("--sync-every", type=int, default=1000, help="steps between two averages of groups")
     options = parser.parse_args()
-    model = load_config(options.config).model
+    model = parse_config(["--config", options.config], "")[0].model
     shape = SequenceShape(options.events, options.width or model.embedding_dim, model.num_heads, model.num_queries)
     shape = replace(shape, columns=1 + len([bias for bias in model.biases() if bias is not None]))
     work = options.other_ms, options.fixed_ms

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
+from jfi.data.config_checks import check_data_config
 from jfi.data.features.statistics import add_statistics
 from jfi.data.prepared.source import column_settings, read_tables
 from jfi.training import ConfigError
@@ -30,7 +31,7 @@ OPTIONS = {
 
 def main() -> None:
     config, options = parse_config(sys.argv[1:], "Add statistics of the past to a table of interactions.", OPTIONS)
-    config.data.check()
+    check_data_config(config.data)
     if config.data.prepared is not None:
         raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
     if options.out.exists():

@@ -32,7 +32,7 @@ from jfi.history import EventLog, fit
 from jfi.history.describe import describe
 from jfi.history.plots import draw_policy
 from jfi.training import ConfigError
-from jfi.training.cli import load_config, run_cli
+from jfi.training.cli import parse_config, run_cli
 from jfi.training.scores import check_place, check_results
 from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.utils.options import OptionParser, at_least_one
@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
 def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
     """The events until --until, or of the config's training rows, and whether each is a conversion."""
     if options.config is not None:
-        return training_log(load_config(Path(options.config)).data)
+        return training_log(parse_config(["--config", options.config], "")[0].data)
     single = [options.user, options.time, options.dwell, options.surface, options.session]
     wanted = [name for name in [*single, *label_columns(options.conversion)] if name is not None]
     table = read_table(options.interactions, wanted, setting="--interactions")

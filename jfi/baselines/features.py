@@ -46,9 +46,9 @@ class Features:
     def __init__(self, dataset: InteractionDataset, samples: Samples) -> None:
         self.samples = samples
         self._tallies = Tallies(dataset, samples)
-        users, items, impressions = dataset.arrays().dense
+        users, items, contexts = dataset.arrays().dense
         rows = samples.events
-        columns = [*users[samples.user].T, *items[samples.item].T, *(one[rows] for one in impressions)]
+        columns = [*users[samples.user].T, *items[samples.item].T, *(one[rows] for one in contexts)]
         self._dense = dict(zip(dataset.schema.dense_names, columns, strict=False))
         seconds = self._tallies.seconds[samples.splits["train"]]
         #: Seconds from the first to the last training sample, at least 1.

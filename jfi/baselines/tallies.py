@@ -23,7 +23,7 @@ from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import FeatureSpec
 from jfi.utils.encoding import UNKNOWN
 
-#: Values of a multi-valued column of the user or the impression that are used.
+#: Values of a multi-valued column of the user or the context that are used.
 _MOST_VALUES = 8
 #: The newest events of a user whose labels are counted by themselves.
 _NEWEST = 10
@@ -153,10 +153,10 @@ class Tallies:
                 among[UNKNOWN] = 0
                 tally = self._with_negatives(tally, among[values[self._samples.item]].sum(axis=1))
             tallies[name] = tally
-        if self.is_implicit:  # negatives share the user and the impression of their positive
+        if self.is_implicit:  # negatives share the user and the context of their positive
             return tallies
         for spec, ids in self._features:
-            if spec.role in ("user", "impression"):
+            if spec.role in ("user", "context"):
                 values = _matrix([ids] if ids.offsets is None else ids.slots(_MOST_VALUES))
                 own, asked = (self._user, self._samples.user) if spec.of == "user" else (None, self._samples.events)
                 tallies[spec.key] = self._by_key(_keys(values if own is None else values[own]), _keys(values[asked]))

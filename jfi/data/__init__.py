@@ -3,7 +3,7 @@
 import jfi.utils.lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.config import DataConfig, LabelConfig, SyntheticConfig
+from jfi.data.config import DataConfig, FeatureConfig, LabelConfig, SyntheticConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.load import load_dataset
 from jfi.data.schema.schema import DataSchema, FeatureSpec
@@ -13,6 +13,7 @@ __all__ = [
     "DataConfig",
     "DataError",
     "DataSchema",
+    "FeatureConfig",
     "FeatureSpec",
     "InteractionDataset",
     "LabelConfig",

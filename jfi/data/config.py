@@ -4,15 +4,40 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jfi.data.config_checks import check_settings
+from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.labels import label_columns
-from jfi.data.schema.rules import parse_rule
-from jfi.data.settings import AGE, FILES, HISTORY, SID, STATISTICS, Batching, LabelConfig, SyntheticConfig, Task
+from jfi.data.schema.rules import only_column, parse_rule
+from jfi.data.settings import (
+    AGE,
+    FILES,
+    HISTORY,
+    SID,
+    STATISTICS,
+    Batching,
+    FeatureConfig,
+    FeatureType,
+    LabelConfig,
+    Of,
+    SyntheticConfig,
+    Task,
+)
 from jfi.utils.files import absolute_path
 
-__all__ = ["AGE", "FILES", "HISTORY", "SID", "STATISTICS", "Batching", "DataConfig", "LabelConfig", "SyntheticConfig"]
+__all__ = [
+    "AGE",
+    "FILES",
+    "HISTORY",
+    "SID",
+    "STATISTICS",
+    "Batching",
+    "DataConfig",
+    "FeatureConfig",
+    "LabelConfig",
+    "SyntheticConfig",
+]
 
 
+@refuse_removed
 @dataclass
 class DataConfig:
     """The files with interactions, the meaning of their columns, and how rows become samples.
@@ -49,23 +74,11 @@ class DataConfig:
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
-        user_categorical: columns of the user that become keys.
-        user_dense: numeric columns of the user that become dense features.
-        item_categorical: columns of the item that become a key of the target and a `history_` key of the events.
-        item_dense: numeric columns of the target that become dense features.
-        event_categorical: columns of the event that become `history_` keys. A sample's own values are not an input,
-            unless `impression_categorical` lists the column too.
-        event_dense: numeric columns of the event that become `history_` keys, cut at quantiles of the training rows.
-        impression_categorical: columns of the interaction that are known when the item is shown, such as the device or
-            the position; they become keys of the sample. One that `event_categorical` lists too has a key of the
-            sample and a `history_` key of the events, which share a table.
-        impression_dense: numeric columns of the interaction that are known when the item is shown, such as the price;
-            they become dense features of the sample.
+        features: the columns that the model reads, an entry each; the item's id always is one, and needs an entry only
+            for other settings of it.
         statistics: which rates and counts of strictly older labeled rows become dense features of the sample: of the
             `item`, of the `user`, of the user's events of the same item (`user_item`), or of the user's events of
             items that the same users had (`similar`). Needs a label.
-        separators: by multi-valued categorical column the separator of its values. RecBole's `token_seq` and the genres
-            of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
@@ -80,7 +93,7 @@ class DataConfig:
         max_timeline: with `batching: user`, the most events of a timeline, at least `max_history`; the samples of a
             user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
-        num_quantiles: number of quantiles of an `event_dense` column.
+        num_quantiles: number of quantiles of a numeric feature of events.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
@@ -90,18 +103,13 @@ class DataConfig:
         validation: files of the validation rows, as `interactions`, with `split: files`.
         test: files of the test rows, as `interactions`, with `split: files`.
         group: column of an impression's or request's id, or None. The rows of a user with the same id are in one split.
-        min_count: by categorical column the number of training rows that a value needs; a rarer one counts as unseen.
-        hash_buckets: by categorical column a number of ids, which all of its values share by their hash, in place of an
-            id for each value of training.
         unknown_share: share of the known ids of a training batch that are replaced by that of an unknown value, so that
             training reaches it; 0 for none. Held-out batches keep theirs.
         eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
-        event_crosses: lists of single-valued columns among the item's id, `item_categorical` and `event_categorical`,
-            whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
         dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
-            and enters `policy` alone, unless `event_dense` lists it too.
+            and enters `policy` alone, unless it is a feature of events too.
         dwell_unit: unit of `dwell`, "s" or "ms".
         surface: column of where the event happened, such as a tab, a feed or a kind of page, or None; as `dwell`.
         session: column of the session's id, or None: then a session ends where a user pauses for 30 minutes.
@@ -130,16 +138,8 @@ class DataConfig:
     auxiliary_weight: float = 0.5
     weight: str | None = None
     negatives: int = 4
-    user_categorical: list[str] = field(default_factory=list)
-    user_dense: list[str] = field(default_factory=list)
-    item_categorical: list[str] = field(default_factory=list)
-    item_dense: list[str] = field(default_factory=list)
-    event_categorical: list[str] = field(default_factory=list)
-    event_dense: list[str] = field(default_factory=list)
-    impression_categorical: list[str] = field(default_factory=list)
-    impression_dense: list[str] = field(default_factory=list)
+    features: list[FeatureConfig] = field(default_factory=list)
     statistics: list[Literal["item", "user", "user_item", "similar"]] = field(default_factory=list)
-    separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
@@ -158,10 +158,7 @@ class DataConfig:
     test: str | list[str] | None = None
     group: str | None = None
     history: str | None = None
-    min_count: dict[str, int] = field(default_factory=dict)
-    hash_buckets: dict[str, int] = field(default_factory=dict)
     unknown_share: float = 0.0
-    event_crosses: list[list[str]] = field(default_factory=list)
     eval_negatives: int = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
@@ -200,35 +197,59 @@ class DataConfig:
         """The names of the dense features that `statistics` makes."""
         return [column for name in STATISTICS if name in self.statistics for column in STATISTICS[name]]
 
+    def names(self, of: Of, type: FeatureType | None = None) -> list[str]:
+        """The columns of the features of a user, an item, an event or a context, in their order.
+
+        Neither the item's id nor a cross is among them.
+
+        Args:
+            of: what has the column.
+            type: "category" or "number"; None for both.
+        """
+        return [
+            one.name
+            for one in self.features
+            if one.of == of and type in (None, one.type) and not one.cross and (of, one.name) != ("item", self.item)
+        ]
+
+    def feature(self, name: str) -> FeatureConfig:
+        """The first entry of a name, or one with default settings, as of the item's id without an entry."""
+        return next((one for one in self.features if one.name == name), FeatureConfig(name, "item"))
+
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""
-        return {"_x_".join(columns): columns for columns in self.event_crosses}
+        return {one.name: one.cross for one in self.features if one.cross}
+
+    def separators(self) -> dict[str, str]:
+        """The separators of multi-valued columns, by column."""
+        return {one.name: one.separator for one in self.features if one.separator is not None}
+
+    def rules(self) -> list[tuple[str, str]]:
+        """The settings `label` and `history` that are rules, each with its rule."""
+        labels = [] if self.label is None else self.trained_labels()
+        rules = [("label", one.label) for one in labels if only_column(one.label) is None]
+        return rules if self.history is None else [*rules, ("history", self.history)]
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
-        columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
-        columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
-        columns |= {*self.impression_categorical, *self.impression_dense}
-        columns.update(self.label_columns())
-        columns |= {name for name in (self.title, self.group, self.split_column, self.weight) if name is not None}
-        columns.update(self.engagement_columns())
-        if self.history is not None:
-            columns.update(parse_rule(self.history).columns)
-        return columns
+        titles = [] if self.title is None else [self.title]
+        return {*self._own_columns(), *self.names("user"), *self.names("item"), *titles}
 
     def interaction_columns(self) -> set[str]:
         """The names of the columns in use that the interactions have, and not the tables of users or items."""
-        columns = self.columns()
-        if self.users is not None:
-            columns -= {*self.user_categorical, *self.user_dense} - {self.user}
-        if self.items is not None:
-            columns -= {*self.item_categorical, *self.item_dense, *([] if self.title is None else [self.title])}
-        columns |= {self.user, self.item, self.timestamp, *self.event_categorical, *self.event_dense}
-        columns |= {*self.impression_categorical, *self.impression_dense}
-        columns.update(self.label_columns())
-        columns.update([] if self.history is None else label_columns(self.history))
-        columns |= {name for name in (self.group, self.split_column, self.weight) if name is not None}
-        return columns | {*self.engagement_columns()}
+        columns = self._own_columns()
+        if self.users is None:
+            columns.update(self.names("user"))
+        if self.items is None:
+            columns.update(self.names("item"), [] if self.title is None else [self.title])
+        return columns
+
+    def _own_columns(self) -> set[str]:
+        """The columns in use that only the interactions can have."""
+        given = (self.group, self.split_column, self.weight, *self.engagement_columns())
+        columns = {self.user, self.item, self.timestamp, *(name for name in given if name is not None)}
+        columns.update(self.names("event"), self.names("context"), self.label_columns())
+        return columns if self.history is None else columns | {*parse_rule(self.history).columns}
 
     def engagement_columns(self) -> list[str]:
         """The columns of `dwell`, `surface` and `session`, as far as they are set."""
@@ -239,10 +260,6 @@ class DataConfig:
         names = (*FILES, "policy", "prepared")
         paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
-
-    def check(self) -> None:
-        """Raises DataError for settings that are wrong for any table."""
-        check_settings(self)
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:

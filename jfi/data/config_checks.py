@@ -1,40 +1,42 @@
 """Faults in the settings of `data` that are known before a table is read."""
 
 import math
-from typing import TYPE_CHECKING
 
+from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.io.decode import check_encoding
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import only_column, parse_rule
-from jfi.data.settings import AGE, HISTORY, MAX_COUNT, SID, STATISTICS
+from jfi.data.settings import MAX_COUNT
 from jfi.utils.suggest import suggest
 
-if TYPE_CHECKING:
-    from jfi.data.config import DataConfig
+#: By setting its least and its greatest value.
+_BOUNDS = {
+    **dict.fromkeys(("max_history", "max_slots", "num_quantiles", "num_age_buckets"), (1, MAX_COUNT)),
+    **{f"synthetic.{name}": (1, MAX_COUNT) for name in ("num_users", "num_items", "num_categories", "mean_length")},
+    "synthetic.seed": (0, math.inf),
+    "negatives": (-math.inf, MAX_COUNT),
+    "eval_negatives": (1, math.inf),
+    "split_seed": (0, 2**32 - 1),
+}
+#: The settings that a column's entry of event and its entry of context share.
+_OF_VALUES = ("type", "min_count", "hash_buckets", "separator")
 
 
-def check_settings(config: "DataConfig") -> None:
+def check_data_config(config: DataConfig) -> None:
     """Raises DataError for settings that are wrong for any table."""
-    for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
-        if not 1 <= getattr(config, name) <= MAX_COUNT:
-            bound = "at least 1" if getattr(config, name) < 1 else f"at most {MAX_COUNT}"
-            raise DataError(f"data.{name} is {getattr(config, name)}; it must be {bound}")
+    for setting, (least, most) in _BOUNDS.items():
+        section, _, name = setting.rpartition(".")
+        _check_bound(setting, getattr(getattr(config, section) if section else config, name), least, most)
     if config.max_timeline is not None and not config.max_history <= config.max_timeline <= MAX_COUNT:
         bounds = f"from data.max_history, {config.max_history}, to {MAX_COUNT}"
         raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bounds}, or null")
     check_encoding(config.encoding)
-    for name in ("num_users", "num_items", "num_categories", "mean_length"):
-        if not 1 <= getattr(config.synthetic, name) <= MAX_COUNT:
-            bound = "at least 1" if getattr(config.synthetic, name) < 1 else f"at most {MAX_COUNT}"
-            raise DataError(f"data.synthetic.{name} is {getattr(config.synthetic, name)}; it must be {bound}")
-    if config.synthetic.seed < 0:
-        raise DataError(f"data.synthetic.seed is {config.synthetic.seed}; it must be at least 0")
     _check_targets(config)
     if config.label is None and config.negatives < 1:
         raise DataError(f"data.negatives is {config.negatives}; without a label it must be at least 1")
-    if config.negatives > MAX_COUNT:
-        raise DataError(f"data.negatives is {config.negatives}; it must be at most {MAX_COUNT}")
+    if not 0 <= config.unknown_share < 1:
+        raise DataError(f"data.unknown_share is {config.unknown_share}; it must be in [0, 1)")
     whole = math.isclose(sum(config.fractions), 1.0, abs_tol=1e-6)
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")
@@ -44,52 +46,87 @@ def check_settings(config: "DataConfig") -> None:
         )
     _check_statistics(config)
     _check_roles(config)
-    keys = [
-        *config.user_categorical,
-        *config.user_dense,
-        config.item,
-        *config.item_categorical,
-        *config.item_dense,
-        *config.event_categorical,
-        *config.event_dense,
-        *config.impression_categorical,
-        *config.impression_dense,
-    ]
-    shared = {*config.event_categorical} & {*config.impression_categorical}
-    for name in keys:
-        if keys.count(name) > 1 + (name in shared):
-            raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
-    if config.semantic_ids is not None and SID in keys:
-        raise DataError(f"data lists the column '{SID}', which is that of data.semantic_ids; rename the column")
+    _check_features(config)
     _check_leak(config)
     _check_split(config)
-    _check_ids(config)
     _check_engagement(config)
-    for name in (config.item, *config.item_categorical, *config.event_categorical, *config.event_dense):
-        if name == AGE:
-            raise DataError(
-                f"column '{name}' needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column"
-            )
-    for name, separator in config.separators.items():
-        if not separator:
-            raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
-        if name not in (
-            *config.user_categorical,
-            *config.item_categorical,
-            *config.event_categorical,
-            *config.impression_categorical,
-        ):
-            raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
 
 
-def _check_roles(config: "DataConfig") -> None:
+def _check_bound(setting: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        bound = f"at most {most}" if value > most else f"at least {least}"
+        raise DataError(f"data.{setting} is {value}; it must be {bound}")
+
+
+def _check_features(config: DataConfig) -> None:
+    """Raises DataError for an entry that no table fits, and for entries that exclude each other."""
+    seen = {config.item: FeatureConfig(config.item, "item")}
+    for place, one in enumerate(config.features):
+        key = f"data.features '{one.name}'"
+        if not one.name:
+            raise DataError(f"data.features[{place}].name is ''; it must name a column")
+        _check_values(one, key)
+        if one.name == config.item and one.of == "item":
+            if one.type == "number" or one.separator is not None:
+                raise DataError(f"{key} is the item's id; it must be a category without a separator")
+            if sum((other.of, other.name) == ("item", config.item) for other in config.features) > 1:
+                raise DataError(f"data.features lists the column '{one.name}' twice")
+            continue
+        if (other := seen.get(one.name)) is not None:
+            if {one.of, other.of} != {"event", "context"} or {one.type, other.type} != {"category"}:
+                both = "as a category of event and one of context"
+                raise DataError(f"data.features lists the column '{one.name}' twice; it may do so only {both}")
+            for setting in _OF_VALUES:
+                if getattr(one, setting) != getattr(other, setting):
+                    raise DataError(f"{key}: {setting} must be equal in its entry of event and that of context")
+        seen[one.name] = one
+        if one.name == SID and config.semantic_ids is not None:
+            raise DataError(f"data.features lists '{SID}', which is the column of data.semantic_ids; rename the column")
+        if one.name == AGE and (one.of in ("item", "event")):
+            raise DataError(f"{key} needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column")
+    _check_crosses(config)
+
+
+def _check_values(one: FeatureConfig, key: str) -> None:
+    """Raises DataError for settings of an entry that do not fit its type or each other."""
+    if one.type == "number":
+        for setting in ("min_count", "hash_buckets", "separator", "cross"):
+            if getattr(one, setting) != getattr(FeatureConfig("", "item"), setting):
+                raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
+    for setting in ("min_count", "hash_buckets"):
+        value = getattr(one, setting)
+        if value is not None and not 1 <= value <= MAX_COUNT:
+            raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {MAX_COUNT}")
+    if one.hash_buckets is not None and one.min_count > 1:
+        raise DataError(f"{key} has both min_count and hash_buckets; buckets need no count")
+    if one.separator == "":
+        raise DataError(f"{key}: separator is ''; it must be the separator of the values")
+
+
+def _check_crosses(config: DataConfig) -> None:
+    known = [config.item, *config.names("item", "category"), *config.names("event", "category")]
+    for one in config.features:
+        if not one.cross:
+            continue
+        key = f"data.features '{one.name}'"
+        if one.of != "event" or one.separator is not None:
+            raise DataError(f"{key} is a cross; it must be of event, without a separator")
+        if len(one.cross) < 2:
+            raise DataError(f"{key}: cross is {one.cross}; it must have at least two columns")
+        for name in one.cross:
+            if name not in known:
+                raise DataError(f"{key}: cross has '{name}', which is no such category; {suggest(name, known)}")
+        if one.name in config.columns():
+            raise DataError(f"{key} is a cross, but a column has that name; rename the cross")
+
+
+def _check_roles(config: DataConfig) -> None:
     """Raises DataError if one column is to be two of the user, the item, the time, the split, the weight and labels."""
     names = ("user", "item", "timestamp", "split_column", "weight")
     roles = {role: name for role in names if (name := getattr(config, role)) is not None}
-    for setting in ("impression_categorical", "impression_dense"):
-        for role, name in roles.items():
-            if name in getattr(config, setting):
-                raise DataError(f"data.{setting} lists '{name}', which is data.{role}; it must list other columns")
+    for role, name in roles.items():
+        if name in config.names("context"):
+            raise DataError(f"data.features lists '{name}' of context, which is data.{role}; list other columns")
     labels = [] if config.label is None else [one.label for one in config.targets()]
     settings = {f"labels[{place}]" if config.labels else "label": label for place, label in enumerate(labels)}
     settings |= {f"auxiliary_labels[{place}]": label for place, label in enumerate(config.auxiliary_labels)}
@@ -101,8 +138,8 @@ def _check_roles(config: "DataConfig") -> None:
         if name in seen:
             raise DataError(f"data.{seen[name]} and data.{role} are both '{name}'; they must be different columns")
         seen[name] = role
-    if config.items is None and config.user in (*config.item_categorical, *config.item_dense):
-        raise DataError(f"data.item_* lists '{config.user}', the column of the user; an item has many users")
+    if config.items is None and config.user in config.names("item"):
+        raise DataError(f"data.features lists '{config.user}' of item, which is data.user; an item has many users")
 
 
 def _meaning(label: str) -> object:
@@ -110,7 +147,7 @@ def _meaning(label: str) -> object:
     return only_column(label) or parse_rule(label).root
 
 
-def _check_targets(config: "DataConfig") -> None:
+def _check_targets(config: DataConfig) -> None:
     """Raises DataError for labels and weights that no table fits."""
     own = {"task": config.task != "binary", "labels": bool(config.labels), "weight": config.weight is not None}
     own["auxiliary_labels"] = bool(config.auxiliary_labels)
@@ -149,36 +186,7 @@ def _check_targets(config: "DataConfig") -> None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
 
 
-def _check_ids(config: "DataConfig") -> None:
-    """Raises DataError for settings of ids and crosses that no table fits."""
-    items = [config.item, *config.item_categorical]
-    for columns in config.event_crosses:
-        if len(columns) < 2:
-            raise DataError(f"data.event_crosses has {columns}; a cross needs at least two columns")
-        for name in columns:
-            if name not in (*items, *config.event_categorical):
-                known = suggest(name, [*items, *config.event_categorical])
-                raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
-    for cross in config.crosses():
-        if cross in config.columns():
-            raise DataError(f"data.event_crosses makes '{cross}', which is a column of this config; rename the column")
-    known = [*config.user_categorical, *items, *config.event_categorical, *config.crosses()]
-    known += [name for name in config.impression_categorical if name not in known]
-    for setting in ("min_count", "hash_buckets"):
-        for name, number in getattr(config, setting).items():
-            if name not in known:
-                raise DataError(f"data.{setting} has '{name}', no categorical column; {suggest(name, known)}")
-            if number < 1:
-                raise DataError(f"data.{setting}.{name} is {number}; it must be at least 1")
-    if both := config.min_count.keys() & config.hash_buckets.keys():
-        raise DataError(f"data.min_count and data.hash_buckets both have '{min(both)}'; buckets need no count")
-    if config.eval_negatives < 1:
-        raise DataError(f"data.eval_negatives is {config.eval_negatives}; it must be at least 1")
-    if not 0 <= config.unknown_share < 1:
-        raise DataError(f"data.unknown_share is {config.unknown_share}; it must be in [0, 1)")
-
-
-def _check_engagement(config: "DataConfig") -> None:
+def _check_engagement(config: DataConfig) -> None:
     """Raises DataError for columns of dwell, surface and session that no table fits, or that would leak."""
     given = {"dwell": config.dwell, "surface": config.surface, "session": config.session}
     given = {setting: name for setting, name in given.items() if name is not None}
@@ -188,13 +196,13 @@ def _check_engagement(config: "DataConfig") -> None:
                 raise DataError(f"data.{setting} and data.{role} are both '{name}'; they must be different columns")
         if list(given.values()).count(name) > 1:
             raise DataError(f"data.{setting} is '{name}', which another of dwell, surface and session is too")
-    for setting in ("user_categorical", "user_dense", "item_categorical", "item_dense"):
-        if config.dwell in getattr(config, setting):
-            raise DataError(f"data.{setting} lists '{config.dwell}', which is data.dwell; it differs by event")
-    for setting in ("impression_categorical", "impression_dense"):
-        if config.dwell in getattr(config, setting):
-            why = "it is known only after the event; event_dense shows it in the history only"
-            raise DataError(f"data.{setting} lists '{config.dwell}', which is data.dwell; {why}")
+    for of, why in (
+        ("user", "it differs by event"),
+        ("item", "it differs by event"),
+        ("context", "it is known only after the event; `of: event` shows it in the history only"),
+    ):
+        if config.dwell in config.names(of):
+            raise DataError(f"data.features lists '{config.dwell}' of {of}, which is data.dwell; {why}")
     if config.conversion is not None:
         label_columns(config.conversion)
     elif config.policy is not None and config.task == "regression":
@@ -204,7 +212,7 @@ def _check_engagement(config: "DataConfig") -> None:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 
 
-def _check_statistics(config: "DataConfig") -> None:
+def _check_statistics(config: DataConfig) -> None:
     for name in config.statistics:
         if name not in STATISTICS:
             raise DataError(f"data.statistics has '{name}'; {suggest(name, STATISTICS)}")
@@ -213,11 +221,11 @@ def _check_statistics(config: "DataConfig") -> None:
     if config.statistics and config.task == "regression":
         raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
     for name in config.statistics_columns():
-        if name in (*config.user_dense, *config.item_dense):
+        if name in (*config.names("user", "number"), *config.names("item", "number")):
             raise DataError(f"data.statistics makes '{name}', which is a column of this config; rename the column")
 
 
-def _check_split(config: "DataConfig") -> None:
+def _check_split(config: DataConfig) -> None:
     """Raises DataError for a given split that is not given whole."""
     for name, split in (("split_column", "column"), ("validation", "files"), ("test", "files")):
         if config.split == split and getattr(config, name) is None:
@@ -226,31 +234,18 @@ def _check_split(config: "DataConfig") -> None:
             raise DataError(f"data.{name} is set, but data.split is {config.split}; set data.split: {split} to use it")
     if config.split in ("column", "files") and config.source == "synthetic":
         raise DataError(f"data.split is {config.split}; the synthetic table has no given split")
-    if not 0 <= config.split_seed < 2**32:
-        raise DataError(f"data.split_seed is {config.split_seed}; it must be in [0, 2**32)")
     if config.history is not None:
         parse_rule(config.history)
 
 
-def _check_leak(config: "DataConfig") -> None:
+def _check_leak(config: DataConfig) -> None:
+    """Raises DataError if a feature shows the sample's own label."""
     defining = config.label_columns()
-    if not defining:
-        return
-    for setting in ("impression_categorical", "impression_dense"):
-        leak = next((name for name in defining if name in getattr(config, setting)), None)
+    for of, table in (("context", None), ("user", config.users), ("item", config.items)):
+        leak = next((name for name in defining if table is None and name in config.names(of)), None)
         if leak is not None:
+            unless = "" if of == "context" else f" (unless data.{of}s is a table that has it)"
             raise DataError(
-                f"column '{leak}' defines the label, so data.{setting} must not list it; event_categorical and "
-                "event_dense show it in the history only"
-            )
-    for entity, table, names in (
-        ("user", config.users, [*config.user_categorical, *config.user_dense]),
-        ("item", config.items, [*config.item_categorical, *config.item_dense]),
-    ):
-        leak = next((name for name in defining if table is None and name in names), None)
-        if leak is not None:
-            raise DataError(
-                f"column '{leak}' defines the label, so data.{entity}_* must not list it (unless "
-                f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
-                "only"
+                f"column '{leak}' defines the label, so data.features must not list it of {of}{unless}; `of: event` "
+                "shows it in the history only"
             )

@@ -1,6 +1,6 @@
 """Parts of the `data` section of a config: names, and its smaller sections."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 AGE = "age"
@@ -9,6 +9,8 @@ HISTORY = "history_"
 SID = "sid"
 Batching = Literal["sample", "user"]
 Task = Literal["binary", "regression"]
+Of = Literal["user", "item", "event", "context"]
+FeatureType = Literal["category", "number"]
 #: By value of `data.statistics` the dense features that it makes; see `jfi.data.features.statistics`.
 STATISTICS = {
     "item": ["past_item_rate", "past_item_count"],
@@ -66,3 +68,36 @@ class LabelConfig:
     label: str
     task: Task = "binary"
     weight: float = 1.0
+
+
+@dataclass
+class FeatureConfig:
+    """A feature: a column that the model reads.
+
+    Args:
+        name: of the column; of a cross any other name.
+        of: "user" and "item" features describe the sample's user and target, and an item's ones its events too; "event"
+            features describe the events of the history alone; "context" features are known when the target is shown,
+            such as the device or the position. A categorical column may have an entry of event and one of context,
+            which share an embedding table, so that their other settings must be equal.
+        type: "category" for ids of an embedding table; "number" for a dense feature, or, of an event, for ids of
+            intervals between quantiles of the training rows.
+        min_count: the number of training rows that a value needs; a rarer one counts as unseen.
+        hash_buckets: a number of ids that all values share by their hash, in place of an id for each value of training.
+        separator: between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens need
+            none.
+        cross: single-valued columns among the item's id, and categories of the item and of the event, whose values
+            together are the value of an event's feature.
+
+    Example:
+        >>> FeatureConfig("genres", "item", separator="|").type
+        'category'
+    """
+
+    name: str
+    of: Of
+    type: FeatureType = "category"
+    min_count: int = 1
+    hash_buckets: int | None = None
+    separator: str | None = None
+    cross: list[str] = field(default_factory=list)

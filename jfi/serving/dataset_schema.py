@@ -26,28 +26,28 @@ def schema_of(
         policy = PolicyFields(config.dwell, config.surface, config.session, SECONDS[config.dwell_unit])
     if not reads_item:
         data = replace(data, features=[spec for spec in data.features if spec.column != data.item_key])
-    events, shown = [], config.impression_categorical
+    events, shown = [], config.names("context", "category")
     if reads_history:
         crosses = config.crosses()
         events = [
             replace(one, kind="cross", columns=crosses[one.name]) if one.name in crosses else one
             for one in _categories(data, "history")
         ]
-        for name in config.event_dense:
+        for name in config.names("event", "number"):
             keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
             events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
         if reads_age or policy is not None:
             events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
     return Schema(
-        _categories(data, "user") + _numbers(data, config.user_dense),
+        _categories(data, "user") + _numbers(data, config.names("user", "number")),
         _categories(data, "item")
-        + _categories(data, "impression")
-        + _numbers(data, config.item_dense + config.impression_dense),
+        + _categories(data, "context")
+        + _numbers(data, config.names("item", "number") + config.names("context", "number")),
         events,
         {
             name: list(vocabulary.values)
             for name, vocabulary in data.encodings.vocabularies.items()
-            if (reads_history or name not in {*config.event_categorical, *config.crosses()} - {*shown})
+            if (reads_history or name not in {*config.names("event", "category"), *config.crosses()} - {*shown})
             and (reads_item or name != data.item_key)
         },
         policy,

@@ -1,7 +1,7 @@
 """Builds the model and its optimizer for the keys of a data schema.
 
 The EmbeddingCollection, which returns an embedding per event, has the tables of the history keys, and with them the
-user, item and impression keys that share these tables, so that a target has the embedding of its own events. All other
+user, item and context keys that share these tables, so that a target has the embedding of its own events. All other
 tables are in the EmbeddingBagCollection.
 """
 
@@ -82,7 +82,7 @@ def build_model(
         raise ConfigError("model.item_id: got False, but nothing else describes the item; see data.semantic_ids")
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
     event_tables = {f.table for f in history}
-    embedded = [f for f in features if f.role in ("user", "item", "impression") or f in history]
+    embedded = [f for f in features if f.role in ("user", "item", "context") or f in history]
     in_tables = [f for f in embedded if not f.semantic]
     in_collection = [f for f in in_tables if f.table in event_tables]
     in_bags = [f for f in in_tables if f.table not in event_tables]

@@ -19,6 +19,7 @@ import yaml
 
 from jfi.data import DataError
 from jfi.data.prepared.manifest import CHOICES, prepared_config
+from jfi.data.removed_settings import REMOVED, check_removed
 from jfi.training.config import Config, ConfigError
 from jfi.utils.exit_codes import EXIT_CODES, run_command, shorten
 from jfi.utils.files import is_storage_fault, write_file
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import jsonargparse
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
+#: Version of the settings' meaning; a config of another one is refused. Version 2 declares features by entries, and
+#: `data.fractions` are of the labelled rows.
+VERSION = 2
 #: Of a YAML file or value.
 _DEEPEST, _MOST_VALUES = 50, 100_000
 
@@ -61,6 +65,7 @@ def parse_config(
     try:
         file, overrides = file_parser.parse_known_args(arguments)
         option = "a value"
+        removed: dict[str, object] = {}
         for argument in overrides:
             if argument.startswith("--"):
                 option, _, value = argument.partition("=")
@@ -68,8 +73,10 @@ def parse_config(
                 value = argument
             with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
                 _check_size(value, option)
-            if argument.startswith("--"):
+                _collect_removed(removed, option, value)
+            if argument.startswith("--") and not _removed(option):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
+        check_removed(removed)
         text = "{}" if file.config is None else _read_file(file.config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -102,18 +109,26 @@ def _parse(
     for name, section in _SECTIONS.items():
         for one in (of_file, parser):
             one.add_argument(f"--{name}", type=section, default=section(**data) if name == "data" else section())
+    for one in (of_file, parser):
+        one.add_argument("--version", type=int, default=VERSION, help=argparse.SUPPRESS)
     # Its text, since jsonargparse would read the file in the encoding of the locale.
     return parser.instantiate(parser.parse_args(arguments, of_file.parse_string(text, defaults=False)))
 
 
 def load_config(path: str | Path) -> Config:
-    """Reads the config from a YAML file that `save_config` wrote."""
+    """Reads the config from a YAML file that `save_config` wrote.
+
+    Raises:
+        ConfigError: another version of jfi wrote it, or a key or a value is wrong.
+    """
+    _read_file(str(path), needs_version=True)
     return parse_config(["--config", str(path)], "")[0]
 
 
 def save_config(config: Config, path: str | Path) -> None:
     """Writes all fields, including defaults, as YAML; whole or not at all."""
-    write_file(Path(path), yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+    tree = {"version": VERSION, **dataclasses.asdict(config)}
+    write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
 def run_cli(main: Callable[[], int | None]) -> int:
@@ -121,7 +136,7 @@ def run_cli(main: Callable[[], int | None]) -> int:
     return run_command(main, (ConfigError, DataError))
 
 
-def _read_file(path: str) -> str:
+def _read_file(path: str, needs_version: bool = False) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
         _check_size(text, path)
@@ -134,8 +149,35 @@ def _read_file(path: str) -> str:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
+    if isinstance(tree, dict):
+        version = tree.pop("version", None if needs_version else VERSION)
+        if version != VERSION:
+            found = "there is no version" if version is None else f"version is {version!r}"
+            what = (
+                f"{found}, must be {VERSION}: an earlier version of jfi, whose settings mean something else, wrote it"
+            )
+            raise ConfigError(f"{path}: {what}")
+        if isinstance(tree.get("data"), dict):
+            check_removed(tree["data"], f"{path}: ")
     _check_keys(tree, Config, path, "")
     return text
+
+
+def _removed(option: str) -> str | None:
+    """The setting of earlier versions that an option names, such as separators of --data.separators.genres."""
+    section, _, name = option.removeprefix("--").removesuffix("+").partition(".")
+    return name.split(".")[0] if section == "data" and name.split(".")[0] in REMOVED else None
+
+
+def _collect_removed(settings: dict[str, object], option: str, value: str) -> None:
+    """Adds the value of an option to the settings if it is of those that `data.features` has replaced."""
+    if (name := _removed(option)) is None:
+        return
+    column = option.removeprefix(f"--data.{name}").removesuffix("+").removeprefix(".")
+    if column:
+        settings.setdefault(name, {})[column] = int(value) if value.isdecimal() else value
+    else:
+        settings[name] = yaml.safe_load(value) if value else settings.get(name)
 
 
 def _check_size(text: str, place: str) -> None:

@@ -208,8 +208,8 @@ class Config:
         has_sids = self.data.semantic_ids is not None or self.data.prepared is not None
         how = self.model.semantic_ids
         require(has_sids or how == "digits", "model.semantic_ids", how, "digits without data.semantic_ids")
-        crossed = next((cross for cross in self.data.event_crosses if self.data.item in cross), None)
-        why = f"true with data.event_crosses of '{self.data.item}'"
+        crossed = next((name for name, cross in self.data.crosses().items() if self.data.item in cross), None)
+        why = f"true with '{crossed}' of data.features, a cross of '{self.data.item}'"
         require(self.model.item_id or crossed is None, "model.item_id", self.model.item_id, why)
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0

@@ -130,7 +130,7 @@ class _Parts:
         self._first: Predictions | None = None
 
     def content(self) -> tuple[dict[str, Any], str | None]:
-        crossed = any(self._config.data.item in cross for cross in self._config.data.event_crosses)
+        crossed = any(self._config.data.item in cross for cross in self._config.data.crosses().values())
         if self._dataset.schema.codec is None or not self._config.model.item_id or crossed:
             return {}, None
         without = self._pilot({"model.item_id": False})

@@ -143,7 +143,7 @@ def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[s
 
 def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:
     def keys(one: DataSchema) -> list[str]:
-        own = [spec.key for spec in one.features if spec.role in ("user", "item", "impression")]
+        own = [spec.key for spec in one.features if spec.role in ("user", "item", "context")]
         events = dict.fromkeys(spec.column for spec in one.features if spec.role == "history")
         return [*own, *(f"history of {name}" for name in events), *(f"number {name}" for name in one.dense_names)]
 

@@ -3,7 +3,9 @@
 import random
 from pathlib import Path
 
-from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
+from data_configs import data_config
+
+from jfi.data import DataSchema, InteractionDataset, load_dataset
 
 USERS, ITEMS = 4, 6
 GENRES = ["drama|war", "drama", "", "war|comedy|drama", "comedy", "war"]
@@ -35,14 +37,14 @@ def load(folder: Path, rows: list[Row], settings: dict, schema: DataSchema | Non
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
     items = [f"{i},{genres},{i * 0.5}" for i, genres in enumerate(GENRES)]
     (folder / "items.csv").write_text("\n".join(["item_id,genres,price", *items]) + "\n")
-    config = DataConfig(
+    config = data_config(
         interactions=str(folder / "rows.csv"),
         items=str(folder / "items.csv"),
         item_categorical=["genres"],
         item_dense=["price"],
         separators={"genres": "|"},
         user_categorical=["user_id"],
-        impression_categorical=["device"],
+        context_categorical=["device"],
         split="column",
         split_column="split",
         max_history=5,

@@ -12,6 +12,7 @@ from benchmarks.quality import convert, fetch
 from benchmarks.quality.sources import SOURCES, Source
 from benchmarks.quality.tables import DATA, TABLES
 from jfi.data import DataError, load_dataset
+from jfi.data.config_checks import check_data_config
 from jfi.training.cli import parse_config
 from jfi.utils.exit_codes import run_command
 
@@ -167,7 +168,7 @@ def test_configs_parse(name):
     table = TABLES[name]
     for fold in range(len(table.folds)):
         config = parse_config(table.arguments(fold, DATA), "")[0]
-        config.data.check()
+        check_data_config(config.data)
         named = {setting: getattr(config.data, setting) for setting in table.folds[fold]}
         assert all(path.startswith(str(DATA)) for path in named.values())
         assert config.data.label is not None

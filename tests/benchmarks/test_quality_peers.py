@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config
 
 from benchmarks.quality import fuxictr
 from benchmarks.quality.fuxictr_training import BY_FIELD, Batches, Rows
 from benchmarks.quality.models import PEER_TRAINING
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.training.metrics import Predictions
 
 PEERS = fuxictr.Peers()
@@ -35,7 +36,7 @@ def config(tmp_path_factory):
     (folder / "items.csv").write_text("\n".join(["item_id,genres,price", *items]) + "\n")
     tags = [f"u{user},{'|'.join(f't{one}' for one in range(user % 4))}" for user in range(12)]
     (folder / "users.csv").write_text("\n".join(["user_id,tags", *tags]) + "\n")
-    return DataConfig(
+    return data_config(
         interactions=str(folder / "interactions.csv"),
         items=str(folder / "items.csv"),
         users=str(folder / "users.csv"),
@@ -44,7 +45,7 @@ def config(tmp_path_factory):
         item_categorical=["genres"],
         item_dense=["price"],
         event_categorical=["rating"],
-        impression_categorical=["device"],
+        context_categorical=["device"],
         separators={"genres": "|", "tags": "|"},
         max_history=6,
         max_slots=2,

@@ -12,7 +12,7 @@ from benchmarks.quality.models import MODELS, TRIALS, Model, grid
 from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
 from benchmarks.quality.tables import TABLES, Table
 from jfi.baselines import run_baselines
-from jfi.training.cli import load_config
+from jfi.training.cli import parse_config
 from jfi.utils.options import OptionError
 
 #: The AUC of a stand-in's training, by its only setting; the third is best on the validation rows.
@@ -157,7 +157,9 @@ def test_baselines_are_those_of_the_package(tmp_path):
     names = [name for name, model in MODELS.items() if model.kind == "baseline"]
     results = Results(tmp_path / "tiny.json")
     run.run_table(table, results, names, tmp_path, Peers())
-    expected = run_baselines(run.Task(table, 0, tmp_path, tmp_path, Peers()).dataset(load_config(table.config)))
+    expected = run_baselines(
+        run.Task(table, 0, tmp_path, tmp_path, Peers()).dataset(parse_config(["--config", table.config], "")[0])
+    )
     assert set(names) == set(expected)
     found = {name: summary(results.cells, name, MODELS[name], final_runs(table)) for name in names}
     for name in names:

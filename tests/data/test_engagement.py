@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config, replace_data
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import timeline_ranges
@@ -50,7 +51,7 @@ def table(users: int = 12, length: int = 40, seed: int = 0) -> pa.Table:
 def config(tmp_path: Path) -> DataConfig:
     pyarrow.parquet.write_table(table(), tmp_path / "log.parquet")
     given = {"label": "buys", "event_categorical": ["tab"], "event_dense": ["seconds"], "max_history": 16}
-    return DataConfig(interactions=str(tmp_path / "log.parquet"), **FIELDS, **given)
+    return data_config(interactions=str(tmp_path / "log.parquet"), **FIELDS, **given)
 
 
 def fitted(config: DataConfig, path: Path, **options) -> DataConfig:
@@ -137,7 +138,7 @@ def test_a_policy_that_keeps_all_changes_no_bit(config, tmp_path, batching):
 def test_nothing_after_a_sample_changes_its_history(tmp_path, batching, seed):
     data, cut = table(seed=seed), 2 * 3600
     given = {"interactions": str(tmp_path / "log.parquet"), "label": "buys", "max_history": 16, "batching": batching}
-    config = DataConfig(**FIELDS, **given, max_timeline=16)
+    config = data_config(**FIELDS, **given, max_timeline=16)
     pyarrow.parquet.write_table(data, tmp_path / "log.parquet")
     config = fitted(config, tmp_path / "p.json", remove=0.5, newest=1, caps=8)
 
@@ -278,8 +279,8 @@ def test_milliseconds_and_a_log_without_surfaces(config, tmp_path):
         ({"dwell": "user_id"}, r"^data\.dwell and data\.user are both 'user_id'"),
         ({"session": "tab"}, r"^data\.(surface|session) is 'tab', which another"),
         (
-            {"event_dense": [], "impression_dense": ["seconds"]},
-            r"^data\.impression_dense lists 'seconds', which is data\.dwell; it is known only after the event",
+            {"event_dense": [], "context_dense": ["seconds"]},
+            r"^data\.features lists 'seconds' of context, which is data\.dwell; it is known only after the event",
         ),
         ({"dwell": None, "surface": None, "policy": "p.json"}, r"^data\.policy is set, but neither"),
         ({"policy": "nowhere.json"}, r"^data\.policy: .*nowhere\.json"),
@@ -287,7 +288,7 @@ def test_milliseconds_and_a_log_without_surfaces(config, tmp_path):
 )
 def test_wrong_settings_are_named(config, changes, message):
     with pytest.raises(DataError, match=message):
-        load_dataset(replace(config, **changes))
+        load_dataset(replace_data(config, **changes))
 
 
 def test_a_policy_of_other_surfaces_is_refused_by_name(config, tmp_path):
@@ -316,4 +317,4 @@ def test_a_log_that_no_policy_can_be_fitted_to(config, changes, message):
         data = data.append_column(name, pa.array(values) if isinstance(values, list) else values)
     pyarrow.parquet.write_table(data, config.interactions)
     with pytest.raises(DataError, match=message):
-        training_log(replace(config, **changes))
+        training_log(replace_data(config, **changes))

@@ -1,9 +1,9 @@
 import re
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, SyntheticConfig, load_dataset
 
@@ -22,8 +22,8 @@ def message(config: DataConfig) -> str:
 
 def fault(path: str, **settings) -> str:
     """The message without the folder, for a config that is right for HEADER and ROWS."""
-    config = DataConfig(interactions=path, label="rating >= 4", event_categorical=["rating"], fractions=THIRDS)
-    return re.sub(r"\S*/(?=\w)", "", message(replace(config, **settings)))
+    config = data_config(interactions=path, label="rating >= 4", event_categorical=["rating"], fractions=THIRDS)
+    return re.sub(r"\S*/(?=\w)", "", message(replace_data(config, **settings)))
 
 
 def test_the_table_of_these_tests_is_right(write):
@@ -108,12 +108,18 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"max_history": 0}, "data.max_history is 0; it must be at least 1"),
         ({"synthetic": SyntheticConfig(num_items=0)}, "data.synthetic.num_items is 0; it must be at least 1"),
         ({"synthetic": SyntheticConfig(seed=-1)}, "data.synthetic.seed is -1; it must be at least 0"),
-        ({"separators": {"rating": ""}}, "data.separators.rating is ''; it must be the separator of the values"),
+        (
+            {"separators": {"rating": ""}},
+            "data.features 'rating': separator is ''; it must be the separator",
+        ),
         ({"fractions": [0.9, 0.2, 0.1]}, "data.fractions is [0.9, 0.2, 0.1]; it must hold three positive numbers"),
-        ({"item_categorical": ["rating"]}, "data lists the column 'rating' twice; a column can have one role only"),
+        (
+            {"item_categorical": ["rating"]},
+            "data.features lists the column 'rating' twice; it may do so",
+        ),
         (
             {"item_categorical": ["age"]},
-            "column 'age' needs the key 'history_age', which is the age of the events; rename the column",
+            "data.features 'age' needs the key 'history_age', which is the age of the events; rename the column",
         ),
         ({"user": "item_id"}, "data.user and data.item are both 'item_id'; they must be different columns"),
         ({"user": "timestamp"}, "data.user and data.timestamp are both 'timestamp'; they must be different columns"),
@@ -123,8 +129,13 @@ def test_faults_deep_in_a_large_file_are_placed(write):
             {"split": "column", "split_column": "item_id"},
             "data.item and data.split_column are both 'item_id'; they must be different columns",
         ),
-        ({"item_categorical": ["user_id"]}, "data.item_* lists 'user_id', the column of the user; an item has many "),
-        ({"separators": {"tags": "|"}}, "data.separators has 'tags', which is not a categorical column of this config"),
+        (
+            {"item_categorical": ["user_id"]},
+            "data.features lists 'user_id' of item, which is data.user; an ",
+        ),
+        ({"user_dense": ["age"], "separators": {"age": "|"}}, "data.features 'age': separator is of features of type"),
+        ({"user_categorical": [""]}, "data.features[0].name is ''; it must name a column"),
+        ({"separators": {"item_id": "|"}}, "data.features 'item_id' is the item's id; it must be a category without a"),
     ],
 )
 def test_settings(write, settings, expected):
@@ -178,7 +189,10 @@ def test_tables_of_users_and_items(write):
     assert fault(path, **wanted) == "items.csv: no column 'genres'; did you mean 'genre'?"
 
 
-LEAK = "column 'rating' defines the label, so data.{}_* must not list it (unless data.{}s is a table that has it)"
+LEAK = (
+    "column 'rating' defines the label, so data.features must not list it of {} (unless data.{}s is a table that has "
+    "it); `of: event` shows it in the history only"
+)
 
 
 @pytest.mark.parametrize("entity", ["user", "item"])
@@ -186,11 +200,11 @@ LEAK = "column 'rating' defines the label, so data.{}_* must not list it (unless
 def test_the_column_of_the_label_is_no_feature_of_its_sample(write, entity, kind):
     path = write("r.csv", HEADER, *ROWS)
     settings = {f"{entity}_{kind}": ["rating"], "event_categorical": []}
-    assert fault(path, **settings).startswith(LEAK.format(entity, entity))
+    assert fault(path, **settings) == LEAK.format(entity, entity)
     # The rating that a table of its own gives is another one.
     table = write("t.csv", f"{entity}_id,rating", "1,7", "2,8", "3,9")
     load_dataset(
-        DataConfig(interactions=path, label="rating >= 4", fractions=THIRDS, **settings, **{f"{entity}s": table})
+        data_config(interactions=path, label="rating >= 4", fractions=THIRDS, **settings, **{f"{entity}s": table})
     )
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 import torch
+from data_configs import data_config
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.schema.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
@@ -70,7 +71,7 @@ def test_every_kind_of_column(write):
     rows = [f"u{i % 3},{i % 5},{i},{i % 2},{i / 10},{'x;y' if i % 2 else ''}" for i in range(10)]
     users = ["u0,a b,20,F", "u1,b,40,M"]
     items = [f"{i},{'g|h' if i % 2 else 'g'},{i},Title {i}" for i in range(4)]
-    config = DataConfig(
+    config = data_config(
         interactions=write("r.csv", "user_id,item_id,timestamp,clicked,seconds,tags", *rows),
         users=write("users.csv", "user_id,hobbies,years,gender", *users),
         items=write("items.csv", "item_id,genres,price,title", *items),
@@ -121,7 +122,7 @@ def test_every_kind_of_column(write):
 def test_columns_without_their_tables_are_those_of_the_first_event(write):
     rows = [f"{i // 2 % 2},{i % 3},{i},{i % 2},c{min(i, 3)}" for i in range(10)]
     path = write("r.csv", "user_id,item_id,timestamp,clicked,color", *reversed(rows))
-    config = DataConfig(interactions=path, label="clicked", item_categorical=["color"], fractions=FRACTIONS)
+    config = data_config(interactions=path, label="clicked", item_categorical=["color"], fractions=FRACTIONS)
     batch = next(load_dataset(config).batches("train", 6))
     assert batch.sparse_features["color"].values().tolist() == [1, 2, 3, 1, 2, 3]
 
@@ -132,7 +133,7 @@ def test_the_layouts_of_movielens_1m_and_100k_load_alike(write):
     for item, genres in enumerate([(5,), (5, 8), (1, 8, 14)]):
         for genre in genres:
             flags[item][genre] = "1"
-    million = DataConfig(
+    million = data_config(
         interactions=write("ratings.dat", *("::".join(map(str, row)) for row in rows)),
         users=write("users.dat", "1::F::25::3::00501", "2::M::35::4::00502", "3::F::35::4::00503"),
         items=write("movies.dat", "1::É (1990)::Comedy", "2::B::Comedy|Drama", "3::C::Action|Drama|Romance"),
@@ -144,7 +145,7 @@ def test_the_layouts_of_movielens_1m_and_100k_load_alike(write):
     )
     titles = ["É (1990)", "B", "C"]
     items = [f"{i}|{titles[i - 1]}|||url|{'|'.join(flags[i - 1])}" for i in (1, 2, 3)]
-    hundred = DataConfig(
+    hundred = data_config(
         interactions=write("u.data", *("\t".join(map(str, row)) for row in rows)),
         users=write("u.user", "1|25|F|3|00501", "2|35|M|4|00502", "3|35|F|4|00503"),
         items=write("u.item", *items, encoding="latin-1"),

@@ -1,6 +1,8 @@
 """What a fingerprint of the data sees."""
 
-from jfi.data import DataConfig, load_dataset
+from data_configs import data_config
+
+from jfi.data import load_dataset
 from jfi.data.prepared.fingerprint import Fingerprint
 
 
@@ -8,7 +10,7 @@ def test_a_changed_value_of_any_row_is_seen(write):
     def of(changed: int | None) -> Fingerprint:
         rows = [f"{i % 3},{i % 4},{i},{i % 2},t{(i + (i == changed)) % 2}" for i in range(40)]  # the same vocabulary
         path = write("r.csv", "user_id,item_id,timestamp,liked,tag", *rows)
-        config = DataConfig(interactions=path, label="liked", event_categorical=["tag"])
+        config = data_config(interactions=path, label="liked", event_categorical=["tag"])
         return Fingerprint.of(load_dataset(config), config)
 
     before = of(None)

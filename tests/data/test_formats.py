@@ -4,6 +4,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import data_config
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io import arrays
@@ -227,7 +228,7 @@ def test_text_beyond_32_bit_offsets_trains_alike(tmp_path, low_limit, monkeypatc
     for part in range(2):
         pa.parquet.write_table(pa.table(data).slice(24 * part, 24), tmp_path / f"{part}.parquet", row_group_size=10)
     pa.parquet.write_table(pa.table({"user": [f"user-{u}" for u in range(6)], "age": range(6)}), tmp_path / "u.parq")
-    config = DataConfig(user="user", item="item", label="label", timestamp="time", event_categorical=["tags"])
+    config = data_config(user="user", item="item", label="label", timestamp="time", event_categorical=["tags"])
     config.interactions, config.users = str(tmp_path / "*.parquet"), str(tmp_path / "u.parq")
     config.user_categorical = ["age"]
 

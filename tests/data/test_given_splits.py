@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from data_configs import data_config
 
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.data.prepared.splits import split_by_time, split_users
 
 HEADER = "user_id,item_id,timestamp,clicked,part,request,action"
@@ -19,7 +20,7 @@ def rows(count: int = 40, **columns) -> list[str]:
 
 
 def load(write, lines: list[str], **settings: object):
-    return load_dataset(DataConfig(interactions=write("r.csv", HEADER, *lines), label="clicked", **settings))
+    return load_dataset(data_config(interactions=write("r.csv", HEADER, *lines), label="clicked", **settings))
 
 
 def times(dataset, split: str) -> list[int]:
@@ -72,7 +73,7 @@ def test_a_fault_in_a_splits_file_names_that_file(write):
         ({"split": "column"}, "data.split_column is not set; data.split: column needs it"),
         ({"split": "files", "test": "t.csv"}, "data.validation is not set; data.split: files needs it"),
         ({"test": "t.csv"}, "data.test is set, but data.split is time; set data.split: files to use it"),
-        ({"split": "user", "split_seed": -1}, "data.split_seed is -1; it must be in"),
+        ({"split": "user", "split_seed": -1}, "data.split_seed is -1; it must be at least 0"),
         ({"history": "clicked"}, "clicked"),
     ],
 )

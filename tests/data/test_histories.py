@@ -5,10 +5,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from data_configs import data_config
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jfi.data import DataConfig, InteractionDataset, load_dataset
+from jfi.data import InteractionDataset, load_dataset
 
 GENRES = {0: [], 1: ["a"], 2: ["b", "a"], 3: ["c", "b", "a"]}
 
@@ -28,7 +29,7 @@ def load(rows: list[tuple[int, int, int, str]], **config) -> InteractionDataset:
             "separators": {"genres": "|"},
             "event_categorical": ["rating"],
         }
-        return load_dataset(DataConfig(**settings | config))
+        return load_dataset(data_config(**settings | config))
 
 
 def ids_of(values: list) -> dict:

@@ -1,10 +1,9 @@
 """Columns that are known when an item is shown: inputs of the sample itself, from its own row."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config, replace_data
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.prepared.fingerprint import Fingerprint
@@ -37,14 +36,14 @@ def config_of(write, rows: list[dict] = ROWS, **settings: object) -> DataConfig:
         "label": "liked",
         "user_categorical": ["city"],
         "event_categorical": ["device", "tags"],
-        "impression_categorical": ["place", "tags", "device"],
-        "impression_dense": ["price"],
+        "context_categorical": ["place", "tags", "device"],
+        "context_dense": ["price"],
         "separators": {"tags": "|"},
         "fractions": [0.5, 0.25, 0.25],
         "max_slots": 2,
     }
     lines = [",".join(map(str, one.values())) for one in rows]
-    return DataConfig(interactions=write("rows.csv", HEADER, *lines), **base | settings)
+    return data_config(interactions=write("rows.csv", HEADER, *lines), **base | settings)
 
 
 def only_batch(dataset: InteractionDataset, split: str = "train") -> Batch:
@@ -67,7 +66,7 @@ def test_a_sample_has_the_values_of_its_own_row_and_its_history_those_of_earlier
         *("history_item_id", "history_device", "history_tags_0", "history_tags_1", "history_age"),
     ]
     roles = {spec.key: (spec.role, spec.of, spec.table) for spec in dataset.features}
-    assert roles["device"] == ("impression", "event", "device") and roles["history_device"][2] == "device"
+    assert roles["device"] == ("context", "event", "device") and roles["history_device"][2] == "device"
     batch = only_batch(dataset)
     assert len(batch.labels) == 20
     found = {key: values_of(dataset, batch, key) for key in keys[:-1]}
@@ -84,10 +83,10 @@ def test_a_sample_has_the_values_of_its_own_row_and_its_history_those_of_earlier
     assert dataset.schema.dense_names == ["price"]
 
 
-def test_dense_features_of_users_items_and_impressions_stand_side_by_side(write):
+def test_dense_features_of_users_items_and_contexts_stand_side_by_side(write):
     rows = [one | {"city": int(one["user_id"][1:]), "place": int(one["item_id"][1:])} for one in ROWS]
     settings = {"user_categorical": [], "user_dense": ["city"], "item_dense": ["place"]}
-    dataset = load_dataset(config_of(write, rows, impression_categorical=["device"], **settings))
+    dataset = load_dataset(config_of(write, rows, context_categorical=["device"], **settings))
     assert dataset.schema.dense_names == ["city", "place", "price"]
     known = dataset.schema.encodings.moments
     dense = only_batch(dataset, "test").dense_features
@@ -96,7 +95,7 @@ def test_dense_features_of_users_items_and_impressions_stand_side_by_side(write)
         np.testing.assert_allclose(dense[:, column], standardize(numbers, *known[name]), rtol=1e-6)
 
 
-def test_negatives_and_candidates_share_the_impression_of_their_positive(write):
+def test_negatives_and_candidates_share_the_context_of_their_positive(write):
     config = config_of(write, label=None, negatives=3, eval_negatives=4)
     dataset = load_dataset(config)
     batch = only_batch(dataset)
@@ -117,7 +116,7 @@ def test_negatives_and_candidates_share_the_impression_of_their_positive(write):
 
 
 def test_values_and_moments_are_learnt_from_the_labelled_rows_of_training(write):
-    """A row of history alone counts for the values of events, and those that impressions share with them."""
+    """A row of history alone counts for the values of events, and those that contexts share with them."""
     rows = [one | {} for one in ROWS]
     rows[4] |= {"liked": "", "device": "radio", "place": "p radio", "price": 1e6}
     rows[35] |= {"device": "late", "place": "p late", "price": 1e9}
@@ -141,7 +140,7 @@ def test_rare_hashed_and_unknown_values(write):
     hashed = load_dataset(config_of(write, hash_buckets={"device": 9, "tags": 5}))
     sizes = {spec.key: spec.num_embeddings for spec in hashed.features}
     assert sizes["device"] == sizes["history_device"] == 10 and sizes["tags"] == sizes["history_tags_1"] == 6
-    with pytest.raises(DataError, match=r"data\.min_count has 'price', no categorical column"):
+    with pytest.raises(DataError, match=r"data.features 'price': min_count is of features of type category"):
         load_dataset(config_of(write, min_count={"price": 3}))
     share = load_dataset(config_of(write, unknown_share=0.5))
     for key in ("place", "tags"):
@@ -154,34 +153,34 @@ def test_rare_hashed_and_unknown_values(write):
     ("settings", "message"),
     [
         (
-            {"impression_categorical": ["liked"]},
-            "column 'liked' defines the label, so data.impression_categorical must not list it; event_categorical and",
+            {"context_categorical": ["liked"]},
+            "column 'liked' defines the label, so data.features must not list it of context; `of: event` shows it",
         ),
         (
             {"label": "price > 3 and place == p1"},
-            "column 'place' defines the label, so data.impression_categorical must not list it",
+            "column 'price' defines the label, so data.features must not list it",
         ),
         (
             {"label": "price > 3", "items": "items.csv", "users": "users.csv"},
-            "column 'price' defines the label, so data.impression_dense must not list it",
+            "column 'price' defines the label, so data.features must not list it of context",
         ),
-        ({"impression_dense": ["timestamp"]}, "data.impression_dense lists 'timestamp', which is data.timestamp; it"),
-        ({"impression_categorical": ["user_id"]}, "data.impression_categorical lists 'user_id', which is data.user; "),
-        ({"impression_categorical": ["item_id"]}, "data.impression_categorical lists 'item_id', which is data.item; "),
+        ({"context_dense": ["timestamp"]}, "data.features lists 'timestamp' of context, which is data.timestamp;"),
+        ({"context_categorical": ["user_id"]}, "data.features lists 'user_id' of context, which is data.user; "),
+        ({"context_categorical": ["item_id"]}, "data.features lists 'item_id' of context, which is data.item; "),
         (
-            {"impression_dense": ["city"], "split": "column", "split_column": "city", "user_categorical": []},
-            "data.impression_dense lists 'city', which is data.split_column; it must list other columns",
+            {"context_dense": ["city"], "split": "column", "split_column": "city", "user_categorical": []},
+            "data.features lists 'city' of context, which is data.split_column; list other columns",
         ),
-        ({"impression_categorical": ["city"]}, "data lists the column 'city' twice"),
-        ({"impression_categorical": ["place", "place"]}, "data lists the column 'place' twice"),
-        ({"impression_categorical": ["device", "device"]}, "data lists the column 'device' twice"),
-        ({"event_dense": ["price"]}, "data lists the column 'price' twice"),
-        ({"impression_dense": ["device"]}, "data lists the column 'device' twice"),
-        ({"impression_categorical": ["plce"]}, "rows.csv: no column 'plce'; did you mean 'place'?"),
-        ({"impression_dense": ["place"], "impression_categorical": []}, "'place' is 'p0', not a number"),
+        ({"context_categorical": ["city"]}, "data.features lists the column 'city' twice"),
+        ({"context_categorical": ["place", "place"]}, "data.features lists the column 'place' twice"),
+        ({"context_categorical": ["device", "device"]}, "data.features lists the column 'device' twice"),
+        ({"event_dense": ["price"]}, "data.features lists the column 'price' twice"),
+        ({"context_dense": ["device"]}, "data.features lists the column 'device' twice"),
+        ({"context_categorical": ["plce"]}, "rows.csv: no column 'plce'; did you mean 'place'?"),
+        ({"context_dense": ["place"], "context_categorical": []}, "'place' is 'p0', not a number"),
     ],
 )
-def test_columns_that_cannot_describe_an_impression_are_refused(write, settings, message):
+def test_columns_that_cannot_describe_a_context_are_refused(write, settings, message):
     with pytest.raises(DataError) as refused:
         load_dataset(config_of(write, **settings))
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -189,10 +188,10 @@ def test_columns_that_cannot_describe_an_impression_are_refused(write, settings,
 
 def test_a_schema_without_the_column_does_not_fit(write):
     schema = load_dataset(config_of(write)).schema
-    with pytest.raises(DataError, match=r"data\.impression_categorical: got \['tags'\], but the run was started with"):
-        load_dataset(config_of(write, impression_categorical=["tags"]), schema)
-    with pytest.raises(DataError, match=r"user_dense, item_dense and impression_dense: got \[\], but"):
-        load_dataset(config_of(write, impression_dense=[]), schema)
+    with pytest.raises(DataError, match=r"data\.features of context: got \['tags'\], but the run was started with"):
+        load_dataset(config_of(write, context_categorical=["tags"]), schema)
+    with pytest.raises(DataError, match=r"data.features of type number: got \[\], but"):
+        load_dataset(config_of(write, context_dense=[]), schema)
     new = load_dataset(config_of(write, [row(i + 1) for i in range(40)]), schema)
     assert new.schema is schema
     found = values_of(new, only_batch(new, "test"), "device")
@@ -220,9 +219,9 @@ def test_the_summary_counts_missing_and_unseen_values(write):
 
 
 def test_a_column_that_changes_is_told_where_it_belongs(write):
-    config = dataclasses.replace(config_of(write), user_categorical=["place"], impression_categorical=[])
+    config = replace_data(config_of(write), user_categorical=["place"], context_categorical=[])
     (warning,) = [text for text in load_dataset(config).summary.warnings if "'place' changes" in text]
-    assert warning.endswith("known when the item is shown, in data.impression_categorical or data.impression_dense")
+    assert warning.endswith("known when the item is shown, as `of: context`")
 
 
 def test_moments_of_many_rows_are_summed_in_blocks():

@@ -8,7 +8,7 @@ import pytest
 from jfi.data import load_dataset
 from jfi.data.batches.engagement import training_log
 from jfi.history import fit
-from jfi.training.cli import load_config
+from jfi.training.cli import parse_config
 
 KUAIRAND = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -40,7 +40,7 @@ def kuaisar(i: int) -> str:
 )
 def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row, surfaces, converts):
     path = write("log.csv", header, *(row(i) for i in range(400)))
-    config = replace(load_config(f"configs/{name}.yaml").data, interactions=path)
+    config = replace(parse_config(["--config", f"configs/{name}.yaml"], "")[0].data, interactions=path)
     dataset = load_dataset(config)
     events, fields = dataset.arrays().events, dataset.arrays().engagement
     number = np.rint((events.time - START / 1000) / 60).astype(int)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from data.mutations import COLUMNS, FILES, harmful, harmless, read_again
+from data_configs import data_config
 
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.data.io.blocks import read_blocks
 from jfi.data.io.readers import read_table
 
@@ -31,7 +32,7 @@ def limit(seconds: int):
 
 
 def batch(path: str) -> list:
-    config = DataConfig(interactions=path, label="rating >= 4", event_categorical=["rating"])
+    config = data_config(interactions=path, label="rating >= 4", event_categorical=["rating"])
     batch = next(iter(load_dataset(config).batches("train", batch_size=64, seed=0, epoch=0)))
     features = batch.sparse_features
     return [features.keys(), features.values().tolist(), features.lengths().tolist(), batch.labels.tolist()]

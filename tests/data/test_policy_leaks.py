@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+from data_configs import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ LOG = st.lists(ROW, min_size=1, max_size=30)
 #: A user of whom every split has both labels and every surface.
 OTHERS = [(9, 100 + i, i % 6, SURFACES[i % 3], 5.0, "a", i % 2) for i in range(6)]
 SPLITS = ["train", "train", "validation", "validation", "test", "test"]
-CONFIG = DataConfig(
+CONFIG = data_config(
     interactions="a table in memory",
     user="user",
     item="item",

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.batches import events
@@ -68,7 +69,7 @@ def write_table(folder: Path, rng: np.random.Generator, count: int = 300) -> str
 
 
 def config_of(path: str, **settings) -> DataConfig:
-    config = DataConfig(
+    config = data_config(
         interactions=path,
         label="clicked",
         user_categorical=["user_id", "city", "hobbies"],
@@ -84,7 +85,7 @@ def config_of(path: str, **settings) -> DataConfig:
         max_slots=3,
         max_history=20,
     )
-    return replace(config, **settings)
+    return replace_data(config, **settings)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -140,17 +141,17 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "group": "request",
         },
         {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
-        {"impression_categorical": ["part", "tags", "whole"], "impression_dense": ["shown"]},
+        {"context_categorical": ["part", "tags", "whole"], "context_dense": ["shown"]},
         {
-            "impression_categorical": ["hobbies", "action", "request"],
-            "impression_dense": ["shown", "seconds"],
+            "context_categorical": ["hobbies", "action", "request"],
+            "context_dense": ["shown", "seconds"],
             "event_dense": [],
             "user_categorical": [],
             "min_count": {"request": 20},
             "hash_buckets": {"hobbies": 4},
             "history": "action == view",
         },
-        {"impression_categorical": ["action"], "impression_dense": ["shown"], "label": None, "unknown_share": 0.3},
+        {"context_categorical": ["action"], "context_dense": ["shown"], "label": None, "unknown_share": 0.3},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -164,7 +165,7 @@ def test_tables_of_users_and_items_and_text_with_dates(tmp_path, write, monkeypa
     rows = [
         f"u{rng.integers(9)},{rng.integers(12)},{day},{rng.integers(2)},{rng.choice(['a;b', 'b', ''])}" for day in days
     ]
-    config = DataConfig(
+    config = data_config(
         interactions=write("rows.csv", "user_id,item_id,timestamp,clicked,tags", *rows),
         users=write("users.csv", "user_id,city,years", "u0,Rome,20", "u3,,40", "u5,Oslo,31"),
         items=write("items.csv", "item_id,genres,price,title", *(f"{i},g{i % 3}|h,{i},T{i}" for i in range(10))),
@@ -194,22 +195,22 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert files_of(folder / "prepared") == files_of(folder / "written")
 
 
-def test_columns_of_impressions_may_have_the_names_of_columns_of_the_layout(tmp_path, monkeypatch):
+def test_columns_of_contexts_may_have_the_names_of_columns_of_the_layout(tmp_path, monkeypatch):
     rng = np.random.default_rng(4)
     names = ("user_id", "item_id", "timestamp", "user", "label", "time", "item", "split", "in_history")
     columns = {name: rng.integers(0, 5, 90) for name in names} | {"clicked": np.arange(90) % 2}
     pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
     config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", history="item != 2")
-    config = replace(config, impression_categorical=["user", "label", "split"])
-    check_same(replace(config, impression_dense=["time", "item", "in_history"]), tmp_path, monkeypatch)
+    config = replace_data(config, context_categorical=["user", "label", "split"])
+    check_same(replace_data(config, context_dense=["time", "item", "in_history"]), tmp_path, monkeypatch)
 
 
-def test_a_column_of_impressions_without_any_value(tmp_path, monkeypatch):
+def test_a_column_of_contexts_without_any_value(tmp_path, monkeypatch):
     empty = pa.array([[] for _ in range(20)], pa.list_(pa.string()))
     columns = {name: pa.array(range(20)) for name in ("user_id", "item_id", "timestamp")}
     columns |= {"clicked": pa.array([i % 2 for i in range(20)]), "tags": empty}
     pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", impression_categorical=["tags"])
+    config = data_config(interactions=str(tmp_path / "rows.parquet"), label="clicked", context_categorical=["tags"])
     check_same(config, tmp_path, monkeypatch)
 
 
@@ -229,7 +230,7 @@ def test_a_folder_of_text_in_an_encoding_without_quotes(tmp_path, monkeypatch):
         rows = [f'u{i % 5},{i % 7},{i},{i % 2},"Zoë{i % 3}' for i in range(part, 60, 3)]
         text = "\n".join(["user_id,item_id,timestamp,clicked,name", *rows])
         (tmp_path / f"rows/{part}.csv").write_text(text, encoding="cp1252")
-    config = DataConfig(interactions=str(tmp_path / "rows"), label="clicked", event_categorical=["name"])
+    config = data_config(interactions=str(tmp_path / "rows"), label="clicked", event_categorical=["name"])
     check_same(replace(config, encoding="cp1252", quoting=False), tmp_path, monkeypatch)
 
 
@@ -281,12 +282,12 @@ def test_columns_whose_names_differ_only_in_case(tmp_path, monkeypatch):
     rng = np.random.default_rng(3)
     columns = {name: rng.integers(0, 4, 90) for name in ("user_id", "item_id", "timestamp", "A", "a", "ROW", "User")}
     pa.parquet.write_table(pa.table(columns | {"clicked": np.arange(90) % 2}), tmp_path / "rows.parquet")
-    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", event_categorical=["A", "a"])
-    check_same(replace(config, event_dense=["ROW", "User"]), tmp_path, monkeypatch)
+    config = data_config(interactions=str(tmp_path / "rows.parquet"), label="clicked", event_categorical=["A", "a"])
+    check_same(replace_data(config, event_dense=["ROW", "User"]), tmp_path, monkeypatch)
 
 
 def test_a_cross_of_lists_is_refused(tmp_path, table):
-    with pytest.raises(DataError, match=r"data\.event_crosses has 'tags', whose rows are lists"):
+    with pytest.raises(DataError, match=r"data.features: a cross has 'tags', whose rows are lists"):
         prepare_dataset(config_of(table, event_crosses=[["item_id", "tags"]]), tmp_path / "prepared")
 
 
@@ -310,7 +311,7 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
 #: their exit codes.
 KILL = """
 import os, sys
-from jfi.data import DataConfig
+from jfi.data import DataConfig, FeatureConfig
 from jfi.data.prepared import column_files, prepare, sort as prepare_sort, write_dataset as prepared_write
 
 calls = 0

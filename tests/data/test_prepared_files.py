@@ -49,14 +49,22 @@ def edit(folder: Path, **changes: object) -> None:
         ({"max_history": True}, "data.max_history is true, must be an integer"),
         ({"label": 3}, "data.label is 3, must be str | None"),
         ({"fractions": [0.8, "x"]}, 'data.fractions is [0.8, "x"], must be list[float]'),
-        ({"event_categorical": "action"}, 'data.event_categorical is "action", must be list[str]'),
-        ({"min_count": {"item_id": None}}, 'data.min_count is {"item_id": null}, must be dict[str, int]'),
+        ({"features": "action"}, 'data.features is "action", must be list'),
+        ({"features": [{"name": "a"}]}, "data.features[0] has no field 'of'"),
+        ({"features": [{"name": "a", "of": "users"}]}, 'data.features[0].of is "users", must be one of user, item,'),
+        (
+            {"features": [{"name": "a", "of": "user", "min_count": None}]},
+            "data.features[0].min_count is null, must",
+        ),
         ({"split": "tme"}, 'data.split is "tme", must be one of time, leave_one_out, user, column, files'),
         ({"synthetic": {"num_users": "9"}}, 'data.synthetic.num_users is "9", must be an integer'),
         ({"synthetic": 3}, "data.synthetic is 3, must be an object"),
         ({"lable": "clicked"}, "data has no field 'lable'; did you mean 'label'?"),
         ({"prepared": "x"}, "data has no field 'prepared'"),
-        ({"event_crosses": [["a", 1]]}, 'data.event_crosses is [["a", 1]], must be list[list[str]]'),
+        (
+            {"features": [{"name": "a", "of": "event", "cross": ["a", 1]}]},
+            'data.features[0].cross is ["a", 1], must be list[str]',
+        ),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(folder, change, message):
@@ -69,9 +77,9 @@ def test_a_value_of_a_wrong_type_is_named(folder, change, message):
     ("text", "message"),
     [
         ("[1]", "'format' is None"),
-        ('{"format": "jfi prepared dataset 1"}', "data is null, must be an object"),
-        ('{"format": "jfi prepared dataset 1", "data": {}}', "sizes is null, must be dict"),
-        ('{"format": "jfi prepared dataset 1", "data": {}, "sizes": {"a": "b"}}', 'sizes is {"a": "b"}, must be dict'),
+        ('{"format": "jfi prepared dataset 2"}', "data is null, must be an object"),
+        ('{"format": "jfi prepared dataset 2", "data": {}}', "sizes is null, must be dict"),
+        ('{"format": "jfi prepared dataset 2", "data": {}, "sizes": {"a": "b"}}', 'sizes is {"a": "b"}, must be dict'),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import data_config
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
@@ -13,7 +14,7 @@ from jfi.data.prepared.prepare import prepare_dataset
 def write_rows(folder: Path, users: list[float]) -> DataConfig:
     columns = {"user_id": users, "item_id": [i % 2 for i in range(len(users))], "timestamp": list(range(len(users)))}
     pa.parquet.write_table(pa.table(columns), folder / "rows.parquet")
-    return DataConfig(interactions=str(folder / "rows.parquet"), user_categorical=["user_id"])
+    return data_config(interactions=str(folder / "rows.parquet"), user_categorical=["user_id"])
 
 
 def test_negative_ids_beside_fractions_are_the_ids_of_the_table(tmp_path):

@@ -1,14 +1,14 @@
 """Rare values, hashed values, unknown values in training, and crosses of an event's columns."""
 
-import dataclasses
 import zlib
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config, replace_data
 
-from jfi.data import DataConfig, DataError, DataSchema, load_dataset
+from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import HISTORY
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.requests import RequestReader
@@ -29,7 +29,7 @@ def config_of(write, **settings: object) -> DataConfig:
         "event_categorical": ["right", "tags", "made"],
         "separators": {"tags": "|"},
     }
-    return DataConfig(**base | settings)
+    return data_config(**base | settings)
 
 
 def histories(dataset, split: str, key: str) -> list[list[int]]:
@@ -71,8 +71,11 @@ def test_hashed_values_share_a_fixed_table(write, tmp_path):
     dataset.schema.save(tmp_path / "schema")
     again = load_dataset(config, DataSchema.load(tmp_path / "schema"))
     assert torch.equal(next(again.batches("test", 1000)).sparse_features.values(), batch.sparse_features.values())
-    with pytest.raises(DataError, match=r"data\.hash_buckets: got {'item_id': 6}, but the run was started with"):
-        load_dataset(dataclasses.replace(config, hash_buckets={"item_id": 6}), dataset.schema)
+    with pytest.raises(
+        DataError,
+        match=r"data\.features with hash_buckets: got {'item_id': 6}, but the run was started",
+    ):
+        load_dataset(replace_data(config, hash_buckets={"item_id": 6}), dataset.schema)
 
 
 def test_a_cross_has_an_id_for_each_pair_of_training(write):
@@ -161,15 +164,23 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_count": {"mode": 2}}, "data.min_count has 'mode', no categorical column; did you mean 'made'"),
-        ({"min_count": {"made": 0}}, "data.min_count.made is 0; it must be at least 1"),
-        ({"min_count": {"made": 2}, "hash_buckets": {"made": 9}}, "both have 'made'"),
-        ({"event_crosses": [["made"]]}, "a cross needs at least two columns"),
-        ({"event_crosses": [["made", "user_id"]]}, "data.event_crosses has 'user_id', which is no such column"),
-        ({"event_crosses": [["made", "tags"]]}, "data.event_crosses has 'tags', whose rows are lists"),
+        ({"min_count": {"made": 0}}, "data.features 'made': min_count is 0; it must be from 1 to"),
         (
-            {"event_crosses": [["made", "item_id"]], "impression_categorical": ["made_x_item_id"]},
-            "data.event_crosses makes 'made_x_item_id', which is a column of this config; rename the column",
+            {"min_count": {"made": 2}, "hash_buckets": {"made": 9}},
+            "'made' has both min_count and hash_buckets",
+        ),
+        (
+            {"features": [FeatureConfig("one", "event", cross=["made"])]},
+            "cross is \\['made'\\]; it must have at least",
+        ),
+        (
+            {"event_crosses": [["made", "user_id"]]},
+            "'made_x_user_id': cross has 'user_id', which is no such",
+        ),
+        ({"event_crosses": [["made", "tags"]]}, "data.features: a cross has 'tags', whose rows are lists"),
+        (
+            {"event_crosses": [["made", "item_id"]], "context_categorical": ["made_x_item_id"]},
+            "data.features 'made_x_item_id' is a cross, but a column has that name",
         ),
         ({"unknown_share": 1.0}, r"data.unknown_share is 1.0; it must be in \[0, 1\)"),
     ],

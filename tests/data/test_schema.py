@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, DataSchema, SyntheticConfig, load_dataset
 from jfi.data.schema.schema import Strings
@@ -16,7 +17,7 @@ HEADER = "user_id,item_id,timestamp,clicked,seconds,tags,genre,price,title,city"
 
 def config_of(path: str, **settings: object) -> DataConfig:
     """A config with a column of each kind."""
-    return DataConfig(
+    return data_config(
         interactions=path,
         label="clicked",
         user_categorical=["user_id", "city"],
@@ -96,8 +97,7 @@ def test_a_saved_schema_is_the_same_schema(write, tmp_path):
     items = ["é\n", "1e5", "null", "ünï", "日本", '"']
     rows = [f'u{i % 2},"{items[i % 6]}",{i},{i % 2},{0.1 * i}'.replace('"""', '""""') for i in range(20)]
     path = write("r.csv", "user_id,item_id,timestamp,clicked,seconds", *rows)
-    config = DataConfig(interactions=path, label="clicked", user_dense=["seconds"], event_dense=["seconds2"])
-    config.event_dense = []
+    config = data_config(interactions=path, label="clicked", user_dense=["seconds"])
     schema = load_dataset(config).schema
     schema.save(tmp_path / "data")
     read = DataSchema.load(tmp_path / "data")
@@ -190,16 +190,14 @@ def test_a_schema_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"item_categorical": []}, r"data\.item_categorical: got \[\], but the run was started with \['genre'\]"),
+        ({"item_categorical": []}, r"data\.features of item: got \[\], but the run was started with \['genre'\]"),
         ({"max_history": 7}, r"data\.max_history: got 7, but the run was started with 200"),
-        ({"user_dense": ["seconds"], "event_dense": []}, r"data\.event_categorical and event_dense: got \['tags'\]"),
+        ({"user_dense": ["seconds"], "event_dense": []}, r"data\.features of event: got \['tags'\]"),
     ],
 )
 def test_a_config_with_other_columns_does_not_fit_the_schema(table, settings, message):
     schema = load_dataset(config_of(table)).schema
-    config = config_of(table)
-    for name, value in settings.items():
-        setattr(config, name, value)
+    config = replace_data(config_of(table), **settings)
     with pytest.raises(DataError, match=message):
         load_dataset(config, schema)
 
@@ -207,8 +205,7 @@ def test_a_config_with_other_columns_does_not_fit_the_schema(table, settings, me
 def test_lists_where_training_had_single_values_are_refused(table):
     schema = load_dataset(config_of(table)).schema
     for separators, kinds in (({}, "one value a row, but in training it had lists"), ({"tags": ";", "city": "o"}, "")):
-        config = config_of(table)
-        config.separators = separators
+        config = replace_data(config_of(table), separators=separators)
         with pytest.raises(DataError, match=kinds or "'city' has lists of values, but in training it had one value"):
             load_dataset(config, schema)
 

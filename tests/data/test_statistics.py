@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,7 +154,7 @@ def test_they_are_dense_features_of_a_run(tmp_path):
     # The same columns in the table itself give the same features.
     given_path = tmp_path / "given.parquet"
     pa.parquet.write_table(add_statistics(table, config), given_path)
-    other = load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", impression_dense=names))
+    other = load_dataset(data_config(interactions=str(given_path), label="rating >= 3", context_dense=names))
     (expected,) = other.batches("test", 1000)
     np.testing.assert_array_equal(batch.dense_features.numpy(), expected.dense_features.numpy())
     means = dataset.arrays().dense[2]
@@ -218,7 +219,7 @@ def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path)
 def test_wrong_settings_are_refused(changes, message):
     settings = {"interactions": "rows.csv", "label": "rating >= 3"} | changes
     with pytest.raises(DataError, match=message):
-        load_dataset(DataConfig(**settings))
+        load_dataset(data_config(**settings))
 
 
 def test_a_prepared_dataset_does_not_make_them(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from data_configs import data_config
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
@@ -22,7 +23,7 @@ def rows(count: int = 40) -> list[list[str]]:
 def load(write, table: list[list[str]], **settings: object):
     lines = [",".join(row) for row in table]
     path = write("r.csv", "user_id,item_id,timestamp,liked,tag,city", *lines)
-    return load_dataset(DataConfig(interactions=path, label="liked", **settings)).summary
+    return load_dataset(data_config(interactions=path, label="liked", **settings)).summary
 
 
 def test_counts_shares_and_lengths(write):
@@ -105,7 +106,7 @@ def test_a_missing_value_is_no_change(write, tmp_path, prepared):
         columns = "user_id,item_id,timestamp,liked,tag,city,tags,price"
         path.write_text("\n".join([columns, *(",".join(row) for row in table)]) + "\n")
         fields = {"user_categorical": names[:2], "user_dense": names[2:], "separators": {"tags": "|"}}
-        config = DataConfig(interactions=str(path), label="liked", **fields)
+        config = data_config(interactions=str(path), label="liked", **fields)
         if prepared:
             folder = tmp_path / f"prepared{len(list(tmp_path.iterdir()))}"
             prepare_dataset(config, folder)
@@ -130,7 +131,7 @@ def test_values_of_rules_that_no_row_has_are_warned_of(write):
     known = "; values of 'tag': t0 (10), t1 (10), t2 (10)"
     rules = {"label": "tag in [t0, T1] or tag == t1 and liked >= 9", "history": "tag != t3 and liked in [0, 1, 2]"}
     path = write("h.csv", "user_id,item_id,timestamp,liked,tag,city", *(",".join(row) for row in table))
-    summary = load_dataset(DataConfig(interactions=path, **rules)).summary
+    summary = load_dataset(data_config(interactions=path, **rules)).summary
     assert summary.warnings == [
         f"label '{rules['label']}': no row has the value 'T1'{known}",
         f"history '{rules['history']}': no row has the value 't3'{known}",

@@ -7,9 +7,11 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
+from jfi.data.config_checks import check_data_config
 from jfi.data.prepared.fingerprint import Fingerprint
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
@@ -33,7 +35,7 @@ def table(write) -> str:
 
 
 def several(table: str, **settings: object) -> DataConfig:
-    return DataConfig(**{"interactions": table, "labels": LABELS, "weight": "importance", **settings})
+    return data_config(**{"interactions": table, "labels": LABELS, "weight": "importance", **settings})
 
 
 def read(config: DataConfig) -> dict[tuple[int, float], tuple]:
@@ -138,13 +140,16 @@ def test_the_fingerprint_knows_all_labels_and_the_weight(table, write):
         ({"task": "regression", "label": "x", "statistics": ["item"]}, "data.statistics counts positives, and data.ta"),
         ({"labels": LABELS, "source": "synthetic"}, "data.labels is set, but the synthetic table has a label"),
         ({"weight": "user_id"}, "data.user and data.weight are both 'user_id'"),
-        ({"weight": "w", "impression_dense": ["w"]}, "data.impression_dense lists 'w', which is data.weight"),
-        ({"labels": LABELS, "item_dense": ["seconds"]}, "column 'seconds' defines the label, so data.item_* must not"),
+        ({"weight": "w", "context_dense": ["w"]}, "data.features lists 'w' of context, which is data.weight"),
+        (
+            {"labels": LABELS, "item_dense": ["seconds"]},
+            "column 'seconds' defines the label, so data.features",
+        ),
     ],
 )
 def test_settings_that_no_table_fits(settings, expected):
     with pytest.raises(DataError) as fault:
-        DataConfig(**{"interactions": "r.csv", **settings}).check()
+        check_data_config(data_config(**{"interactions": "r.csv", **settings}))
     assert str(fault.value).startswith(expected)
 
 

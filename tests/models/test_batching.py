@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import cut_chunks
@@ -36,15 +37,15 @@ def write_table(path, seed: int = 0) -> str:
 
 @pytest.fixture
 def config(tmp_path) -> DataConfig:
-    return DataConfig(
+    return data_config(
         interactions=write_table(tmp_path / "rows.csv"),
         label="rating >= 3",
         user_categorical=["gender"],
         item_categorical=["genre"],
         item_dense=["price"],
         event_categorical=["kind", "place"],
-        impression_categorical=["place", "tags"],
-        impression_dense=["hour"],
+        context_categorical=["place", "tags"],
+        context_dense=["hour"],
         separators={"tags": "|"},
         max_history=10,
         max_timeline=25,

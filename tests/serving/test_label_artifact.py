@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
+from data_configs import data_config
 
 import jfi
-from jfi.data import DataConfig
 from jfi.data.config import LabelConfig
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
@@ -56,7 +56,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     """By label, on a GPU where there is one; the auxiliary label has no score, and its tower is not in the package."""
     rows = [row(i) for i in range(240)]
     pa.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "log.csv")
-    data = DataConfig(
+    data = data_config(
         interactions=str(tmp_path / "log.csv"),
         user="user",
         item="item",
@@ -66,7 +66,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
         user_categorical=["region"],
         item_categorical=["genre"],
         event_categorical=["action"],
-        impression_categorical=["slot"],
+        context_categorical=["slot"],
         max_history=6,
     )
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8, 4], experts=2)

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 
-from jfi.data import DataConfig, DataSchema, load_dataset
+from jfi.data import DataSchema, load_dataset
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedEncoder, RelativeTimeBias, SequenceFeatureConfig
 from jfi.ops import jagged_attention
@@ -80,7 +81,7 @@ def table(tmp_path_factory) -> SimpleNamespace:
         }
         for t in range(500)
     ]
-    config = DataConfig(
+    config = data_config(
         interactions=write(folder / "rows.csv", rows),
         users=write(folder / "users.csv", users),
         items=write(folder / "items.csv", items),
@@ -94,8 +95,8 @@ def table(tmp_path_factory) -> SimpleNamespace:
         item_dense=["price"],
         event_categorical=["device"],
         event_dense=["seconds"],
-        impression_categorical=["place", "device", "labels"],
-        impression_dense=["discount"],
+        context_categorical=["place", "device", "labels"],
+        context_dense=["discount"],
         separators={"genres": "|", "hobbies": "|", "labels": "|"},
         max_history=12,
         max_slots=2,

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config
 
 import jfi
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import SyntheticConfig, load_dataset
 from jfi.data.batches.engagement import training_log
 from jfi.data.features import synthetic_dwell
 from jfi.history import Policy, fit
@@ -48,7 +49,7 @@ def folder(tmp_path_factory):
     pa.parquet.write_table(log, folder / "log.parquet")
     pa.parquet.write_table(items, folder / "items.parquet")
     columns = {**synthetic_dwell.COLUMNS, "dwell_unit": "ms", "event_dense": []}
-    data = DataConfig(
+    data = data_config(
         interactions=str(folder / "log.parquet"),
         items=str(folder / "items.parquet"),
         max_history=MAX_HISTORY,

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pytest
+from data_configs import data_config
 
 import jfi
-from jfi.data import DataConfig
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.json_lines import answer_lines
@@ -49,7 +49,7 @@ def rows() -> list[dict]:
 def run(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     pa.csv.write_csv(pa.Table.from_pylist(rows), folder / "log.csv")
-    data = DataConfig(
+    data = data_config(
         interactions=str(folder / "log.csv"),
         user="user",
         item="item",
@@ -59,8 +59,8 @@ def run(rows, tmp_path_factory):
         user_categorical=["region"],
         item_categorical=["genre"],
         event_categorical=["action", "device"],
-        impression_categorical=["slot", "device"],
-        impression_dense=["price"],
+        context_categorical=["slot", "device"],
+        context_dense=["price"],
         event_crosses=[["item", "action"]],
         hash_buckets={"genre": 3, "region": 50, "item_x_action": 9, "slot": 6},
         max_history=MAX_HISTORY,

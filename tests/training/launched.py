@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from data_configs import data_config
 
-from jfi.data import DataConfig
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig, TrainingConfig
 from jfi.training.cli import save_config
 from jfi.training.metrics import METRICS
@@ -43,7 +43,7 @@ def write_tables(path: Path) -> None:
 
 def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "auto", **training: object) -> Config:
     config = Config(
-        data=DataConfig(
+        data=data_config(
             interactions=str(folder / "table.csv"),
             label="rating >= 1",
             event_categorical=["rating"],

@@ -6,8 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from data_configs import data_config
 
-from jfi.data import DataConfig
 from jfi.training import Config, ModelConfig, TrainingConfig
 from jfi.training.loop import Trainer
 
@@ -43,7 +43,7 @@ def write_table(path: Path, rows: list[list[object]]) -> None:
 
 def config_of(table: Path, run: Path, **training: object) -> Config:
     return Config(
-        data=DataConfig(
+        data=data_config(
             interactions=str(table),
             label="clicked",
             user_categorical=["user_id"],

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.csv
 import pytest
 import torch
+from data_configs import data_config, replace_data
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from test_run import tiny
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 def config(folder, name: str, rules: list[str] = RULES, **data: object) -> Config:
     made = config_of(folder / "table.csv", folder / name)
     inputs = {"event_dense": [], "label": "seconds >= 25", "auxiliary_labels": rules, **data}
-    return dataclasses.replace(made, data=dataclasses.replace(made.data, **inputs))
+    return dataclasses.replace(made, data=replace_data(made.data, **inputs))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_outputs_in_training_alone(experts):
 def test_wrong_settings_are_refused(folder, settings, message):
     data = {"interactions": str(folder / "table.csv"), "label": "seconds >= 25", "auxiliary_labels": RULES}
     with pytest.raises(DataError, match=message):
-        load_dataset(DataConfig(**{**data, **settings}))
+        load_dataset(data_config(**{**data, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_the_preset_does_without_a_rule_that_no_training_row_fulfils(tmp_path, m
     write_table(tmp_path / "table.csv", rows)
     made = config_of(tmp_path / "table.csv", tmp_path / "run", preset="auto")
     made = dataclasses.replace(
-        made, data=dataclasses.replace(made.data, event_dense=[], label="seconds >= 25", statistics=["item"])
+        made, data=replace_data(made.data, event_dense=[], label="seconds >= 25", statistics=["item"])
     )
     zeros = Predictions([torch.zeros(9)], [torch.arange(9) % 2.0], [torch.arange(9)])
     monkeypatch.setattr(preset, "pilot_scores", lambda *_: zeros)
@@ -259,7 +260,7 @@ def test_the_preset_takes_them_if_a_pilot_is_better(tmp_path, capsys, monkeypatc
     made = tiny(tmp_path / "run", epochs=1, preset="auto")
     data = config_of(tmp_path / "table.csv", tmp_path / "run").data
     made = dataclasses.replace(
-        made, data=dataclasses.replace(data, event_dense=[], label="seconds >= 25", statistics=["item"])
+        made, data=replace_data(data, event_dense=[], label="seconds >= 25", statistics=["item"])
     )
     tried = []
 

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
@@ -71,7 +72,7 @@ def weighted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibration")
     write_table(folder / "table.csv", [row(i) for i in range(1500)])
     made = config_of(folder / "table.csv", folder / "run")
-    data = dataclasses.replace(made.data, event_dense=[], label="clicked")
+    data = replace_data(made.data, event_dense=[], label="clicked")
     made = dataclasses.replace(made, data=data).with_training(positive_weight=5.0, epochs=3, patience=None)
     said = io.StringIO()
     with without_pictures(), contextlib.redirect_stdout(said):

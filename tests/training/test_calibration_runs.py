@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
@@ -31,7 +32,7 @@ LABELS = [LabelConfig("long", "seconds >= 25"), LabelConfig("clicked", "clicked"
 def made(folder: Path, name: str, **data) -> Config:
     own = config_of(folder / "table.csv", folder / name, epochs=3)
     own.optimizer.embeddings.learning_rate = 0.02  # with larger rates the scores separate the labels
-    return dataclasses.replace(own, data=dataclasses.replace(own.data, event_dense=[], **data))
+    return dataclasses.replace(own, data=replace_data(own.data, event_dense=[], **data))
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from data_configs import data_config
 
 from jfi.data import DataConfig, DataError, SyntheticConfig
+from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
 from jfi.training.cli import parse_config
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
@@ -150,10 +152,10 @@ DATA_LIMITS = [
 )
 def test_limits_of_data(option, settings, accepted, refused):
     for value in accepted:
-        DataConfig(interactions="r.csv", **settings, **{option: value}).check()
+        check_data_config(data_config(interactions="r.csv", **settings, **{option: value}))
     for value in refused:
         with pytest.raises(DataError, match=rf"^data\.{option}"):
-            DataConfig(interactions="r.csv", **settings, **{option: value}).check()
+            check_data_config(data_config(interactions="r.csv", **settings, **{option: value}))
 
 
 @pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])
@@ -176,11 +178,11 @@ def test_heads_by_recency_are_several(kind, section):
 @pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
 def test_limits_of_synthetic_data(name):
     for value in (1, MANY):
-        DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})).check()
+        check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
     for value in (0, MANY + 1):
         with pytest.raises(DataError, match=rf"^data\.synthetic\.{name} is "):
-            DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})).check()
-    DataConfig(source="synthetic", synthetic=SyntheticConfig(seed=0)).check()
+            check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
+    check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(seed=0)))
 
 
 def test_a_value_or_a_section_of_a_config_may_be_an_alias(tmp_path):

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import replace_data
 from launched import (
     ROUNDING,
     assert_same_metrics,
@@ -247,7 +248,7 @@ def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, l
     ids=lambda settings: next(iter(settings)),
 )
 def test_groups_histories_and_crosses_are_shared_too(folder, one_launched, settings):
-    config = dataclasses.replace(tiny(folder, "shared").data, **settings)
+    config = replace_data(tiny(folder, "shared").data, **settings)
     with join_world("cpu") as world:
         dataset = load_shared(config, world)
     assert not dataset.arrays().events.time.flags.owndata

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
 from jfi.data.prepared.manifest import prepared_config
@@ -55,13 +56,13 @@ def write(path: Path, rows: list[list], without: tuple[str, ...] = ()) -> Path:
 
 
 def config_of(table: Path, run: Path, **settings: object) -> Config:
-    data = DataConfig(
+    data = data_config(
         interactions=str(table),
         **{
             "label": "clicked",
             "event_categorical": ["device"],
-            "impression_categorical": ["device", "place", "tags"],
-            "impression_dense": ["price"],
+            "context_categorical": ["device", "place", "tags"],
+            "context_dense": ["price"],
             "separators": {"tags": "|"},
             "max_history": 9,
         }
@@ -202,8 +203,8 @@ def test_a_warm_start_keeps_the_rows_of_known_values_and_refuses_other_columns(r
     for value in before.keys() & after.keys():
         torch.testing.assert_close(after[value], before[value], atol=1e-6, rtol=0)
     for change, message in (
-        ({"impression_categorical": ["device", "tags"]}, "'place' is an input that this run lacks"),
-        ({"impression_dense": []}, "'number price' is an input that this run lacks"),
+        ({"context_categorical": ["device", "tags"]}, "'place' is an input that this run lacks"),
+        ({"context_dense": []}, "'number price' is an input that this run lacks"),
     ):
         config = config_of(folder / "table.csv", tmp_path / "other", **change)
         config.training.warm_start = str(folder / "run")
@@ -225,7 +226,7 @@ def test_embeddings_from_a_file_fill_the_table(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batching"), [("impression_categorical", "sample"), ("impression_dense", "sample"), (None, "user")]
+    ("kind", "batching"), [("context_categorical", "sample"), ("context_dense", "sample"), (None, "user")]
 )
 def test_a_signal_that_only_the_impression_has_is_learnt(tmp_path, kind, batching):
     """The label depends on the row's own value alone, which no earlier row tells."""
@@ -236,9 +237,9 @@ def test_a_signal_that_only_the_impression_has_is_learnt(tmp_path, kind, batchin
         clicked = int(draw.random() < (0.85 if shown else 0.15))
         rows.append([f"u{draw.randrange(40)}", f"i{draw.randrange(30)}", 60 * i, clicked, shown, "p", "", shown])
     table = write(tmp_path / "table.csv", rows)
-    none = {"event_categorical": ["device", "clicked"], "impression_categorical": [], "impression_dense": []}
+    none = {"event_categorical": ["device", "clicked"], "context_categorical": [], "context_dense": []}
     none |= {"batching": batching, "user_categorical": ["user_id"]}
-    every = {"impression_categorical": ["device"], "impression_dense": ["price"]}
+    every = {"context_categorical": ["device"], "context_dense": ["price"]}
     auc = {}
     for name, settings in (("without", none), ("with", none | ({kind: every[kind]} if kind else every))):
         config = config_of(table, tmp_path / name, separators={}, **settings)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.csv
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from worker import without_pictures
@@ -84,7 +85,7 @@ def config(folder, name: str, data: dict, **training: object) -> Config:
     made = config_of(folder / "table.csv", folder / name)
     inputs = {"event_dense": [], "label": None, **data}
     options = dataclasses.replace(made.training, **training)
-    return dataclasses.replace(made, data=dataclasses.replace(made.data, **inputs), training=options)
+    return dataclasses.replace(made, data=replace_data(made.data, **inputs), training=options)
 
 
 @pytest.fixture(scope="module")

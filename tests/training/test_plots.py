@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from data_configs import data_config
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager, get_data_path
@@ -37,7 +38,7 @@ def table(tmp_path):
         for i in range(140)
     ]
     path.write_text("\n".join(["user_id,item_id,liked,timestamp,stars,tags,title", *rows]) + "\n", encoding="utf8")
-    return DataConfig(
+    return data_config(
         interactions=str(path),
         label="liked",
         title="title",

@@ -14,11 +14,12 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from data_configs import data_config
 from own_table import HEADER, config_of, new_row, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
@@ -416,7 +417,7 @@ def small_table(folder: Path, **changes: object):
     with (folder / "items.csv").open("w", newline="") as file:
         items = [*([i, f"g{i % 2}|g{i % 3}", f"title {i}"] for i in range(5, 18)), ["new", "g0", "a new one"]]
         csv.writer(file).writerows([["item", "genre", "name"], *items])
-    data = DataConfig(
+    data = data_config(
         interactions=str(folder / "log.csv"),
         items=[str(folder / "items.csv")],
         user="user",
@@ -484,7 +485,7 @@ def test_a_table_whose_lists_are_all_empty_is_scored(tmp_path):
         lines = [json.dumps({**line, "tags": tags}) for line in rows]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     config = config_of(tmp_path / "log.jsonl", tmp_path / "run", epochs=1)
-    data = DataConfig(interactions=config.data.interactions, label="clicked", item_categorical=["tags"])
+    data = data_config(interactions=config.data.interactions, label="clicked", item_categorical=["tags"])
     with without_pictures():
         train(dataclasses.replace(config, data=data))
     run = jfi.load_run(tmp_path / "run")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import data_config
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError
+from jfi.data import DataError
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
 from jfi.data.prepared.known_items import KnownItems
@@ -43,7 +44,7 @@ def write(path: Path, lines: list[list]) -> Path:
 
 def run_on(folder: Path, **changes: object) -> tuple[SavedRun, dict[str, float]]:
     """A run on all rows, and the test metrics that training reports."""
-    data = DataConfig(
+    data = data_config(
         interactions=str(write(folder / "all.csv", rows())),
         item_categorical=["kind"],
         negatives=NEGATIVES,

@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, row, write_table
 from test_run import tiny
 from test_semantic_id_runs import config as with_ids
@@ -130,12 +131,12 @@ def test_it_says_what_it_cannot_try(tmp_path, monkeypatch):
             "a prepared dataset has its own",
             "a prepared dataset makes none",
         ),
-        (dataclasses.replace(own, label=None, event_dense=[]), "they are beside data.label", "they need data.label"),
+        (replace_data(own, label=None, event_dense=[]), "they are beside data.label", "they need data.label"),
     ):
         settled, lines = preset.apply_preset(dataclasses.replace(config, data=data), load_dataset(data))
         said = [f"data.auxiliary_labels: none: {labels}", f"data.statistics: none: {statistics}"]
         assert lines[:2] == [f"training.preset: {one}" for one in said] and settled.data == data
-    given = dataclasses.replace(config.data, impression_dense=["past_item_rate"])
+    given = replace_data(config.data, context_dense=["past_item_rate"])
     lines = preset.apply_preset(dataclasses.replace(config, data=given), load_dataset(config.data))[1]
     assert lines[1] == "training.preset: data.statistics: none: the table has such columns"
     real = dataclasses.replace(config, data=dataclasses.replace(config.data, label="rating", task="regression"))

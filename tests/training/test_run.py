@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_configs import data_config
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.training import (
@@ -519,7 +520,7 @@ def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatc
     table = tmp_path / "table.csv"
     table.write_text("user_id,item_id,rating,timestamp\n" + "".join(f"{u},{u % 3},{u % 2},{u}\n" for u in range(40)))
     config = tiny(tmp_path / "run", epochs=1)
-    config.data = DataConfig(interactions=str(table), label="rating >= 1", event_categorical=["rating"])
+    config.data = data_config(interactions=str(table), label="rating >= 1", event_categorical=["rating"])
     monkeypatch.undo()
     train(config)
     assert (tmp_path / "run" / "curves.png").exists()

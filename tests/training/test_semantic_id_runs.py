@@ -13,12 +13,14 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_configs import data_config, replace_data
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
 from jfi import SemanticIDEmbedding
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
+from jfi.data.config_checks import check_data_config
 from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.serving.dataset_schema import schema_of
@@ -174,10 +176,10 @@ def test_wrong_files_are_refused_by_name(copied, change, message):
 @pytest.mark.parametrize("field", ["item_dense", "item_categorical", "event_categorical", "user_categorical"])
 def test_a_column_with_the_name_of_the_ids_is_refused(folder, field):
     data = config(folder, "x").data
-    data = dataclasses.replace(data, **{field: [*getattr(data, field), "sid"]})
+    data = replace_data(data, **{field: [*getattr(data, field), "sid"]})
     with pytest.raises(DataError, match=r"data lists the column 'sid', which is that of data.semantic_ids; rename"):
-        data.check()
-    dataclasses.replace(data, semantic_ids=None).check()
+        check_data_config(data)
+    check_data_config(dataclasses.replace(data, semantic_ids=None))
 
 
 def other_codec(folder: Path) -> None:
@@ -199,7 +201,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     data, prepared = config_of_run.data, tmp_path / "prepared"
     prepare_dataset(data, prepared, show=False)
     choices = {"max_history": data.max_history, "num_quantiles": data.num_quantiles}
-    here, there = load_dataset(data), load_dataset(DataConfig(prepared=str(prepared), **choices))
+    here, there = load_dataset(data), load_dataset(data_config(prepared=str(prepared), **choices))
     assert there.schema.codec.fingerprint == here.schema.codec.fingerprint
     for split in ("train", "test"):
         for one, other in zip(here.batches(split, 40), there.batches(split, 40), strict=True):
@@ -367,7 +369,7 @@ def test_settings_that_do_not_go_together(folder, copied):
     with pytest.raises(
         ConfigError, match=r"model.item_id: got False, must be true with data.event_crosses of 'item_id'"
     ):
-        crossed = dataclasses.replace(made.data, event_crosses=[["item_id", "tags"]])
+        crossed = replace_data(made.data, event_crosses=[["item_id", "tags"]])
         dataclasses.replace(made, data=crossed, model=dataclasses.replace(made.model, item_id=False))
     rebuild_ids_by_codes(copied)
     made = config(copied, "x")

@@ -22,7 +22,7 @@ class Batch(Pipelineable):
     Args:
         dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no
             dense column.
-        sparse_features: every categorical key, with stride B: user keys, item (target) keys and impression keys, then
+        sparse_features: every categorical key, with stride B: user keys, item (target) keys and context keys, then
             the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
             `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
         labels: `[B]` float32, 0 or 1, or any number of a regression. Of L labels `[B, L]`, NaN where a further one is

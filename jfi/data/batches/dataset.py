@@ -30,7 +30,7 @@ from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.suggest import suggest
 from jfi.utils.timelines import Timelines
 
-#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of impressions, `[E]` float32
+#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
 #: each. The arrays of events stay apart, since each may be the map of a file.
 Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
 
@@ -54,7 +54,7 @@ class InteractionDataset:
         events: all events; every history is a range of them.
         schema: the keys of the batches and the encodings of their values.
         columns: by key of `schema.features`, except the age, the ids of each user, item or event.
-        dense: the dense features of users, of items and of impressions.
+        dense: the dense features of users, of items and of contexts.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
         unknown_share: share of the known ids of a training batch that become 0.
@@ -91,7 +91,7 @@ class InteractionDataset:
         self.features = schema.features
         self._events = events
         self._columns = columns
-        self._dense_users, self._dense_items, self._dense_impressions = dense
+        self._dense_users, self._dense_items, self._dense_contexts = dense
         self._samples = samples
         self._negatives = negatives
         self._engagement = engagement
@@ -107,7 +107,7 @@ class InteractionDataset:
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
-        dense = self._dense_users, self._dense_items, self._dense_impressions
+        dense = self._dense_users, self._dense_items, self._dense_contexts
         return Arrays(self._events, self._columns, dense, self._samples, self._negatives, self._engagement)
 
     @property
@@ -354,7 +354,7 @@ class InteractionDataset:
         rows = {
             ("user", "user"): user if offsets is None else user[offsets[:-1]],
             ("item", "item"): item,
-            ("impression", "event"): events,
+            ("context", "event"): events,
             ("history", "item"): history_item,
             ("history", "event"): history,
         }
@@ -399,8 +399,8 @@ class InteractionDataset:
             # Without it the first split of the tensor would synchronize with the device to compute it.
             length_per_key=length_per_key.tolist(),
         )
-        impressions = [column[events, None] for column in self._dense_impressions]
-        dense = np.concatenate([self._dense_users[user], self._dense_items[item], *impressions], axis=1)
+        contexts = [column[events, None] for column in self._dense_contexts]
+        dense = np.concatenate([self._dense_users[user], self._dense_items[item], *contexts], axis=1)
         if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
         further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.config import DataConfig
+from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.prepared.arrange import sort_and_split
 from jfi.data.prepared.source import Columns, RawColumns, column_settings, read_tables
@@ -116,7 +117,7 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
         >>> log.surfaces, len(log) == len(conversion)
         (['autoplay', 'feed', 'search'], True)
     """
-    config.check()
+    check_data_config(config)
     if config.prepared is not None:
         raise DataError("data.prepared is set; a policy is fitted to tables, since a prepared one has no conversions")
     config = column_settings(replace(config, statistics=[], policy=None))

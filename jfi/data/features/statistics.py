@@ -12,7 +12,7 @@ some more rows of the rate that is expected anyway:
                 logarithm, the rate, and how far labels of both items go together; see `co_occurrence`
 
 `similar` looks at the 32 newest events, the same in every table, so that a table to score has the scale of training. It
-takes the most time. They enter the model like columns of `data.impression_dense`, under the names of `STATISTICS` in
+takes the most time. They enter the model like numeric features of the context, under the names of `STATISTICS` in
 `jfi.data.config`.
 """
 
@@ -38,7 +38,7 @@ _LEAST_SIMILARITY = 1e-3
 
 
 def add_statistics(table: pa.Table | Table, config: DataConfig) -> pa.Table:
-    """The table of interactions with the columns of `config.statistics`, for `data.impression_dense` or for scoring.
+    """The table of interactions with the columns of `config.statistics`, as features of the context or for scoring.
 
     Args:
         table: with the columns that `config` names for the user, the item, the time, the label and the history; what

@@ -13,7 +13,7 @@ events by category and by rating, which say nothing about like[u, c] beyond the 
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.config import SyntheticConfig
+from jfi.data.config import FeatureConfig, SyntheticConfig
 from jfi.data.io.table import Table
 
 # The meaning of the columns; replaces these settings of a DataConfig.
@@ -23,21 +23,10 @@ COLUMNS = {
     "timestamp": "timestamp",
     "timestamp_unit": "s",
     "label": "rating >= 4",
-    "user_categorical": [],
-    "user_dense": [],
-    "item_categorical": ["category"],
-    "item_dense": [],
-    "event_categorical": ["rating"],
-    "event_dense": [],
-    "impression_categorical": [],
-    "impression_dense": [],
-    "separators": {},
+    "features": [FeatureConfig("category", "item"), FeatureConfig("rating", "event")],
     "title": "title",
     "group": None,
     "history": None,
-    "min_count": {},
-    "hash_buckets": {},
-    "event_crosses": [],
     "dwell": None,
     "surface": None,
     "session": None,

@@ -22,7 +22,7 @@ event of an active user counts the same, however old it is.
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.config import SyntheticConfig
+from jfi.data.config import FeatureConfig, SyntheticConfig
 from jfi.data.io.table import Table
 
 #: The meaning of the columns; replaces these settings of a DataConfig.
@@ -32,21 +32,14 @@ COLUMNS = {
     "timestamp": "timestamp",
     "timestamp_unit": "s",
     "label": "label",
-    "user_categorical": [],
-    "user_dense": [],
-    "item_categorical": ["category"],
-    "item_dense": [],
-    "event_categorical": ["surface"],
-    "event_dense": ["dwell"],
-    "impression_categorical": [],
-    "impression_dense": [],
-    "separators": {},
+    "features": [
+        FeatureConfig("category", "item"),
+        FeatureConfig("surface", "event"),
+        FeatureConfig("dwell", "event", "number"),
+    ],
     "title": None,
     "group": None,
     "history": None,
-    "min_count": {},
-    "hash_buckets": {},
-    "event_crosses": [],
     "dwell": "dwell",
     "dwell_unit": "s",
     "surface": "surface",

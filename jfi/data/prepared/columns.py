@@ -39,10 +39,10 @@ class SortedColumns:
 
     def __init__(self, values: Path, folder: Path, rows: Rows, config: DataConfig, scratch: Path) -> None:
         self._values, self._columns, self._rows, self._scratch = values, read_columns(folder), rows, scratch
-        self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
+        self._crosses, self._items = config.crosses(), [config.item, *config.names("item", "category")]
         self._crossed: dict[str, CodedColumn] = {}
         self._ids = {"user": (config.user, rows.user_ids), "item": (config.item, rows.item_ids)}
-        self._separators = config.separators
+        self._separators = config.separators()
         self.sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item)
         self._tables, self._first = {}, {}
         for of, path, index in (("user", config.users, rows.user), ("item", config.items, rows.item)):

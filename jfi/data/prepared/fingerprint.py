@@ -61,7 +61,10 @@ class Fingerprint:
             return dataclasses.replace(known, samples=samples, policy=policy)
         config = column_settings(config)
         arrays = dataset.arrays()
-        events, names = arrays.events, [*config.user_dense, *config.item_dense, *config.impression_dense]
+        events, names = (
+            arrays.events,
+            [*config.names("user", "number"), *config.names("item", "number"), *config.names("context", "number")],
+        )
         # A user's or item's values are taken for each event, since the order of the items depends on their names.
         index = {"user": events.user, "item": events.item, "event": None}
         values: dict[str, list[Iterable[np.ndarray]]] = {
@@ -91,11 +94,11 @@ class Fingerprint:
         for spec, column in zip(dataset.features, arrays.columns, strict=False):
             parts = values.setdefault(spec.column, [])
             parts.append(_id_blocks(column, index[spec.of], len(events.user)))
-        users, items, impressions = arrays.dense
+        users, items, contexts = arrays.dense
         dense = [
             *(map(column.take, _blocks(events.user)) for column in users.T),
             *(map(column.take, _blocks(events.item)) for column in items.T),
-            *(_blocks(column) for column in impressions),
+            *(_blocks(column) for column in contexts),
         ]
         for name, blocks in zip(names, dense, strict=True):
             values.setdefault(name, []).append(blocks)

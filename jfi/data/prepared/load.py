@@ -15,6 +15,7 @@ from jfi.data.batches.engagement import read_engagement
 from jfi.data.batches.events import Events, order_by_item
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
+from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.features.statistics import with_statistics
 from jfi.data.prepared import splits
@@ -62,12 +63,12 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     """
     if config.prepared is not None:
         config = resolve(config)
-        config.check()
+        check_data_config(config)
         dataset = open_prepared(config)
         if schema is not None:
             check_equal(schema, dataset.schema, config.prepared)
         return dataset
-    config.check()
+    check_data_config(config)
     if schema is not None:
         check_fits(schema, column_settings(config))
     with Display("read the tables", None, ticking=True):
@@ -83,7 +84,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         if schema is None:
             schema = learn_schema(columns, rows, config)
         dataset = build_dataset(columns, rows, schema, config)
-    absent = absent_values(tables.interactions, config)
+    absent = absent_values(tables.interactions, config.rules())
     dataset.summary.warnings.extend(one.describe(lambda: [tables.interactions]) for one in absent)
     return dataset
 
@@ -157,25 +158,25 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     Raises:
         DataError: it has not, as one line that names the setting.
     """
-    roles = ("user", "item", "impression", "history")
+    roles = ("user", "item", "context", "history")
     keys = {role: {s.column for s in schema.features if s.role == role and not s.semantic} for role in roles}
-    items = {config.item, *config.item_categorical}
-    moments = [*config.user_dense, *config.item_dense, *config.impression_dense]
-    events = {*config.event_categorical, *config.event_dense}
+    items = {config.item, *config.names("item", "category")}
+    moments = [*config.names("user", "number"), *config.names("item", "number"), *config.names("context", "number")]
+    events = {*config.names("event"), *config.crosses()}
+    wanted_buckets = {one.name: one.hash_buckets for one in config.features if one.hash_buckets is not None}
     buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
     if (schema.codec is None) != (config.semantic_ids is None):
         which = "without" if schema.codec is None else "with"
         raise DataError(f"data.semantic_ids: got {config.semantic_ids!r}, but the run was started {which} semantic IDs")
     for name, learnt, wanted in (
         ("item", schema.item_key, config.item),
-        ("user_categorical", keys["user"], set(config.user_categorical)),
-        ("item_categorical", keys["item"] - {schema.item_key}, items - {config.item}),
-        ("event_categorical and event_dense", keys["history"] - keys["item"] - set(config.crosses()), events),
-        ("event_crosses", sorted(set(config.crosses()) & keys["history"]), sorted(config.crosses())),
-        ("event_dense", set(schema.encodings.edges), set(config.event_dense)),
-        ("impression_categorical", keys["impression"], set(config.impression_categorical)),
-        ("user_dense, item_dense and impression_dense", schema.dense_names, moments),
-        ("hash_buckets", buckets, config.hash_buckets),
+        ("features of user", keys["user"], set(config.names("user", "category"))),
+        ("features of item", keys["item"] - {schema.item_key}, items - {config.item}),
+        ("features of event", keys["history"] - keys["item"], events),
+        ("features of event and type number", set(schema.encodings.edges), set(config.names("event", "number"))),
+        ("features of context", keys["context"], set(config.names("context", "category"))),
+        ("features of type number", schema.dense_names, moments),
+        ("features with hash_buckets", buckets, wanted_buckets),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),

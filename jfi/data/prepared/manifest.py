@@ -8,12 +8,12 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from jfi.data.config import FILES, DataConfig, LabelConfig, SyntheticConfig
+from jfi.data.config import FILES, DataConfig, FeatureConfig, LabelConfig, SyntheticConfig
 from jfi.data.errors import DataError
 from jfi.utils.files import reading_file
 from jfi.utils.suggest import suggest
 
-FORMAT = "jfi prepared dataset 1"
+FORMAT = "jfi prepared dataset 2"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
 CHOICES = (
@@ -72,6 +72,7 @@ class Manifest:
         _check_fields(path, "data", data, DataConfig)
         if "synthetic" in data:
             data["synthetic"] = SyntheticConfig(**data["synthetic"])
+        data["features"] = [FeatureConfig(**one) for one in data.get("features", [])]
         data["labels"] = [LabelConfig(**one) for one in data.get("labels", [])]
         data |= {name: _below(path.parent, data[name]) for name in FILES if name in data}
         return cls(DataConfig(**data), tree["sizes"])
@@ -130,7 +131,8 @@ def _check_fields(path: Path, prefix: str, values: dict, kind: type) -> None:
                 key = f"{prefix}.{name}[{place}]"
                 _check(path, key, one, dict)
                 _check_fields(path, key, one, inner)
-                if lacking := {"name", "label"} - one.keys():
+                needed = {one.name for one in dataclasses.fields(inner) if one.default is one.default_factory}
+                if lacking := needed - one.keys():
                     raise DataError(f"{path}: {key} has no field '{min(lacking)}'")
         elif dataclasses.is_dataclass(kinds[name]):
             _check(path, f"{prefix}.{name}", value, dict)

@@ -3,7 +3,7 @@
 manifest.json                            the format and the section `data` of the config that made it
 schema.json, vocabularies.parquet        the schema, see `jfi.data.schema.schema`
 codec.safetensors                        of the schema, with semantic IDs
-events.arrow                             user, item, time, label, split, a column for each key of impressions and each
+events.arrow                             user, item, time, label, split, a column for each key of contexts and each
                                          history key of events, dense features, and dwell, surface and session
                                          where the config has them
 users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
@@ -44,8 +44,8 @@ from jfi.utils.encoding import UNKNOWN
 from jfi.utils.files import is_storage_fault, naming
 
 SUMMARY, LENGTHS, SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
-#: Before the names of the columns of impressions, which could be those of other columns of events.
-IMPRESSION = "impression_"
+#: Before the names of the columns of contexts, which could be those of other columns of events.
+CONTEXT = "context_"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
 COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
 
@@ -160,9 +160,9 @@ def read_features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]])
 
 
 def column_name(spec: FeatureSpec) -> str:
-    """The column of a key: its own for events and impressions, else one for all keys of the user's or item's column."""
-    if spec.role == "impression":
-        return IMPRESSION + spec.column
+    """The column of a key: its own for events and contexts, else one for all keys of the user's or item's column."""
+    if spec.role == "context":
+        return CONTEXT + spec.column
     return spec.key if spec.of == "event" else spec.column
 
 
@@ -180,12 +180,12 @@ def known_items(schema: DataSchema, columns: Sequence[Categorical], events: Even
 
 def dense_names(config: DataConfig) -> dict[Entity, list[str]]:
     """The dense columns in the file of users, of items and of events."""
-    impressions = [IMPRESSION + name for name in config.impression_dense]
-    return {"user": config.user_dense, "item": config.item_dense, "event": impressions}
+    contexts = [CONTEXT + name for name in config.names("context", "number")]
+    return {"user": config.names("user", "number"), "item": config.names("item", "number"), "event": contexts}
 
 
 def read_dense(tables: dict[Entity, dict[str, pa.Array]], config: DataConfig) -> Dense:
-    """The dense features; those of impressions are not copied.
+    """The dense features; those of contexts are not copied.
 
     Raises:
         DataError: a column is missing.

@@ -23,6 +23,7 @@ from jfi.data.batches.engagement import read_engagement
 from jfi.data.batches.events import Events, index_type, order_by_item
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
+from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import count_rows, input_files
 from jfi.data.prepared.arrange import Rows, members
@@ -77,7 +78,7 @@ def prepare_dataset(
         dataset = load_dataset(DataConfig(prepared="clicks.prepared"))
     """
     out, config = Path(out), config.with_absolute_paths()
-    config.check()
+    check_data_config(config)
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
     if config.policy is not None:
@@ -85,7 +86,7 @@ def prepare_dataset(
     if config.statistics:
         raise DataError(
             "data.statistics is not made for a prepared dataset; add the columns with examples/add_statistics.py and "
-            "list them in data.impression_dense"
+            "declare them in data.features, {name: ..., of: context, type: number}"
         )
     work = out.parent / f".{out.name}.preparing"
     if out.exists() and (work / "result.done").exists() and not (work / "result").exists():

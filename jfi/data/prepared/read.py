@@ -62,17 +62,17 @@ class RawColumn:
 def raw_columns(config: DataConfig) -> list[RawColumn]:
     """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
     places = [name for name in (config.surface, config.session) if name is not None]
-    of_events = dict.fromkeys([*config.event_categorical, *config.impression_categorical, *places])
+    of_events = dict.fromkeys([*config.names("event", "category"), *config.names("context", "category"), *places])
     columns = [RawColumn(name, "category") for name in of_events]
     dwell = [] if config.dwell is None else [config.dwell]
-    numbers = dict.fromkeys([*config.event_dense, *config.impression_dense, *dwell])
+    numbers = dict.fromkeys([*config.names("event", "number"), *config.names("context", "number"), *dwell])
     columns += [RawColumn(name, "number") for name in numbers]
     if config.users is None:
-        columns += [RawColumn(name, "category") for name in config.user_categorical if name != config.user]
-        columns += [RawColumn(name, "number") for name in config.user_dense]
+        columns += [RawColumn(name, "category") for name in config.names("user", "category") if name != config.user]
+        columns += [RawColumn(name, "number") for name in config.names("user", "number")]
     if config.items is None:
-        columns += [RawColumn(name, "category") for name in config.item_categorical if name != config.item]
-        columns += [RawColumn(name, "number") for name in config.item_dense]
+        columns += [RawColumn(name, "category") for name in config.names("item", "category") if name != config.item]
+        columns += [RawColumn(name, "number") for name in config.names("item", "number")]
         columns += [] if config.title is None else [RawColumn(config.title, "text")]
     return columns
 
@@ -129,7 +129,7 @@ class _Stage:
         self._lists = {
             column.name
             for column in self._columns
-            if column.kind == "category" and is_multi_valued(first.categories(column.name, config.separators))
+            if column.kind == "category" and is_multi_valued(first.categories(column.name, config.separators()))
         }
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         types |= dict.fromkeys(target_names(config), np.float32)
@@ -171,7 +171,7 @@ class _Stage:
             self.events += int(event.sum())
             put("event", event)
         if self.absent != []:
-            absent = absent_values(table, config)
+            absent = absent_values(table, config.rules())
             self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
         if config.group is not None:
             put("group", self._groups(table))
@@ -181,11 +181,13 @@ class _Stage:
             elif column.kind == "text":
                 put(column.file, self._codes[column.file].encode(table.strings(column.name)))
             elif column.name in self._lists:
-                codes, counts = self._codes[column.file].encode_lists(table.categories(column.name, config.separators))
+                codes, counts = self._codes[column.file].encode_lists(
+                    table.categories(column.name, config.separators())
+                )
                 put(column.file, codes)
                 put(column.counts, counts)
             else:
-                values = table.categories(column.name, config.separators)
+                values = table.categories(column.name, config.separators())
                 if is_multi_valued(values):
                     raise DataError(f"{table.name}: column '{column.name}' has lists here, but single values before")
                 put(column.file, self._codes[column.file].encode(values))

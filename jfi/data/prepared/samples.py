@@ -62,7 +62,7 @@ def choose_samples(
             raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}")
         if config.label is None:
             dropped = f"dropped {labeled[name] - seen[name]} of {labeled[name]} positives of the {name} split"
-            least = config.min_count.get(config.item, 1)
+            least = config.feature(config.item).min_count
             where = "in the training split" if least == 1 else f"in {least} rows of the training split"
             why = f"whose items are not {where}"
             if not seen[name]:

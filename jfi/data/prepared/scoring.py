@@ -121,7 +121,7 @@ class ScoringParts:
             self._sids.check_codec(schema.codec, "the run", "semantic_ids")
         elif sources.semantic_ids is not None:
             raise DataError(f"semantic_ids: got {sources.semantic_ids!r}, but the run has no semantic IDs")
-        self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
+        self._item_columns = config.names("item") if sources.items is None else []
         self._first_rows: pa.Table | None = None
         self.known_items = KnownItems(schema, seen_only=bool(self._item_columns)) if positives else None
         self._warned: set[str] = set()
@@ -254,21 +254,21 @@ class ScoringParts:
         """The table with empty columns in place of those that it may lack.
 
         They are the label's; in a table to score all that tell what happened, which is an input of later rows alone;
-        and in the history those of impressions, which are inputs of the rows to score alone.
+        and in the history those of contexts, which are inputs of the rows to score alone.
         """
         config, optional = self._config, set(self._label_columns)
-        of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
+        of_users = config.names("user") if self._users is None else []
         needed = {config.user, config.item, config.timestamp, *of_users, *self._item_columns}
-        of_impressions = {*config.impression_categorical, *config.impression_dense}
+        of_contexts = {*config.names("context")}
         if scored:
-            needed |= of_impressions
+            needed |= of_contexts
             if made := next((name for name in config.statistics_columns() if name not in table.known), None):
                 raise DataError(
                     f"{table.name}: no column '{made}' of data.statistics; make it with examples/add_statistics.py of "
                     "a table with the past"
                 )
             rule = [] if config.history is None else parse_rule(config.history).columns
-            happened = {*config.event_categorical, *config.event_dense, *config.engagement_columns(), *rule}
+            happened = {*config.names("event"), *config.engagement_columns(), *rule}
             happened -= needed | optional
             optional |= happened
             if lacking := sorted(happened - set(table.known) - self._warned):
@@ -276,7 +276,7 @@ class ScoringParts:
                 names = ", ".join(f"'{name}'" for name in lacking)
                 _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
         else:
-            optional |= of_impressions - {*config.event_categorical}
+            optional |= of_contexts - {*config.names("event", "category")}
         lacking = sorted(optional - needed - set(table.known))
         data = table.data
         for name in lacking:
@@ -295,16 +295,16 @@ class ScoringParts:
             config.item: table.ids(config.item).cast(pa.large_string()),
             _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
-        of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        of_events = [*config.event_categorical, *config.event_dense, *config.engagement_columns()]
-        of_events += [*config.impression_categorical, *config.impression_dense]
+        of_users = config.names("user") if self._users is None else []
+        of_events = [*config.names("event"), *config.engagement_columns()]
+        of_events += config.names("context")
         for name in (*of_users, *self._item_columns, *of_events):
             if name in data:
                 continue
             if pa.types.is_floating(self._kind(name)):
                 data[name] = pa.array(table.numbers(name))
             else:
-                column = table.categories(name, config.separators)
+                column = table.categories(name, config.separators())
                 if column.null_count == len(column):  # of JSON Lines, empty lists without a list among them are text
                     column = pa.nulls(len(column), self._kind(name))
                 check_kind(self._schema, name, column)

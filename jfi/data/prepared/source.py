@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import DataConfig
+from jfi.data.config import DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.features import synthetic, synthetic_dwell
 from jfi.data.features.semantic_ids import SemanticIDs
@@ -75,12 +75,13 @@ def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
 def column_settings(config: DataConfig) -> DataConfig:
     """The config with the meaning of the columns that the tables have.
 
-    Those of the synthetic tables are fixed. The statistics are columns of impressions once they are made.
+    Those of the synthetic tables are fixed. The statistics are features of the context once they are made.
     """
     if config.source == "synthetic":
         config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
-    made = [name for name in config.statistics_columns() if name not in config.impression_dense]
-    return replace(config, impression_dense=[*config.impression_dense, *made]) if made else config
+    made = [name for name in config.statistics_columns() if name not in config.names("context", "number")]
+    made = [FeatureConfig(name, "context", "number") for name in made]
+    return replace(config, features=[*config.features, *made]) if made else config
 
 
 class RawColumns(Protocol):
@@ -109,8 +110,8 @@ class Columns:
     """
 
     def __init__(self, tables: Tables, rows: Rows, config: DataConfig, few: bool = False) -> None:
-        self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
-        self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
+        self._crosses, self._items = config.crosses(), [config.item, *config.names("item", "category")]
+        self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators()
         self.sids, self._few = tables.sids, few
         self._entities = {
             of: _FirstRows(tables.interactions, key, ids, index, rows)
@@ -171,7 +172,7 @@ class Columns:
 def check_crossed(name: str, column: pa.Array | CodedColumn) -> None:
     """Raises DataError if a column of a cross has lists."""
     if is_multi_valued(column):
-        raise DataError(f"data.event_crosses has '{name}', whose rows are lists; a cross needs single values")
+        raise DataError(f"data.features: a cross has '{name}', whose rows are lists; it needs single values")
 
 
 class EntityTable:

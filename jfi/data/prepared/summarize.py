@@ -139,7 +139,11 @@ def _gaps(
             none, part = _unseen(arrays.samples[name], index[spec.of], keys, counts, spec.slot is not None)
             shares = {spec.column: none, f"{spec.column} {_PARTLY}": part}
             unseen[name] |= {column: share for column, share in shares.items() if share}
-    dense = ((config.user_dense, "user"), (config.item_dense, "item"), (config.impression_dense, "event"))
+    dense = (
+        (config.names("user", "number"), "user"),
+        (config.names("item", "number"), "item"),
+        (config.names("context", "number"), "event"),
+    )
     for names, entity in dense:
         for name in names:
             missing[name] = _share_of_empty(columns, entity, _counts(columns.numbers(name, entity)))
@@ -216,19 +220,18 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
 def _warn_of_changes(columns: RawColumns, config: DataConfig) -> list[str]:
     warnings = []
     for of, names, numeric in (
-        ("user", config.user_categorical, False),
-        ("user", config.user_dense, True),
-        ("item", config.item_categorical, False),
-        ("item", config.item_dense, True),
+        ("user", config.names("user", "category"), False),
+        ("user", config.names("user", "number"), True),
+        ("item", config.names("item", "category"), False),
+        ("item", config.names("item", "number"), True),
     ):
         for name in names:
             changing, count = columns.count_changing(name, of, numeric), columns.count(of)
             if changing:
                 warnings.append(
                     f"'{name}' changes for {changing:,} of {count:,} {of}s from row to row; every sample has the value "
-                    f"of the {of}'s first row. If it describes the event, list it in data.event_categorical or "
-                    "data.event_dense, and if it is known when the item is shown, in data.impression_categorical or "
-                    "data.impression_dense"
+                    f"of the {of}'s first row. If it describes the event, declare it in data.features as "
+                    "`of: event`, and if it is known when the item is shown, as `of: context`"
                 )
     return warnings
 

@@ -99,8 +99,8 @@ def _table(
     for spec, ids in zip(dataset.features, arrays.columns, strict=False):
         if spec.of == of and (of == "event" or spec.slot is None):
             columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))
-    users, items, impressions = arrays.dense
-    dense = {"user": users.T, "item": items.T, "event": impressions}[of]
+    users, items, contexts = arrays.dense
+    dense = {"user": users.T, "item": items.T, "event": contexts}[of]
     columns |= {name: np.ascontiguousarray(dense[i]) for i, name in enumerate(dense_names(config)[of])}
     if not columns:
         # Without a column the number of rows would be lost.

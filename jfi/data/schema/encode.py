@@ -53,28 +53,34 @@ def encode_features(
 def encode_dense(
     columns: RawColumns, schema: DataSchema, config: DataConfig, new_column: Callable[[int], np.ndarray] | None = None
 ) -> Dense:
-    """The dense features of users, of items and of impressions.
+    """The dense features of users, of items and of contexts.
 
     Args:
         columns: the raw columns.
         schema: the means and deviations.
         config: the section `data`.
-        new_column: by the number of a column of impressions `[E]` float32 to write to, where these are too long for
+        new_column: by the number of a column of contexts `[E]` float32 to write to, where these are too long for
             memory.
     """
-    user = [standardize(columns.numbers(name, "user"), *schema.encodings.moments[name]) for name in config.user_dense]
-    item = [standardize(columns.numbers(name, "item"), *schema.encodings.moments[name]) for name in config.item_dense]
+    user = [
+        standardize(columns.numbers(name, "user"), *schema.encodings.moments[name])
+        for name in config.names("user", "number")
+    ]
+    item = [
+        standardize(columns.numbers(name, "item"), *schema.encodings.moments[name])
+        for name in config.names("item", "number")
+    ]
     users, items = columns.count("user"), columns.count("item")
-    impressions = []
-    for i, name in enumerate(config.impression_dense):
+    contexts = []
+    for i, name in enumerate(config.names("context", "number")):
         numbers = columns.numbers(name, "event")
-        impressions.append(np.empty(len(numbers), np.float32) if new_column is None else new_column(i))
+        contexts.append(np.empty(len(numbers), np.float32) if new_column is None else new_column(i))
         for begin, end in blocks(len(numbers)):
-            impressions[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *schema.encodings.moments[name])
+            contexts[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *schema.encodings.moments[name])
     return (
         np.stack(user, axis=1) if user else np.zeros((users, 0), np.float32),
         np.stack(item, axis=1) if item else np.zeros((items, 0), np.float32),
-        impressions,
+        contexts,
     )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,9 +10,6 @@ from jfi.data.io.table import Table
 from jfi.data.schema.rules import describe_values, only_column, parse_rule
 from jfi.data.settings import Task
 from jfi.utils.encoding import LARGEST_NUMBER
-
-if TYPE_CHECKING:
-    from jfi.data.config import DataConfig
 
 
 def label_columns(label: str) -> list[str]:
@@ -132,10 +128,13 @@ class AbsentValue:
         return f"{self.setting} '{self.rule}': no row has the value '{self.value}'; {known}"
 
 
-def absent_values(table: Table, config: "DataConfig") -> list[AbsentValue]:
-    """Returns the values of the labels and `data.history` that no row of the table has."""
-    rules = [("label", one.label) for one in config.trained_labels() if one.label and only_column(one.label) is None]
-    rules += [] if config.history is None else [("history", config.history)]
+def absent_values(table: Table, rules: Iterable[tuple[str, str]]) -> list[AbsentValue]:
+    """Returns the values that rules compare a column with and that no row of the table has.
+
+    Args:
+        table: the interactions.
+        rules: the settings and their rules, as `DataConfig.rules` gives them.
+    """
     return [
         AbsentValue(setting, rule, column, value)
         for setting, rule in rules

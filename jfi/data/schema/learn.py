@@ -17,7 +17,7 @@ from jfi.utils.encoding import UNKNOWN, HashBuckets
 def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
     """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
 
-    A user (an item) counts as training's if it has a row there. Of a column that describes impressions alone the
+    A user (an item) counts as training's if it has a row there. Of a column that describes contexts alone the
     labelled rows count. A multi-valued column of events has as many slots as the longest list in training, at most
     `max_slots`.
 
@@ -27,23 +27,23 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
     counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
     samples = rows.train & ~np.isnan(rows.label)
     encodings = Encodings()
-    users, items, impressions, history = [], [], [], []
-    for name in config.user_categorical:
+    users, items, contexts, history = [], [], [], []
+    for name in config.names("user", "category"):
         users += _learn_keys(columns, name, "user", counts["user"], encodings, config)[0]
-    for name in (config.item, *config.item_categorical):
+    for name in (config.item, *config.names("item", "category")):
         targets, events = _learn_keys(columns, name, "item", counts["item"], encodings, config)
         items, history = items + targets, history + events
-    of_events = [*config.event_categorical, *config.crosses()]
-    for name in config.impression_categorical:
+    of_events = [*config.names("event", "category"), *config.crosses()]
+    for name in config.names("context", "category"):
         if name not in of_events:
-            impressions += _learn_keys(columns, name, "event", samples, encodings, config)[0]
+            contexts += _learn_keys(columns, name, "event", samples, encodings, config)[0]
     for name in of_events:
         shown, events = _learn_keys(columns, name, "event", rows.train, encodings, config)
         history += events
-        if name in config.impression_categorical:
-            impressions += shown
-    impressions.sort(key=lambda spec: config.impression_categorical.index(spec.column))
-    for name in config.event_dense:
+        if name in config.names("context", "category"):
+            contexts += shown
+    contexts.sort(key=lambda spec: config.names("context", "category").index(spec.column))
+    for name in config.names("event", "number"):
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
         history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
@@ -51,18 +51,22 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
         items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
         history.append(FeatureSpec(HISTORY + SID, "history", SID, "", **whole))
-    for names, of in ((config.user_dense, "user"), (config.item_dense, "item")):
+    for names, of in ((config.names("user", "number"), "user"), (config.names("item", "number"), "item")):
         for name in names:
             # Users and items count as often as they have a row in training.
             encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
-    for name in config.impression_dense:
+    for name in config.names("context", "number"):
         encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
-    features = [*users, *items, *impressions, *history, age]
+    features = [*users, *items, *contexts, *history, age]
     _check_keys(features)
     return DataSchema(
         features=features,
-        dense_names=[*config.user_dense, *config.item_dense, *config.impression_dense],
+        dense_names=[
+            *config.names("user", "number"),
+            *config.names("item", "number"),
+            *config.names("context", "number"),
+        ],
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
@@ -101,13 +105,13 @@ def _learn_keys(
         config: the section `data`.
     """
     column = columns.categories(name, of)
-    if name in config.hash_buckets:
-        encodings.buckets[name] = HashBuckets(config.hash_buckets[name])
+    if (num_buckets := config.feature(name).hash_buckets) is not None:
+        encodings.buckets[name] = HashBuckets(num_buckets)
     else:
-        encodings.vocabularies[name] = learn_vocabulary(column, train, config.min_count.get(name, 1))
+        encodings.vocabularies[name] = learn_vocabulary(column, train, config.feature(name).min_count)
     num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
-    role = "impression" if of == "event" else of
+    role = "context" if of == "event" else of
     own = [FeatureSpec(name, role, name, name, num_ids, many, of)]
     if many:
         slots = range(count_slots(column, train > 0, config.max_slots))

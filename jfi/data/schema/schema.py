@@ -24,10 +24,10 @@ from jfi.sid.codec import Codec
 from jfi.utils.encoding import HashBuckets, Vocabulary
 from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
 
-Role = Literal["user", "item", "impression", "history", "bucket"]
+Role = Literal["user", "item", "context", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
 
-_FORMAT = "jfi data schema 1"
+_FORMAT = "jfi data schema 2"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
 CODEC = "codec.safetensors"
@@ -42,13 +42,13 @@ class FeatureSpec:
 
     Args:
         key: its name in the KeyedJaggedTensor.
-        role: "user" and "item" keys describe the sample's user and target, and "impression" keys the moment at which
+        role: "user" and "item" keys describe the sample's user and target, and "context" keys the moment at which
             the target was shown; "history" keys are the aligned fields of the events; "bucket" is the aligned age of
             the events, whose ids do not index an embedding table.
         column: the table column it comes from.
         table: name of the embedding table, "" for a bucket. The sample's and the history's keys of a column share one.
         num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
-        multi_valued: a sample may have any number of ids. Other user, item and impression keys have one per
+        multi_valued: a sample may have any number of ids. Other user, item and context keys have one per
             sample, and history keys one per event.
         of: what has the column: a user, an item or an event.
         slot: of a history key of a multi-valued column, the number of the value that it has; else None.
@@ -160,7 +160,7 @@ class DataSchema:
 
     Args:
         features: the categorical keys, in the order of the batches, and last the age of the events.
-        dense_names: the columns of the dense features, users' before items' before impressions'.
+        dense_names: the columns of the dense features, users' before items' before contexts'.
         item_key: key of the target's id.
         max_history: no history is longer.
         encodings: the vocabularies, quantiles and moments of the training rows.
