@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import torch
 
-from jfi.data import DataConfig, InteractionDataset, load_dataset
+from jfi.data import DataConfig, FeatureConfig, InteractionDataset, load_dataset
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
 
@@ -46,9 +46,7 @@ def write_tables(folder: Path) -> DataConfig:
         interactions=str(folder / "interactions.parquet"),
         items=str(folder / "items.parquet"),
         label="rating >= 4",
-        item_categorical=["genres"],
-        separators={"genres": "|"},
-        event_categorical=["rating"],
+        features=[FeatureConfig("genres", "item", separator="|"), FeatureConfig("rating", "event")],
         split="leave_one_out",
         max_history=MAX_HISTORY,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from jfi.data import DataConfig
+from jfi.data import DataConfig, FeatureConfig
 from jfi.training import Config
 from jfi.training.cli import parse_config
 
@@ -88,4 +88,5 @@ def movielens_config(folder: Path, movielens: Path | None, table: SyntheticTable
     files = {"interactions": str(folder / "interactions.parquet"), "items": str(folder / "items.parquet")}
     pa.parquet.write_table(table.interactions(), files["interactions"])
     pa.parquet.write_table(table.item_table(), files["items"])
-    return replace(config, data=replace(config.data, **files, title=None, separators={"class": " "}))
+    features = [FeatureConfig("class", "item", separator=" "), FeatureConfig("rating", "event")]
+    return replace(config, data=replace(config.data, **files, title=None, features=features))

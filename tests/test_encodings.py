@@ -16,9 +16,9 @@ data:
   timestamp: время
   label: нравится == да
   title: название
-  item_categorical: [каталог]
-  event_categorical: [место]
-  user_dense: []
+  features:
+    - {{name: каталог, of: item}}
+    - {{name: место, of: event}}
   dwell: секунды
   surface: место
   conversion: нравится == да

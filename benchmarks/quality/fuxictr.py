@@ -47,7 +47,7 @@ class Field:
 
 @dataclass
 class Context:
-    """A categorical column of the user or of the impression, with up to `width` values."""
+    """A categorical column of the user or of the context, with up to `width` values."""
 
     name: str
     table: str
@@ -84,7 +84,7 @@ def fields_of(dataset: InteractionDataset) -> tuple[list[Field], list[Context]]:
     for spec in dataset.features:
         if spec.role in ("history", "bucket"):
             fields.append(Field(_name(spec), spec.table or spec.key, spec.num_embeddings + 2))
-        elif spec.role in ("user", "impression"):
+        elif spec.role in ("user", "context"):
             context.append(Context(spec.key, spec.table, spec.num_embeddings + 2, 1))
     return fields, context
 
@@ -115,7 +115,7 @@ def peer_rows(dataset: InteractionDataset, split: str, batch_size: int = 4096) -
     fields, context = fields_of(dataset)
     specs = {_name(spec): spec for spec in dataset.features if spec.role in ("history", "bucket")}
     items = {spec.column: spec for spec in dataset.features if spec.role == "item"}
-    columns = [spec for spec in dataset.features if spec.role in ("user", "impression")]
+    columns = [spec for spec in dataset.features if spec.role in ("user", "context")]
     slots = {name: 1 + max(s.slot or 0 for s in specs.values() if s.column == name) for name in items}
     parts: list[dict[str, np.ndarray]] = []
     for batch in dataset.batches(split, batch_size, batching="sample"):

@@ -66,11 +66,15 @@ def _tables(init: str = "random", spread: float = 0.1, **model: object) -> dict[
     return _sids("rq", "tables", semantic_id_init=init, semantic_id_spread=spread, **model)
 
 
+def _of_item(*columns: str) -> list[dict[str, str]]:
+    return [{"name": column, "of": "item"} for column in columns]
+
+
 #: By name what differs from the table's config, and the bytes of an event's fields in a batch.
 FORMS: dict[str, tuple[dict[str, object], int]] = {
     "id alone": ({}, 8),
-    "brand": ({"data.item_categorical": ["brand"]}, 16),
-    "published RQ-VAE, tables": ({"data.item_categorical": ["code_0", "code_1", "code_2"]}, 32),
+    "brand": ({"data.features": _of_item("brand")}, 16),
+    "published RQ-VAE, tables": ({"data.features": _of_item("code_0", "code_1", "code_2")}, 32),
     "RQ, tables": (_tables(), 16),
     "RQ, tables, spread 0.02": (_tables(spread=0.02), 16),
     "RQ, tables, spread 0.3": (_tables(spread=0.3), 16),
@@ -97,7 +101,7 @@ BASE = "id alone"
 UNTUNED = "RQ, tables"
 TRADITIONAL = [name for name in FORMS if "tables" in name]
 #: Of all forms. Ids are made unknown in training, so that the embedding of an unknown item is trained.
-_SETTINGS = {"data.item_categorical": [], "data.split": "files", "data.unknown_share": 0.02, "training.monitor": "ne"}
+_SETTINGS = {"data.features": [], "data.split": "files", "data.unknown_share": 0.02, "training.monitor": "ne"}
 _TRIALS = grid(optimizer__dense__learning_rate=[0.001, 0.003], optimizer__embeddings__learning_rate=[0.02, 0.1])
 MODELS = {name: Model("ours", _SETTINGS | settings, _TRIALS, "ne") for name, (settings, _) in FORMS.items()}
 

@@ -93,10 +93,10 @@ def _check_values(one: FeatureConfig, key: str) -> None:
         for setting in ("min_count", "hash_buckets", "separator", "cross"):
             if getattr(one, setting) != getattr(FeatureConfig("", "item"), setting):
                 raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
-    for setting in ("min_count", "hash_buckets"):
+    for setting, most in (("min_count", MAX_COUNT), ("hash_buckets", 2**32)):  # a hash has 32 bits
         value = getattr(one, setting)
-        if value is not None and not 1 <= value <= MAX_COUNT:
-            raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {MAX_COUNT}")
+        if value is not None and not 1 <= value <= most:
+            raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {most}")
     if one.hash_buckets is not None and one.min_count > 1:
         raise DataError(f"{key} has both min_count and hash_buckets; buckets need no count")
     if one.separator == "":

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from data_configs import data_config
+from data_configs import replace_data
 
 import jfi
-from jfi.data import SyntheticConfig, load_dataset
+from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.batches.engagement import training_log
 from jfi.data.features import synthetic_dwell
 from jfi.history import Policy, fit
@@ -48,13 +48,14 @@ def folder(tmp_path_factory):
     log = log.set_column(log.column_names.index("dwell"), "dwell", milliseconds)
     pa.parquet.write_table(log, folder / "log.parquet")
     pa.parquet.write_table(items, folder / "items.parquet")
-    columns = {**synthetic_dwell.COLUMNS, "dwell_unit": "ms", "event_dense": []}
-    data = data_config(
+    columns = {**synthetic_dwell.COLUMNS, "dwell_unit": "ms"}
+    data = DataConfig(
         interactions=str(folder / "log.parquet"),
         items=str(folder / "items.parquet"),
         max_history=MAX_HISTORY,
         **columns,
     )
+    data = replace_data(data, event_dense=[])
     policy = fit(*training_log(data), remove=0.5, newest=2, caps={"active": 15})
     policy.save(folder / "policy.json")
     data = replace(data, policy=str(folder / "policy.json"))

@@ -203,9 +203,9 @@ LAUGHS = "&a0 [lol]" + "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for 
         ("- " * DEEP + "a", "nested over 50 deep"),
         (f"data:\n  interactions: [{LAUGHS}]\n", "over 100,000 values"),
         (f"data: [{LAUGHS}]\n", "over 100,000 values"),
-        (f"data:\n  separators: {{a: [{LAUGHS}]}}\n", "over 100,000 values"),
+        (f"data:\n  features: [{{name: a, of: user, cross: [{LAUGHS}]}}]\n", "over 100,000 values"),
         ("data: &self\n  interactions: *self\n", "over 100,000 values"),
-        ("data:\n  item_categorical: [" + "a, " * 200_000 + "a]\n", "over 100,000 values"),
+        ("data:\n  statistics: [" + "a, " * 200_000 + "a]\n", "over 100,000 values"),
     ],
 )
 def test_yaml_that_is_a_bomb_is_refused(yaml_file, text, part):
@@ -217,8 +217,8 @@ def test_yaml_that_is_a_bomb_is_refused(yaml_file, text, part):
 
 
 def test_an_alias_of_a_small_value_is_fine(yaml_file):
-    path = yaml_file("data:\n  user_categorical: &columns [a, b]\n  item_categorical: *columns\n")
-    assert parse("--config", path).data.item_categorical == ["a", "b"]
+    path = yaml_file("data:\n  interactions: &files [a, b]\n  validation: *files\n")
+    assert parse("--config", path).data.validation == ["a", "b"]
 
 
 def test_a_message_with_a_large_value_is_short(yaml_file):

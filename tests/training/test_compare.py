@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from jfi.data.config_checks import check_data_config
-from jfi.training.cli import load_config
+from jfi.training.cli import parse_config
 from jfi.training.comparison import summarize, table, write_record
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,6 @@ def test_a_metric_that_is_not_defined_is_nan_in_the_table_and_null_in_the_file(t
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
-    config = load_config(path)
+    config = parse_config(["--config", str(path)], "")[0]
     check_data_config(config.data)
     assert not any(str(value).startswith("/") for value in vars(config.data).values())

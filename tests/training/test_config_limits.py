@@ -5,7 +5,7 @@ import math
 import pytest
 from data_configs import data_config
 
-from jfi.data import DataConfig, DataError, SyntheticConfig
+from jfi.data import DataConfig, DataError, FeatureConfig, SyntheticConfig
 from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
 from jfi.training.cli import parse_config
@@ -139,9 +139,16 @@ DATA_LIMITS = [
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
     ("eval_negatives", {}, [1], [0]),
     ("unknown_share", {}, [0.0, BELOW], [-TINY, 1.0]),
-    ("min_count", {}, [{"item_id": 1}], [{"item_id": 0}, {"other": 2}]),
-    ("hash_buckets", {}, [{"item_id": 1}], [{"item_id": 0}, {"other": 2}]),
-    ("event_crosses", {"event_categorical": ["a"]}, [[["item_id", "a"]]], [[["a"]], [[]], [["a", "b"]]]),
+    *(
+        ("features", {}, [[FeatureConfig("a", "user", **{name: 1})]], [[FeatureConfig("a", "user", **{name: 0})]])
+        for name in ("min_count", "hash_buckets")
+    ),
+    (
+        "features",
+        {"event_categorical": ["a"]},
+        [[FeatureConfig("x", "event", cross=["item_id", "a"])]],
+        [[FeatureConfig("x", "event", cross=cross)] for cross in (["a"], ["a", "b"])],
+    ),
 ]
 
 

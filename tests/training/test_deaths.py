@@ -91,7 +91,7 @@ def test_what_no_process_can_do_is_one_line_of_the_first(folder):
     group = ["--sharding.group_size", "3"]
     line = "sharding.group_size: got 3, must divide the number of processes, 2"
     assert refused(folder, group, group) == [(2, [f"error: {line}"]), (2, [])]
-    large = ["--data.hash_buckets", '{"item_id": 100000000000}']
+    large = ["--data.features", "[{name: item_id, of: item, hash_buckets: 4294967296}]"]
     (code, (line,)), other = refused(folder, large, large)
     assert line.startswith("error: sharding: TorchRec's planner found no plan: ")
     assert (code, other) == (2, (2, []))

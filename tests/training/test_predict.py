@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
-from data_configs import data_config
+from data_configs import data_config, replace_data
 from own_table import HEADER, config_of, new_row, row, write_table
 from worker import without_pictures
 
@@ -210,7 +210,7 @@ def test_the_label_may_be_missing_where_histories_show_it(tmp_path):
     """What happened in the events of a table without labels is unknown; in the log before it is known."""
     write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
     config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
-    config.data.event_categorical = ["clicked", "tags"]
+    config.data = replace_data(config.data, event_categorical=["clicked", "tags"])
     with without_pictures():
         train(config)
     run = jfi.load_run(tmp_path / "run")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, row, write_table
 from test_run import assert_same_run, killed_after, killing_after, read_results
 from worker import without_pictures
@@ -110,8 +111,7 @@ def test_export_reads_the_run_and_never_the_table(trained, copied, monkeypatch, 
 def edit_config(**data: object):
     def edit(folder: Path) -> None:
         config = load_config(folder / "run/config.yaml")
-        for name, value in data.items():
-            setattr(config.data, name, value)
+        config.data = replace_data(config.data, **data)
         save_config(config, folder / "run/config.yaml")
 
     return edit
@@ -321,7 +321,7 @@ def test_what_is_no_run_is_not_loaded(copied, tmp_path):
     with pytest.raises(ConfigError, match=r"^run \S+: not a run folder, config\.yaml is missing$"):
         load_run(tmp_path)
     edit_config(item_categorical=[])(copied)
-    with pytest.raises(ConfigError, match=r"^run \S+: config\.yaml has changed since .*: data\.item_categorical was"):
+    with pytest.raises(ConfigError, match=r"^run \S+: config\.yaml has changed since .*: data\.features was"):
         load_run(copied / "run")
     shutil.rmtree(copied / "run/checkpoints")
     with pytest.raises(ConfigError, match="no checkpoint yet"):
@@ -332,7 +332,7 @@ def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, 
     """The trainer passes the epoch on; the held-out splits stay the same."""
     config = config_of(trained / "table.csv", tmp_path / "run", epochs=3, batch_size=40)
     config.data.label = None
-    config.data.event_categorical = ["tags"]
+    config.data = replace_data(config.data, event_categorical=["tags"])
     dataset = load_dataset(config.data)
     seen: dict[str, list[tuple]] = {"train": [], "validation": []}
     assembler = dataset.assembler

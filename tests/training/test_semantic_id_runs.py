@@ -13,13 +13,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_configs import data_config, replace_data
+from data_configs import lists_of, replace_data
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
 from jfi import SemanticIDEmbedding
-from jfi.data import DataError, load_dataset
+from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config_checks import check_data_config
 from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.prepared.prepare import prepare_dataset
@@ -176,8 +176,8 @@ def test_wrong_files_are_refused_by_name(copied, change, message):
 @pytest.mark.parametrize("field", ["item_dense", "item_categorical", "event_categorical", "user_categorical"])
 def test_a_column_with_the_name_of_the_ids_is_refused(folder, field):
     data = config(folder, "x").data
-    data = replace_data(data, **{field: [*getattr(data, field), "sid"]})
-    with pytest.raises(DataError, match=r"data lists the column 'sid', which is that of data.semantic_ids; rename"):
+    data = replace_data(data, **{field: [*lists_of(data)[field], "sid"]})
+    with pytest.raises(DataError, match=r"data.features lists 'sid', which is the column of data.semantic_ids; rename"):
         check_data_config(data)
     check_data_config(dataclasses.replace(data, semantic_ids=None))
 
@@ -201,7 +201,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     data, prepared = config_of_run.data, tmp_path / "prepared"
     prepare_dataset(data, prepared, show=False)
     choices = {"max_history": data.max_history, "num_quantiles": data.num_quantiles}
-    here, there = load_dataset(data), load_dataset(data_config(prepared=str(prepared), **choices))
+    here, there = load_dataset(data), load_dataset(DataConfig(prepared=str(prepared), **choices))
     assert there.schema.codec.fingerprint == here.schema.codec.fingerprint
     for split in ("train", "test"):
         for one, other in zip(here.batches(split, 40), there.batches(split, 40), strict=True):
@@ -257,8 +257,9 @@ def test_a_run_on_semantic_ids_alone_learns_from_their_digits(folder, tmp_path, 
     monkeypatch.setattr(SemanticIDEmbedding, "embed", lambda own, sids: made.append(len(sids)) or embed(own, sids))
     for name in ("digits", "embeddings"):
         alone = config(folder, tmp_path / name, {"item_id": False, "bias": "position"})
-        alone.data.item_categorical, alone.data.item_dense = [], []
-        alone.data.event_categorical, alone.data.event_dense, alone.data.separators = [], [], {}
+        alone.data = replace_data(
+            alone.data, item_categorical=[], item_dense=[], event_categorical=[], event_dense=[], separators={}
+        )
         if name == "embeddings":  # as a tracer gets them
             assert max(made) <= 32  # the targets of a batch: no history
             monkeypatch.setattr("jfi.modules.semantic_id_embedding.is_traced", lambda: True)
@@ -367,7 +368,7 @@ def test_settings_that_do_not_go_together(folder, copied):
         plain = dataclasses.replace(made.data, semantic_ids=None)
         dataclasses.replace(made, data=plain, model=dataclasses.replace(made.model, semantic_ids="decode"))
     with pytest.raises(
-        ConfigError, match=r"model.item_id: got False, must be true with data.event_crosses of 'item_id'"
+        ConfigError, match=r"model.item_id: got False, must be true with 'item_id_x_tags' of data.features, a cross"
     ):
         crossed = replace_data(made.data, event_crosses=[["item_id", "tags"]])
         dataclasses.replace(made, data=crossed, model=dataclasses.replace(made.model, item_id=False))
@@ -438,7 +439,7 @@ def test_an_item_that_training_never_saw_is_scored_by_its_content(folder, tmp_pa
     shutil.copytree(folder / "sids.codec", tmp_path / "sids.codec")
     model = {"item_id": False, "bias": None}
     made = config(tmp_path, "run", model, epochs=1)
-    made.data.item_categorical, made.data.item_dense = [], []
+    made.data = replace_data(made.data, item_categorical=[], item_dense=[])
     train(made)
     run = jfi.load_run(tmp_path / "run")
     assert not any("item_id" in name for name in run.model.state_dict())

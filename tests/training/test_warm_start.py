@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_configs import replace_data
 from own_table import config_of, new_row, row, write_table
 from worker import without_pictures
 
@@ -105,6 +106,10 @@ def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):
     assert resume(tmp_path / "run", config_changed="accept").epochs == 2
 
 
+def without(**lists):
+    return lambda config: setattr(config, "data", replace_data(config.data, **lists))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -114,8 +119,14 @@ def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):
         ),
         (lambda c: setattr(c.model, "embedding_dim", 16), "model.embedding_dim is 16, .* has 8"),
         (lambda c: setattr(c.encoder, "num_layers", 1), r"has no 'sequence_arch\.encoder\S+'; use the same model"),
-        (lambda c: setattr(c.data, "item_categorical", []), "'genre' is an input that this run lacks, but not"),
-        (lambda c: setattr(c.data, "item_dense", []), "'number price' is an input that this run lacks"),
+        (
+            lambda c: setattr(c, "data", replace_data(c.data, item_categorical=[])),
+            "'genre' is an input that this run lacks, but not",
+        ),
+        (
+            lambda c: setattr(c, "data", replace_data(c.data, item_dense=[])),
+            "'number price' is an input that this run lacks",
+        ),
         (lambda c: setattr(c.training, "warm_start", "/nowhere"), "run /nowhere: not a run folder"),
     ],
 )

@@ -74,7 +74,7 @@ def config_of(table: Path, run: Path, **settings: object) -> Config:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("impressions")
+    path = tmp_path_factory.mktemp("contexts")
     table = write(path / "table.csv", [row(i) for i in range(COUNT)])
     with without_pictures():
         train(config_of(table, path / "run"))
@@ -101,7 +101,7 @@ def scores(table: pa.Table) -> np.ndarray:
     return table.column("score").to_numpy()
 
 
-def test_a_column_of_events_too_shares_their_table_and_no_impression_is_attended_with(run):
+def test_a_column_of_events_too_shares_their_table_and_no_context_is_attended_with(run):
     names = {table.name: table.feature_names for table in table_configs(run.model).values()}
     assert names["device"] == ["device", "history_device"]
     assert names["place"] == ["place"] and names["tags"] == ["tags"]
@@ -128,7 +128,7 @@ def test_predict_and_evaluate_give_what_the_trainer_gives(run, folder, wanted, t
         assert overall[name] == pytest.approx(metrics[name], abs=1e-5), name
 
 
-def test_each_column_of_the_impression_changes_the_score_of_its_row_alone(run, wanted, tmp_path):
+def test_each_column_of_the_context_changes_the_score_of_its_row_alone(run, wanted, tmp_path):
     for column, value in (("place", "p1"), ("tags", "b"), ("price", 24.5)):
         rows = [row(i) for i in range(COUNT)]
         rows[200][HEADER.index(column)] = value
@@ -160,7 +160,7 @@ def test_a_run_on_prepared_data_is_the_run_on_the_table(run, folder, tmp_path):
     assert all(torch.equal(value, again[name]) for name, value in run.model.state_dict().items())
 
 
-def test_positives_are_evaluated_against_negatives_of_the_same_impression(tmp_path):
+def test_positives_are_evaluated_against_negatives_of_the_same_context(tmp_path):
     rows = [[f"u{i % 30}", f"i{(i * 7 + i // 30) % 40}", *row(i)[2:]] for i in range(COUNT)]
     table = write(tmp_path / "table.csv", rows)
     config = config_of(table, tmp_path / "run", label=None, negatives=3, eval_negatives=5)
@@ -228,7 +228,7 @@ def test_embeddings_from_a_file_fill_the_table(folder, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "batching"), [("context_categorical", "sample"), ("context_dense", "sample"), (None, "user")]
 )
-def test_a_signal_that_only_the_impression_has_is_learnt(tmp_path, kind, batching):
+def test_a_signal_that_only_the_context_has_is_learnt(tmp_path, kind, batching):
     """The label depends on the row's own value alone, which no earlier row tells."""
     draw = random.Random(0)
     rows = []
