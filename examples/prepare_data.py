@@ -21,7 +21,9 @@ from jfi.data.prepared.open_dataset import verify_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError
+from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import load_config, parse_config, run_cli
+from jfi.training.progress import describe_changes, load_progress
 from jfi.training.run_data import check_settings, load_schema
 from jfi.training.run_folder import RunFolder
 
@@ -62,7 +64,12 @@ def main() -> None:
             config, _ = parse_config(["--config", str(run.config), *arguments], description, OPTIONS)
             # The run may have been trained on a prepared dataset; this one is made of the tables.
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=None))
-        check_settings(run, load_config(run.config).data, config.data)
+        own, last = load_config(run.config), latest_checkpoint(run.checkpoints)
+        if last is not None:
+            changed = describe_changes(own, load_progress(last), lambda name: name.startswith("data."))
+            if changed is not None:
+                raise ConfigError(f"--run {options.run}: {changed}")
+        check_settings(run, own.data, config.data)
         schema = load_schema(run)
     prepare_dataset(config.data, options.out, options.memory, schema)
     print(Summary.load(options.out / "summary.json"))

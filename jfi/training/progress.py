@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +37,9 @@ class Progress:
         train_seconds: time spent in training steps.
         world_size: number of processes; 0 for a run without torchrun.
         config: all fields of the config.
-        calibration: of the best epoch, see `jfi.training.calibration`; empty in a run of an earlier version.
+        calibration: of the best epoch, see `jfi.training.calibration`.
         batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
-        files: see `run_data.learnt_files`; empty in a run of an earlier version.
+        files: see `run_data.learnt_files`.
     """
 
     epoch: int = 0
@@ -88,7 +88,7 @@ def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
     if path is None:
         return None, Progress()
     try:
-        progress = _parse(path / PROGRESS, read_progress(path))
+        progress = load_progress(path)
     except DamagedCheckpointError as fault:
         raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from None
     _check_metrics(run, progress)
@@ -104,15 +104,21 @@ def check_config(run: RunFolder, config: Config) -> None:
 
     The run folder and the data may have moved; whether the data itself has changed is checked by its fingerprint.
     """
-    path, progress = last_progress(run)
-    if path is None:
-        return
-    changes = [change for _, change in config_changes(progress.config, config)]
-    if changes:
-        raise ConfigError(
-            f"--resume {run.path}: {run.config} has changed since the checkpoint: {', '.join(changes)}; restore it, or "
-            "continue with the new values: --config-changed accept"
-        )
+    _, progress = last_progress(run)
+    if changed := describe_changes(config, progress):
+        raise ConfigError(f"--resume {run.path}: {changed}, or continue with the new values: --config-changed accept")
+
+
+def describe_changes(config: Config, progress: Progress, matters: Callable[[str], bool] = bool) -> str | None:
+    """Returns a line about the fields of config.yaml that were changed since a checkpoint, or None if none was.
+
+    Args:
+        config: that config.yaml has now.
+        progress: of the checkpoint.
+        matters: whether a field of this name matters; by default all do.
+    """
+    changes = [text for name, text in config_changes(progress.config, config) if matters(name)]
+    return f"config.yaml has changed since the checkpoint: {', '.join(changes)}; restore it" if changes else None
 
 
 def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -130,7 +136,13 @@ def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tup
                 yield key, f"{key} was {was} and is {now}"
 
 
-def _parse(path: Path, values: dict) -> Progress:
+def load_progress(checkpoint: Path) -> Progress:
+    """The progress in a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: progress.json is missing or damaged, or the folder has the name of another checkpoint.
+    """
+    path, values = checkpoint / PROGRESS, read_progress(checkpoint)
     kinds = {item.name: item.type for item in dataclasses.fields(Progress)}
     for name, value in values.items():
         kind = kinds.get(name)

@@ -17,9 +17,10 @@ from jfi.data.prepared.manifest import CHOICES, resolve
 from jfi.data.prepared.source import column_settings
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import FILES as SCHEMA_FILES
-from jfi.training.checkpoint import latest_checkpoint, read_progress
+from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
+from jfi.training.progress import load_progress
 from jfi.training.run_folder import RunFolder
 from jfi.training.shared_data import load_shared
 from jfi.utils.files import sha256_of, writing_folder
@@ -62,9 +63,8 @@ def load_schema(run: RunFolder) -> DataSchema:
         DataError: a file of the schema is missing or damaged.
     """
     schema, last = DataSchema.load(run.data), latest_checkpoint(run.checkpoints)
-    known = {} if last is None else read_progress(last).get("files", {})
-    if known:  # a checkpoint of an earlier version has none
-        found = learnt_files(run)
+    if last is not None:
+        known, found = load_progress(last).files, learnt_files(run)
         for name in _LEARNT:
             if found.get(name) != known.get(name):
                 what = "is missing" if name not in found else "has changed since the checkpoint"

@@ -22,17 +22,22 @@ from jfi.training.checkpoint import (
     checkpoint_name,
     latest_checkpoint,
     load_checkpoint,
-    read_progress,
 )
 from jfi.training.config import Config, ConfigError, TrainingConfig
-from jfi.training.progress import config_changes
+from jfi.training.progress import describe_changes, load_progress
 from jfi.training.run_data import load_schema, own_policy
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
 #: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
-_SCORES = ("data.", "model.", "encoder", "optimizer.average")
+_SCORES = ("data.", "model.", "encoder", "optimizer.average", "training.ranking")
 _NOT_SCORES = ("data.batching", "data.max_timeline")
+
+
+def _matters(field: str) -> bool:
+    return field.startswith(_SCORES) and field not in _NOT_SCORES
+
+
 #: What a column of probabilities can be.
 PREDICTED = ("probabilities", "calibrated")
 #: Files, folders or globs, as the config names them.
@@ -81,23 +86,22 @@ class BestEpoch:
         if last is None:
             raise ConfigError(f"{name}: the run has no checkpoint yet")
         try:
-            progress = read_progress(last)
-            best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
+            progress = load_progress(last)
+            best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
+            if not best.is_dir():
+                raise ConfigError(f"{name}: the run has not finished an epoch yet")
+            load_progress(best)  # a folder of the name of another checkpoint is refused
             calibration = {
                 label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
-                for label, one in dict(progress.get("calibration", {})).items()
+                for label, one in progress.calibration.items()
             }
-            changed = config_changes(dict(progress["config"]), config)
-            changes = [text for name, text in changed if name.startswith(_SCORES) and name not in _NOT_SCORES]
+            changed = describe_changes(config, progress, _matters)
         except DamagedCheckpointError as fault:
             raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{name}: {last / 'progress.json'} is damaged") from None
-        if not best.is_dir():
-            raise ConfigError(f"{name}: the run has not finished an epoch yet")
-        if changes:
-            what = f"{run.config.name} has changed since the checkpoint: {', '.join(changes)}"
-            raise ConfigError(f"{name}: {what}; restore it")
+        if changed:
+            raise ConfigError(f"{name}: {changed}")
         module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
         schema = load_schema(run)
         try:

@@ -57,6 +57,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         if begun:
             run = RunFolder(Path(run_dir))
             with writing_run(run.path, world):
+                world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
         if dataset is None:
             dataset = load_shared(config.data, world)

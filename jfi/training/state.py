@@ -31,7 +31,7 @@ from jfi.training.distributed import World
 from jfi.training.frozen_rows import FrozenRows
 from jfi.training.groups import Groups
 from jfi.training.pretrained import fill_rows, load_pretrained
-from jfi.training.progress import Progress, last_progress
+from jfi.training.progress import Progress, last_progress, load_progress
 from jfi.training.recorder import Recorder, SilentRecorder
 from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import shard_model
@@ -145,6 +145,7 @@ class RunState:
         best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
         if progress.best_epoch and best != path:
             verify_checkpoint(best, self.world)  # now, rather than at the end of the training
+            self.world.on_first(lambda: load_progress(best))
         try:
             self._load_modules(state)
         except RuntimeError as fault:  # of several lines, of which the last one names the tensor

@@ -1,0 +1,173 @@
+"""Edits of every file of a run before every command: the file is named and refused, or the command does not read it."""
+
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from own_table import config_of, row, write_table
+from test_run import read_results
+from worker import without_pictures
+
+import jfi
+from jfi.data.prepared.manifest import prepared_config
+from jfi.training import resume, train
+from jfi.training.cli import run_cli
+from jfi.training.loop import Trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Edits of config.yaml.
+FIELDS = {
+    "num_quantiles: 4": "num_quantiles: 5",
+    "label: clicked": "label: seconds > 20",
+    "num_heads: 2": "num_heads: 4",
+    "ranking_k: 10": "ranking_k: 5",
+    "epochs: 2": "epochs: 3",
+}
+
+
+def stop_at_save(number: int) -> Callable:
+    """A Trainer.save that ends the training after so many checkpoints."""
+    saved, count = Trainer.save, iter(range(1, number + 1))
+
+    def save(self, *arguments):
+        saved(self, *arguments)
+        if next(count) == number:
+            raise KeyboardInterrupt
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A table, and a run that was stopped in its second epoch."""
+    path = tmp_path_factory.mktemp("edited")
+    write_table(path / "table.csv", [row(i) for i in range(300)])
+    with mock.patch.object(Trainer, "save", stop_at_save(4)), pytest.raises(KeyboardInterrupt):
+        train(config_of(path / "table.csv", path / "run", checkpoint_every=3))
+    assert [one.name for one in sorted((path / "run/checkpoints").iterdir())] == [
+        "epoch-0001-batch-0000000",
+        "epoch-0001-batch-0000001",
+    ]
+    return path
+
+
+def script(name: str, **replaced: object) -> Callable:
+    """The main function of an example, with some of what it calls replaced."""
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    main.__globals__.update(replaced)
+
+    def call(*arguments: object) -> None:
+        with mock.patch.object(sys, "argv", [name, *map(str, arguments)]):
+            main()
+
+    return call
+
+
+def predict(folder: Path, run: Path) -> list:
+    script("predict")("--run", run, "--interactions", folder / "table.csv", "--out", run.parent / "scores.parquet")
+    return pa.parquet.read_table(run.parent / "scores.parquet").to_pylist()
+
+
+def evaluate(folder: Path, run: Path) -> list:
+    metrics = run.parent / "metrics.json"
+    script("predict")("--run", run, "--interactions", folder / "table.csv", "--evaluate", metrics)
+    return [metrics.read_text()]
+
+
+def export(folder: Path, run: Path) -> list:
+    found = []
+
+    def write(out: Path, model: torch.nn.Module, *_: object, **__: object) -> str:
+        found.extend(value.tolist() for value in model.state_dict().values())
+        return ""
+
+    script("export", export=write)("--run", run)
+    return found
+
+
+def prepare(folder: Path, run: Path) -> list:
+    out = run.parent / "prepared"
+    shutil.rmtree(out, ignore_errors=True)
+    script("prepare_data")("--run", run, "--out", out)
+    return [prepared_config(out), (out / "SHA256SUMS").read_text()]
+
+
+def warm_start(folder: Path, run: Path) -> list:
+    out = run.parent / "warm"
+    shutil.rmtree(out, ignore_errors=True)
+    train(config_of(folder / "table.csv", out, warm_start=str(run), epochs=1))
+    return read_results(out / "metrics.jsonl")
+
+
+def go_on(folder: Path, run: Path) -> list:
+    resume(run)
+    return read_results(run / "metrics.jsonl")
+
+
+SLOW = [evaluate, prepare, warm_start, go_on]
+COMMANDS = [predict, export, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.__name__)
+def test_a_file_that_was_edited_is_named_or_not_read(folder, tmp_path, capfd, command):
+    def ends(change: Callable[[Path], object] = lambda run: None) -> tuple[int, str, list]:
+        """The exit code, what stderr says, and the result of the command on a copy of the run after a change."""
+        run, result = tmp_path / "run", []
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(folder / "run", run)
+        change(run)
+        capfd.readouterr()
+        with without_pictures():
+            code = run_cli(lambda: result.extend(command(folder, run)))
+        return code, capfd.readouterr().err, result
+
+    code, _, wanted = ends()
+    assert code == 0 and wanted
+    names = [str(path.relative_to(folder / "run")) for path in (folder / "run").rglob("*") if path.is_file()]
+    assert len(names) > 15
+    refused = set()
+    for name in set(names) - {"config.yaml"}:
+        code, errors, result = ends(lambda run, name=name: flip(run / name) if (run / name).stat().st_size else None)
+        if code == 0:
+            assert result == wanted, name
+            code, errors, result = ends(lambda run, name=name: (run / name).unlink())
+            assert code == 0 and result == wanted, (name, errors)
+        else:
+            assert code == 2 and errors.count("\n") == 1 and name in errors, (name, errors)
+            refused.add(name)
+    assert {"data/schema.json", "data/vocabularies.parquet"} <= refused
+    for old, new in FIELDS.items():
+
+        def edit(run: Path, old: str = old, new: str = new) -> None:
+            text = (run / "config.yaml").read_text()
+            assert text.count(f" {old}\n") == 1
+            (run / "config.yaml").write_text(text.replace(f" {old}\n", f" {new}\n"))
+
+        code, errors, result = ends(edit)
+        if code == 0:
+            assert result == wanted, old
+        else:
+            assert code == 2 and "config.yaml has changed since the checkpoint" in errors, (old, errors)
+
+
+def test_a_checkpoint_under_another_name_is_refused(folder, tmp_path, capfd):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    best, last = sorted((tmp_path / "run/checkpoints").iterdir())
+    shutil.rmtree(best)
+    shutil.copytree(last, best)
+    for command in (jfi.load_run, resume):
+        assert run_cli(lambda command=command: command(tmp_path / "run") and None) == 2
+        assert f"{best}/progress.json is damaged: it is not of a checkpoint of this name" in capfd.readouterr().err
