@@ -2,10 +2,21 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 
-from jfi.utils.files import SUMS, DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums
+from jfi.utils.files import (
+    SUMS,
+    DamagedFileError,
+    check_sum,
+    read_sums,
+    sha256_of,
+    temporary_folder,
+    write_file,
+    write_sums,
+    writing_folder,
+)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -40,6 +51,36 @@ def test_a_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_path
     monkeypatch.setattr(os, "replace", lambda *names: (order.append("replace"), replace(*names)))
     write_file(tmp_path / "result", b"bytes")
     assert order == [".result.unfinished", "replace", tmp_path.name]
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path):
+    """What a killed process has left is removed."""
+    (tmp_path / ".result.unfinished").mkdir()
+    (tmp_path / ".result.unfinished" / "left").touch()
+    with writing_folder(tmp_path / "result") as unfinished:
+        (unfinished / "file").touch()
+        with pytest.raises(BlockingIOError, match="another process is writing it"), writing_folder(tmp_path / "result"):
+            pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["result", "file"]
+
+
+def test_the_folder_of_a_killed_process_is_removed_with_the_next_one(tmp_path):
+    code = "from jfi.utils.files import temporary_folder; from pathlib import Path; import os, sys\n"
+    code += "with temporary_folder('.x-', Path(sys.argv[1])) as folder: (folder / 'file').touch(); input()"
+    killed = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE)
+    while not list(tmp_path.glob(".x-*/file")):
+        assert killed.poll() is None
+    (left,) = tmp_path.iterdir()
+    (tmp_path / ".x-file").touch()
+    (tmp_path / ".y-other").mkdir()
+    kept = {tmp_path / ".x-file", tmp_path / ".y-other"}
+    with temporary_folder(".x-", tmp_path) as folder:
+        assert set(tmp_path.iterdir()) == {left, folder, *kept}  # a process that lives keeps its own
+    killed.kill()
+    killed.communicate()
+    with temporary_folder(".x-", tmp_path) as folder:
+        assert set(tmp_path.iterdir()) == {folder, *kept}
+    assert set(tmp_path.iterdir()) == kept
 
 
 @pytest.fixture

@@ -5,19 +5,17 @@ vocabularies.json   by column the known values; their ids count from 1 in this o
 tables.pt           the embedding tables
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
-checksums.json      SHA-256 of each of the other files
+SHA256SUMS          SHA-256 of each of the other files, which `sha256sum -c` reads
 
 model.pt2 is machine code, which runs when it is loaded. Checksums inside the folder find damage; against files that
-somebody else has put there the SHA-256 of checksums.json helps, which the caller of `read` knows from elsewhere.
+somebody else has put there the SHA-256 of SHA256SUMS helps, which the caller of `read` knows from elsewhere.
 """
 
 import hashlib
 import io
 import json
-import os
 import platform
 import re
-import shutil
 import stat
 import tempfile
 import zipfile
@@ -26,12 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jfi.utils.files import naming
+from jfi.utils.files import SUMS, DamagedFileError, check_sum, naming, parse_sums, write_sums, writing_folder
+from jfi.utils.files import sha256_of as file_sha256
 
-FORMAT = 2
+FORMAT = 3
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 POLICY = "policy.json"
-_CHECKSUMS = "checksums.json"
 #: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`; absent in artifacts of earlier versions.
 SHAPES = "jfi.shapes"
 #: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
@@ -62,17 +60,9 @@ def writing(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise ArtifactError(f"{path} exists already; name a new folder")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with writing_folder(path) as unfinished:
         yield unfinished
-        write_json(unfinished / _CHECKSUMS, {file.name: _checksum(file) for file in sorted(unfinished.iterdir())})
-        for file in unfinished.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        write_sums(unfinished, {file.name: file_sha256(file) for file in unfinished.iterdir()})
 
 
 def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[str, str]]:
@@ -88,24 +78,23 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[
     Raises:
         ArtifactError: not an artifact, one of another format, a damaged one, or none of `sha256`.
     """
-    if not (path / _CHECKSUMS).is_file():
-        raise ArtifactError(f"{path} is not an artifact: {_CHECKSUMS} is missing")
-    content = (path / _CHECKSUMS).read_bytes()
+    if not (path / SUMS).is_file():
+        raise ArtifactError(f"{path} is not an artifact: {SUMS} is missing")
+    content = (path / SUMS).read_bytes()
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) not in sha256:
         raise ArtifactError(f"{path} has the SHA-256 {found}, which is not among those that may be served")
-    expected = _parse(path / _CHECKSUMS, content)
-    for name in dict.fromkeys((INFO, VOCABULARIES, TABLES, MODEL, *expected)):
-        file = path / name
-        if file.name != name or not file.is_file():
-            raise ArtifactError(f"{path} is damaged: {name} is missing")
-        if _checksum(file) != expected.get(name):
-            raise ArtifactError(f"{path} is damaged: {name} does not match its checksum")
+    try:
+        sums = parse_sums(path / SUMS, content)
+        for name in dict.fromkeys((INFO, VOCABULARIES, TABLES, MODEL, *sums)):
+            check_sum(path, name, sums)
+    except DamagedFileError as fault:
+        raise ArtifactError(str(fault)) from None
     info = read_json(path / INFO)
     if info["format"] != FORMAT:
         raise ArtifactError(f"{path} has format {info['format']}, but this version reads format {FORMAT}; export again")
-    if info.get("policy") is not None and POLICY not in expected:
-        raise ArtifactError(f"{path} is damaged: {_CHECKSUMS} does not list {POLICY}")
-    return info, expected
+    if info.get("policy") is not None and POLICY not in sums:
+        raise ArtifactError(f"{path} is damaged: {SUMS} does not list {POLICY}")
+    return info, sums
 
 
 def load_model(path: Path, sha256: str) -> Any:
@@ -140,8 +129,8 @@ def load_model(path: Path, sha256: str) -> Any:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of an artifact, in hexadecimal: of checksums.json, which has those of all other files."""
-    return _checksum(path / _CHECKSUMS)
+    """Returns the SHA-256 of an artifact, in hexadecimal: of SHA256SUMS, which has those of all other files."""
+    return file_sha256(path / SUMS)
 
 
 def identity(path: Path) -> str:
@@ -155,19 +144,10 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict:
-    return _parse(path, path.read_bytes())
-
-
-def _parse(path: Path, content: bytes) -> dict:
     try:
-        tree = json.loads(content)
+        tree = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON")
     return tree
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,6 @@ processes can read a checkpoint of any other number.
 """
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -23,7 +22,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
 from jfi.training.tensor_files import INDEX, MismatchedCheckpointError, TensorLoadPlanner, TensorReader, TensorWriter
-from jfi.utils.files import DamagedFileError, by_number, check_sum, naming, read_sums, sha256_of, sync, write_sums
+from jfi.utils.files import (
+    DamagedFileError,
+    begin_folder,
+    by_number,
+    check_sum,
+    finish_folder,
+    naming,
+    read_sums,
+    sha256_of,
+    unfinished_name,
+    write_sums,
+)
 
 PROGRESS = "progress.json"
 ALONE = World()
@@ -53,40 +63,25 @@ def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world:
         FloatingPointError: a tensor has a value that is not finite; nothing is written.
         OSError: the storage is full or refuses; nothing is written.
     """
-    unfinished = folder / f".{name}"
-    if not world.on_first(lambda: _begin(unfinished, folder / name)):
+    final, unfinished = folder / name, unfinished_name(folder / name)
+    if world.on_first(lambda: None if final.exists() else begin_folder(final)) is None:
         return
     writer = TensorWriter(unfinished)
+
+    def finish() -> None:
+        with naming(unfinished / PROGRESS):
+            (unfinished / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+        write_sums(unfinished, {**writer.sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
+        finish_folder(unfinished, final)
+
     try:
         with naming(unfinished), _plainly():
             dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
-        world.on_first(lambda: _finish(unfinished, folder / name, progress, writer.sums))
+        world.on_first(finish)
     except Exception:
         if world.is_first:  # gives the space back
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _begin(unfinished: Path, final: Path) -> bool:
-    """Makes an empty folder to write to and returns True, unless the checkpoint exists."""
-    if final.exists():
-        return False
-    shutil.rmtree(unfinished, ignore_errors=True)
-    if not final.parent.exists():
-        final.parent.mkdir(parents=True)
-        sync(final.parent.parent)
-    unfinished.mkdir()
-    return True
-
-
-def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str]) -> None:
-    with naming(final), open(unfinished / PROGRESS, "w", encoding="utf-8") as file:
-        file.write(json.dumps(progress, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    write_sums(unfinished, {**sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
-    unfinished.rename(final)
-    sync(final.parent)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -8,10 +8,8 @@ import atexit
 import gc
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jfi.training.config import ConfigError
+from jfi.utils.files import temporary_folder
 
 T = TypeVar("T")
 #: Numbers of the groups of processes that this process joins, one after the other.
@@ -133,21 +132,15 @@ def shared_folder(world: World, prefix: str, write: Callable[[Path], None]) -> I
         write: fills the empty folder.
     """
 
-    def make() -> str:
-        folder = tempfile.mkdtemp(prefix=prefix)
-        try:
-            write(Path(folder))
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return folder
+    with ExitStack() as stack:
 
-    folder = world.on_each_host(make)
-    try:
-        yield Path(folder)
+        def make() -> Path:
+            folder = stack.enter_context(temporary_folder(prefix))
+            write(folder)
+            return folder
+
+        yield world.on_each_host(make)
         world.max(0)  # all have mapped it
-    finally:
-        world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def launched() -> bool:

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and folders whose files are verified by SHA-256; standard library."""
 
 import errno
+import glob
 import hashlib
 import io
 import os
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from jfi.utils.lock import locking_folder, try_lock
 
 #: The checksums of the other files of a folder, in the layout of `sha256sum`, whose `-c` verifies it.
 SUMS = "SHA256SUMS"
@@ -68,21 +71,45 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` exists.
+        BlockingIOError: another process is writing it.
+    """
+    unfinished = begin_folder(folder)
+    with locking_folder(unfinished):
+        try:
+            yield unfinished
+            finish_folder(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def begin_folder(folder: Path) -> Path:
+    """Makes an empty folder beside `folder`, for `finish_folder`; what a killed process has left there is removed.
+
+    Raises:
+        FileExistsError: `folder` exists.
+        BlockingIOError: a process is in `writing_folder` of it.
     """
     if folder.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(folder))
+    if not folder.parent.exists():
+        folder.parent.mkdir(parents=True)
+        sync(folder.parent.parent)
     unfinished = unfinished_name(folder)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        for path in unfinished.iterdir():
-            sync(path)
-        sync(unfinished)
-        unfinished.rename(folder)
-        sync(folder.parent)
-    finally:
+    with suppress(FileNotFoundError), locking_folder(unfinished) as is_left:
+        if not is_left:
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it", str(folder))
         shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish_folder(unfinished: Path, folder: Path) -> None:
+    """Flushes the files of `unfinished` to the disk and gives it the name `folder`."""
+    for path in unfinished.iterdir():
+        sync(path)
+    sync(unfinished)
+    unfinished.rename(folder)
+    sync(folder.parent)
 
 
 class _ReportingFile(io.BufferedWriter):
@@ -127,17 +154,44 @@ def reporting_file(path: Path) -> Iterator[io.BufferedWriter]:
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Yields an empty folder in `parent` (None: the system's folder for such files); it is removed after the block.
 
-    Signals whose handlers raise, such as Ctrl-C, do not leave it behind.
+    Signals whose handlers raise, such as Ctrl-C, do not leave it behind. One that a killed process has left is removed
+    with the next folder of the same prefix and parent.
     """
+    parent = Path(tempfile.gettempdir() if parent is None else parent)
     folder = None
     try:
         with _postponed_signals():
-            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            _remove_left(prefix, parent)
+            folder, descriptor = _make_locked(prefix, parent)
         yield folder
     finally:
         with _postponed_signals():
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _make_locked(prefix: str, parent: Path) -> tuple[Path, int]:
+    """Makes a folder and locks it; returns it and the descriptor that holds the lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(FileNotFoundError):  # another process took it for one that was left, before it was locked
+            descriptor = os.open(folder, os.O_RDONLY)
+            if try_lock(descriptor) is not False and folder.exists():
+                return folder, descriptor
+            os.close(descriptor)
+
+
+def _remove_left(prefix: str, parent: Path) -> None:
+    """Removes temporary folders of processes that were killed: nobody holds their locks."""
+    for path in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):  # not ours, or gone
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if try_lock(descriptor):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager
@@ -244,12 +298,18 @@ def read_sums(folder: Path) -> dict[str, str]:
     """
     path = folder / SUMS
     try:
-        content = path.read_bytes().decode("ascii")
+        return parse_sums(path, path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise DamagedFileError(f"{path} is missing") from None
-    except UnicodeDecodeError:
-        raise DamagedFileError(f"{path} is damaged") from None
-    lines, comment, end = content.rpartition("# ")
+
+
+def parse_sums(path: Path, content: bytes) -> dict[str, str]:
+    """Returns what `write_sums` wrote, from the content of the file `path`.
+
+    Raises:
+        DamagedFileError: it is damaged.
+    """
+    lines, comment, end = content.decode("ascii", "replace").rpartition("# ")
     found = [_LINE.fullmatch(line) for line in lines.split("\n")[:-1]]
     if not comment or end != f"{_digest(lines)}\n" or not all(found):
         raise DamagedFileError(f"{path} is damaged")

@@ -13,6 +13,19 @@ from pathlib import Path
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
+def try_lock(descriptor: int) -> bool | None:
+    """Locks an open file or folder; False if another process holds it, None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
 def lock(descriptor: int, path: Path, patience: float = 0.0) -> bool:
     """Locks an open file or folder; False if another process holds it.
 
@@ -24,19 +37,11 @@ def lock(descriptor: int, path: Path, patience: float = 0.0) -> bool:
         patience: seconds to wait for another process.
     """
     deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            print(f"warning: {path} is on a file system without locks; start no other process on it", file=sys.stderr)
-            return True
+    while (locked := try_lock(descriptor)) is False and time.monotonic() < deadline:
         time.sleep(0.1)
+    if locked is None:
+        print(f"warning: {path} is on a file system without locks; start no other process on it", file=sys.stderr)
+    return locked is not False
 
 
 @contextmanager

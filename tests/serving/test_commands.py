@@ -75,7 +75,7 @@ def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, r
     link.symlink_to(exported.path)
     # Other files: the same artifact, written with a space more.
     with writing(other) as folder:
-        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         with (folder / "artifact.json").open("a") as file:
             file.write(" ")
     options = ["--output", "probabilities", "--log-requests", "--deadline-ms", 60_000, "--body-seconds", 3]
@@ -105,7 +105,7 @@ def test_an_artifact_of_an_earlier_version_has_all_but_calibrated_scores(exporte
     """It has no calibration: serve.py says what to do. One that replaces it later is refused in the same way."""
     old = tmp_path / "old"
     with writing(old) as folder:
-        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         info = json.loads((folder / "artifact.json").read_text())
         assert info.pop("calibration")
         (folder / "artifact.json").write_text(json.dumps(info))
@@ -196,13 +196,13 @@ print(sorted(name for name in sys.modules if name.startswith("jfi.")))
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda path: (path / "checksums.json").unlink(), "is not an artifact: checksums.json is missing"),
-        (lambda path: (path / "tables.pt").unlink(), "is damaged: tables.pt is missing"),
+        (lambda path: (path / "SHA256SUMS").unlink(), "is not an artifact: SHA256SUMS is missing"),
+        (lambda path: (path / "tables.pt").unlink(), "tables.pt is missing"),
         (
             lambda path: (path / "model.pt2").open("r+b").write(b"junk"),
-            "is damaged: model.pt2 does not match its checksum",
+            "model.pt2 is damaged: its SHA-256 is not the one in SHA256SUMS",
         ),
-        (lambda path: (path / "checksums.json").write_text("{"), "is damaged: checksums.json is not JSON"),
+        (lambda path: (path / "SHA256SUMS").write_text("{"), "SHA256SUMS is damaged"),
     ],
     ids=["no artifact", "missing", "changed", "checksums"],
 )
@@ -279,7 +279,7 @@ def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_pa
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "serve", monkeypatch, capsys)
-    missing = f"error: {tmp_path} is not an artifact: checksums.json is missing\n"
+    missing = f"error: {tmp_path} is not an artifact: SHA256SUMS is missing\n"
     assert say("--artifact", tmp_path) == (2, missing)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = say("--artifact", exported.path, "--port", taken.getsockname()[1])

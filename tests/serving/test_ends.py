@@ -99,7 +99,7 @@ def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, tempo
     link, other = tmp_path / "current", tmp_path / "other"
     link.symlink_to(exported.path)
     with writing(other) as folder:  # other files: the same artifact, written with a space more
-        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         with (folder / "artifact.json").open("a") as file:
             file.write(" ")
     with server("--artifact", link, env=environment(temporary)) as (process, address):

@@ -31,7 +31,7 @@ from .test_commands import post, said, server
 def forged(path: Path, source: Path, change: Callable[[Path], object]) -> Path:
     """A copy of an artifact after `change`, with right checksums."""
     with artifact.writing(path) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         change(folder)
     return path
 
@@ -53,19 +53,19 @@ def test_the_sha256_covers_every_file_and_is_checked_before_any_is_loaded(export
     with pytest.raises(ArtifactError, match=f"{path} has the SHA-256 {sha256_of(path)}, which is not among those"):
         Scorer(path, sha256={known})
     # Whoever keeps the listing cannot change the files.
-    shutil.copy(exported.path / "checksums.json", path)
+    shutil.copy(exported.path / "SHA256SUMS", path)
     with pytest.raises(ArtifactError) if name in FILES[:4] else pytest.raises(pytest.fail.Exception, match="loaded"):
         Scorer(path, sha256={known})
 
 
-def test_the_sha256_is_printed_by_export_and_that_of_checksums_json(exported, tmp_path, monkeypatch, capsys):
+def test_the_sha256_is_printed_by_export_and_that_of_SHA256SUMS(exported, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "jfi.serving.export._compile",
         lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
     )
     monkeypatch.setattr("sys.argv", ["export.py", "--run", str(exported.run), "--out", str(tmp_path / "out")])
     assert run_cli(load_script("export").main) == 0
-    found = hashlib.sha256((tmp_path / "out/checksums.json").read_bytes()).hexdigest()
+    found = hashlib.sha256((tmp_path / "out/SHA256SUMS").read_bytes()).hexdigest()
     assert f"\nsha256 {found}\n" in capsys.readouterr().out
     assert Scorer(tmp_path / "out", sha256={found}).identity == found[:12]
 

@@ -26,7 +26,7 @@ from .test_server import Slow, samples, serve
 def variant(path: Path, source: Path, factor: float = 2.0, **info: object) -> Path:
     """A copy of an artifact with other tables and other contents of artifact.json, and right checksums."""
     with artifact.writing(path) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         tables = torch.load(folder / artifact.TABLES)
         torch.save({name: weight * factor for name, weight in tables.items()}, folder / artifact.TABLES)
         artifact.write_json(folder / artifact.INFO, artifact.read_json(folder / artifact.INFO) | info)
