@@ -170,7 +170,7 @@ def test_an_artifact_that_cannot_serve_is_not_swapped_in(exported, scorer, reque
     (damaged / "tables.pt").write_bytes(b"")
     paths = {
         "is not an artifact": tmp_path / "nothing",
-        "does not match its checksum": damaged,
+        "its SHA-256 is not the one in SHA256SUMS": damaged,
         "other fields of requests": variant(
             tmp_path / "fields", exported.path, schema=fields | {"user": [{"name": "city", "kind": "number"}]}
         ),
