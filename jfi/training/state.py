@@ -83,7 +83,10 @@ class RunState:
             if world.is_first:
                 counts = ", ".join(f"{name} {int(rows.sum())}/{len(rows)}" for name, rows in self._warm.items())
                 tqdm.write(f"warm start from {warm}: rows of known ids: {counts}")
-        self._tables = {table.name: name for name, table in tables.items()}
+        names = {table.name: name for name, table in tables.items()}
+        self._table_configs = tables
+        #: By column the name of its table's parameter.
+        self._tables = {one.column: names[one.table] for one in dataset.schema.features if one.table in names}
         frozen = {
             column: (self._tables[column], tables[self._tables[column]].num_embeddings)
             for column, pretrained in config.model.pretrained.items()
@@ -105,9 +108,10 @@ class RunState:
         for column, pretrained in self.config.model.pretrained.items():
             if column not in self._tables:
                 raise ConfigError(f"model.pretrained.{column}: the model has no table of this column")
-            width = self.config.model.embedding_dim
+            table = self._table_configs[self._tables[column]]
+            width = table.embedding_dim
             rows, vectors = load_pretrained(column, pretrained, self.dataset.schema, width, self.world)
-            new = ~self._warm[column][rows] if column in self._warm else slice(None)
+            new = ~self._warm[table.name][rows] if table.name in self._warm else slice(None)
             fill_rows(self.model.state_dict()[self._tables[column]], rows[new], vectors[new])
             self._frozen.add(column, rows)
 

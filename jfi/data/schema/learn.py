@@ -9,7 +9,7 @@ from jfi.data.errors import DataError
 from jfi.data.prepared.arrange import Rows
 from jfi.data.prepared.source import RawColumns
 from jfi.data.schema.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
-from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
+from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings, table_name
 from jfi.data.schema.targets import labels_of
 from jfi.utils.encoding import UNKNOWN, HashBuckets
 
@@ -46,7 +46,7 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
     for name in config.names("event", "number"):
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
-        history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
+        history.append(FeatureSpec(HISTORY + name, "history", name, table_name(name), len(edges) + 2, of="event"))
     if columns.sids is not None:
         whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
         items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
@@ -112,13 +112,13 @@ def _learn_keys(
     num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
     role = "context" if of == "event" else of
-    own = [FeatureSpec(name, role, name, name, num_ids, many, of)]
+    own = [FeatureSpec(name, role, name, table_name(name), num_ids, many, of)]
     if many:
         slots = range(count_slots(column, train > 0, config.max_slots))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
-    history = [FeatureSpec(key, "history", name, name, num_ids, of=of, slot=slot) for key, slot in keys]
+    history = [FeatureSpec(key, "history", name, table_name(name), num_ids, of=of, slot=slot) for key, slot in keys]
     return own, history
 
 

@@ -16,6 +16,7 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+from torch import nn
 
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
@@ -32,6 +33,8 @@ _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
 CODEC = "codec.safetensors"
 FILES = (_SMALL, _LARGE, CODEC)
+#: Tables are modules of one of these, whose attributes a module cannot be named like.
+_MODULES = nn.ModuleDict()
 #: The name of the titles among the columns of the Parquet file; no table's column has an empty name.
 _TITLES = ""
 
@@ -81,6 +84,16 @@ class LabelSpec:
     task: Task = "binary"
     mean: float = 0.0
     deviation: float = 1.0
+
+
+def table_name(column: str) -> str:
+    """Returns the name of a column's embedding table: the column's own if a module can have it, else an escaped one.
+
+    >>> table_name("genre"), table_name("type"), table_name("a.b")
+    ('genre', '%type', 'a%2Eb')
+    """
+    name = column.replace("%", "%25").replace(".", "%2E")
+    return f"%{name}" if hasattr(_MODULES, name) else name
 
 
 class Strings(Sequence[str]):
