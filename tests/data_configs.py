@@ -15,7 +15,7 @@ LISTS = {
     "context_dense": ("context", "number"),
 }
 #: By name of a mapping from columns the setting of their entries.
-MAPPINGS = {"separators": "separator", "min_count": "min_count", "hash_buckets": "hash_buckets"}
+MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_values", "hash_buckets")}}
 
 
 def data_config(**settings) -> DataConfig:

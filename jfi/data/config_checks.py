@@ -20,7 +20,10 @@ _BOUNDS = {
     "split_seed": (0, 2**32 - 1),
 }
 #: The settings that a column's entry of event and its entry of context share.
-_OF_VALUES = ("type", "min_count", "hash_buckets", "separator")
+_OF_VALUES = ("type", "width", "max_values", "min_count", "hash_buckets", "separator")
+
+#: By setting of an entry its greatest value; the least is 1. A hash has 32 bits.
+_MAX_OF_VALUES = {"width": 2**16, "max_values": MAX_COUNT, "min_count": MAX_COUNT, "hash_buckets": 2**32}
 
 
 def check_data_config(config: DataConfig) -> None:
@@ -90,15 +93,17 @@ def _check_features(config: DataConfig) -> None:
 def _check_values(one: FeatureConfig, key: str) -> None:
     """Raises DataError for settings of an entry that do not fit its type or each other."""
     if one.type == "number":
-        for setting in ("min_count", "hash_buckets", "separator", "cross"):
+        settings = ["max_values", "min_count", "hash_buckets", "separator", "cross"]
+        for setting in settings if one.of == "event" else ["width", *settings]:
             if getattr(one, setting) != getattr(FeatureConfig("", "item"), setting):
                 raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
-    for setting, most in (("min_count", MAX_COUNT), ("hash_buckets", 2**32)):  # a hash has 32 bits
+    for setting, most in _MAX_OF_VALUES.items():
         value = getattr(one, setting)
         if value is not None and not 1 <= value <= most:
             raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {most}")
-    if one.hash_buckets is not None and one.min_count > 1:
-        raise DataError(f"{key} has both min_count and hash_buckets; buckets need no count")
+    for setting, is_set in (("min_count", one.min_count > 1), ("max_values", one.max_values is not None)):
+        if one.hash_buckets is not None and is_set:
+            raise DataError(f"{key} has both {setting} and hash_buckets; buckets need none")
     if one.separator == "":
         raise DataError(f"{key}: separator is ''; it must be the separator of the values")
 

@@ -82,6 +82,10 @@ class FeatureConfig:
             which share an embedding table, so that their other settings must be equal.
         type: "category" for ids of an embedding table; "number" for a dense feature, or, of an event, for ids of
             intervals between quantiles of the training rows.
+        width: of the rows of the embedding table; None means `model.embedding_dim`. The tables that events have must
+            have one width: those of the item's id, of categories of the item and of features of the event.
+        max_values: the most values that get ids of their own: those with the most training rows, and of two with as
+            many the one that comes first in the order of ids. All others count as unseen. None is no limit.
         min_count: the number of training rows that a value needs; a rarer one counts as unseen.
         hash_buckets: a number of ids that all values share by their hash, in place of an id for each value of training.
         separator: between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens need
@@ -97,6 +101,8 @@ class FeatureConfig:
     name: str
     of: Of
     type: FeatureType = "category"
+    width: int | None = None
+    max_values: int | None = None
     min_count: int = 1
     hash_buckets: int | None = None
     separator: str | None = None

@@ -19,11 +19,11 @@ from jfi.modules import (
     validation,
 )
 from jfi.modules.events import as_dict
-from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import DigitRows, own_rows, parts_of
 from jfi.ops import jagged_dense_bmm
 from jfi.utils.arguments import MAX_LAYERS, check_int
+from jfi.utils.module_names import module_name
 from jfi.utils.padding import padding_state
 from jfi.utils.timelines import Timelines
 
@@ -108,8 +108,9 @@ class SequenceArch(nn.Module):
         refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in further)
         self.further = nn.ModuleDict({"layers": further, "refine": refine})
         keys = bag_keys + single_keys
-        self.projections = FeatureModules(
-            {key: nn.Linear(widths[key], embedding_dim, device=device) for key in keys if widths[key] != embedding_dim}
+        others = [key for key in keys if widths[key] != embedding_dim]
+        self.projections = nn.ModuleDict(
+            {module_name(key): nn.Linear(widths[key], embedding_dim, device=device) for key in others}
         )
         self.pooled_projection = None
         if layers and not attends and event_dim != embedding_dim:
@@ -161,8 +162,9 @@ class SequenceArch(nn.Module):
         """Returns the entries that are not histories, all `embedding_dim` wide."""
         entries = _single_entries(bags, embeddings, self.bag_keys, self.single_keys)
         if len(self.projections):
-            keys, projections = self.bag_keys + self.single_keys, self.projections
-            entries = {key: projections[key](entries[key]) if key in projections else entries[key] for key in keys}
+            names = {key: module_name(key) for key in self.bag_keys + self.single_keys}
+            own = {key: self.projections[name] for key, name in names.items() if name in self.projections}
+            entries = {key: own[key](entries[key]) if key in own else entries[key] for key in names}
         return _shared(entries, self.user_keys, timelines)
 
     def _events(

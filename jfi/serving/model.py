@@ -34,6 +34,7 @@ from jfi.modules.jagged_pooling import Mode
 from jfi.modules.stacked_attention import linear
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
+from jfi.utils.module_names import module_name
 
 
 class ScoringModel(nn.Module):
@@ -169,7 +170,9 @@ class ScoringModel(nn.Module):
         return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
     def _projected(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: self.projections[key](one) if key in self.projections else one for key, one in values.items()}
+        names = {key: module_name(key) for key in values}
+        own = {key: self.projections[name] for key, name in names.items() if name in self.projections}
+        return {key: own[key](one) if key in own else one for key, one in values.items()}
 
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"

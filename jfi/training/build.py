@@ -34,7 +34,15 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
 )
-from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
+from jfi.training.config import (
+    ConfigError,
+    EncoderConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    check_bias,
+    event_width,
+)
 from jfi.utils import compat
 from jfi.utils.operands import MAX_BUCKETS
 
@@ -116,7 +124,8 @@ def build_model(
         make_bags, make_embeddings = (
             partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
         )
-    heads = _heads(config, schema)
+    widths = {f.column: f.width or config.embedding_dim for f in in_collection}
+    width, heads = event_width(widths, config.embedding_dim), _heads(config, schema)
     attention = AttentionPooling(config.num_heads, config.num_queries, config.attention_layers)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
@@ -126,11 +135,11 @@ def build_model(
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
         pooling=attention if config.pooling == "attention" else config.pooling,
-        encoder=_encoder(encoder, sequences, config, features),
+        encoder=_encoder(encoder, sequences, config, features, width),
         dropout=config.dropout,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
-        semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic]),
+        semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic], width),
         heads=heads,
     )
 
@@ -144,13 +153,13 @@ def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
     return Heads(len(schema.labels), config.experts, moments, schema.num_auxiliary)
 
 
-def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str]) -> SemanticIDEmbedding | None:
+def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str], width: int) -> SemanticIDEmbedding | None:
     if schema.codec is None:
         return None
     options = {"init": config.semantic_id_init, "spread": config.semantic_id_spread}
     options["num_buckets"] = config.semantic_id_buckets
     try:
-        return SemanticIDEmbedding(schema.codec, config.embedding_dim, keys, config.semantic_ids, **options)
+        return SemanticIDEmbedding(schema.codec, width, keys, config.semantic_ids, **options)
     except ValueError as fault:
         raise ConfigError(f"model.semantic_ids: {fault}") from None
 
@@ -291,7 +300,7 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
     return [
         kind(
             name=table,
-            embedding_dim=embedding_dim,
+            embedding_dim=members[0].width or embedding_dim,
             num_embeddings=members[0].num_embeddings,
             feature_names=[f.key for f in members],
         )
@@ -300,7 +309,11 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
 
 
 def _encoder(
-    encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], config: ModelConfig, features: list[FeatureSpec]
+    encoder: EncoderConfig,
+    sequences: list[SequenceFeatureConfig],
+    config: ModelConfig,
+    features: list[FeatureSpec],
+    width: int,
 ) -> JaggedEncoder | None:
     bias = _bias("encoder.bias", encoder.bias, config, features)
     if not sequences or not encoder.num_layers:
@@ -308,7 +321,7 @@ def _encoder(
     relative = None if encoder.relative_bias is None else RelativePositionBias(config.num_buckets)
     return JaggedEncoder(
         [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
-        config.embedding_dim,
+        width,
         encoder.num_heads,
         encoder.num_layers,
         feedforward_ratio=encoder.feedforward_ratio,

@@ -21,6 +21,7 @@ from jfi.training.model_config import (
     PretrainedConfig,
     ShardingConfig,
     check_bias,
+    event_width,
     require,
 )
 from jfi.utils.operands import MAX_BUCKETS
@@ -194,8 +195,6 @@ class Config:
     def __post_init__(self) -> None:
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
-        fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
-        require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
         why = f"at most {MAX_BUCKETS} with encoder.relative_bias"
         require(not limited or rows <= MAX_BUCKETS, "model.num_buckets", rows, why)
@@ -211,10 +210,24 @@ class Config:
         crossed = next((name for name, cross in self.data.crosses().items() if self.data.item in cross), None)
         why = f"true with '{crossed}' of data.features, a cross of '{self.data.item}'"
         require(self.model.item_id or crossed is None, "model.item_id", self.model.item_id, why)
-        width = self.sharding.min_partition
-        fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
-        require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")
+        self._check_widths()
         self._check_monitor()
+
+    def _check_widths(self) -> None:
+        """Checks the widths of the tables; `build_model` checks those of a prepared dataset again."""
+        data, default = self.data, self.model.embedding_dim
+        if self.model.pooling != "none":
+            events = [data.item] if self.model.item_id else []
+            events += [*data.names("item", "category"), *data.names("event"), *data.crosses()]
+            width = event_width({name: data.feature(name).width or default for name in events}, default)
+            heads = self.encoder.num_heads
+            fits = self.encoder.num_layers == 0 or width % heads == 0
+            require(fits, "encoder.num_heads", heads, f"a divisor of the width of events, {width}")
+        if self.sharding.type == "column_wise":
+            part = self.sharding.min_partition
+            fits = all(width % part == 0 for width in (default, *(one.width or default for one in data.features)))
+            why = "a divisor of model.embedding_dim and of each width of data.features under column_wise"
+            require(fits, "sharding.min_partition", part, why)
 
     def with_training(self, **changes: object) -> "Config":
         """A copy with some fields of `training` changed."""

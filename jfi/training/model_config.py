@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +23,24 @@ def require(condition: bool, key: str, got: object, must: str) -> None:
 
 #: Values of a bias, beside null; the last one is the bucket key that every data schema has.
 _BIASES = ("position", "recency", "weights", HISTORY + AGE)
+
+
+def event_width(widths: Mapping[str, int], default: int) -> int:
+    """Returns the width of the tables that events have.
+
+    Args:
+        widths: by column that of its table; may be empty.
+        default: `model.embedding_dim`.
+
+    Raises:
+        ConfigError: they differ; TorchRec's EmbeddingCollection has one width for all of its tables.
+    """
+    first = next(iter(widths), None)
+    for name, width in widths.items():
+        if width != widths[first]:
+            must = f"that of '{first}', {widths[first]}, since the tables that events have must have one width"
+            raise ConfigError(f"data.features '{name}': width is {width}, must be {must}")
+    return default if first is None else widths[first]
 
 
 def check_bias(key: str, bias: str | None) -> None:

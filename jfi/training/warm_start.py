@@ -175,7 +175,8 @@ def _check_shapes(
             if table.name in there and shapes[there[table.name]][1] != table.embedding_dim:
                 width = shapes[there[table.name]][1]
                 raise ConfigError(
-                    f"training.warm_start: model.embedding_dim is {table.embedding_dim}, {path} has {width}"
+                    f"training.warm_start: '{table.name}' is {table.embedding_dim} wide, in {path} {width}; use the "
+                    "same model.embedding_dim and widths of data.features"
                 )
         elif name not in shapes:
             raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model, encoder and labels")

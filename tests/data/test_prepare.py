@@ -141,6 +141,7 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "group": "request",
         },
         {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
+        {"max_values": {"item_id": 5, "tags": 2, "action": 1, "city": 2, "genre": 2}, "min_count": {"tags": 3}},
         {"context_categorical": ["part", "tags", "whole"], "context_dense": ["shown"]},
         {
             "context_categorical": ["hobbies", "action", "request"],

@@ -58,6 +58,18 @@ def test_values_with_too_few_training_rows_are_unseen(write):
     ]
 
 
+@pytest.mark.parametrize(
+    ("most", "kept"), [(1, ["b"]), (2, ["a", "b"]), (3, ["a", "b", "c"]), (9, ["a", "b", "c", "d"])]
+)
+def test_the_most_frequent_values_of_training_have_ids(write, most, kept):
+    """Three rows of b, two of a and c each, one of d; the held-out rows, all of d, do not count."""
+    lines = [f"u{t % 2},i,{t},{t % 2},{value}" for t, value in enumerate("dcbabcab" + "dddd")]
+    path = write("r.csv", "user_id,item_id,timestamp,right,kind", *lines)
+    feature = FeatureConfig("kind", "context", max_values=most)
+    config = DataConfig(interactions=path, label="right", features=[feature], fractions=[2 / 3, 1 / 6, 1 / 6])
+    assert list(load_dataset(config).schema.encodings.vocabularies["kind"].values) == list(kept)
+
+
 def test_hashed_values_share_a_fixed_table(write, tmp_path):
     config = config_of(write, hash_buckets={"item_id": 5, "tags": 1000})
     dataset = load_dataset(config)

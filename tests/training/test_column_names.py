@@ -1,15 +1,25 @@
-"""Columns with names that a module cannot have, in every role of a run."""
+"""Columns with names that a module cannot have, in every role of a run, with tables of several widths."""
 
+import asyncio
 import csv
+import io
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch import nn
 
 import jfi
-from jfi.data import DataConfig, FeatureConfig
-from jfi.data.schema.schema import table_name
-from jfi.training import Config, ModelConfig, TrainingConfig, resume, train
+from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import export
+from jfi.serving.json_lines import answer_lines
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import Scorer
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
+from jfi.training.build import build_model
+from jfi.utils.module_names import module_name
 
 NAMES = ["type", "items", "values", "keys", "update", "to", "pop", "training", "a.b", "forward", "50%", "_modules", "T"]
 ROLES = [
@@ -27,6 +37,9 @@ ROLES = [
     ("context", "category"),
     ("context", "number"),
 ]
+#: The tables that events have share a width; those of the user and of the context have their own.
+WIDTHS = {("user", "category"): 4, ("context", "category"): 6}
+EVENTS = 12
 
 
 def values(role: object, i: int) -> object:
@@ -42,8 +55,12 @@ def config_of(folder: Path, names: dict) -> Config:
         writer = csv.writer(file)
         writer.writerow(names.values())
         writer.writerows([values(role, i) for role in names] for i in range(120))
-    features = [FeatureConfig(name, *role) for role, name in names.items() if isinstance(role, tuple)]
-    features.append(FeatureConfig("get", "event", cross=[names["item_id"], names["event", "category"]]))
+    features = [FeatureConfig(names["item_id"], "item", width=EVENTS, max_values=7)]
+    features.append(FeatureConfig("get", "event", width=EVENTS, cross=[names["item_id"], names["event", "category"]]))
+    for role, name in names.items():
+        if isinstance(role, tuple):
+            has_table = role[1] == "category" or role[0] == "event"
+            features.append(FeatureConfig(name, *role, width=WIDTHS.get(role, EVENTS) if has_table else None))
     data = DataConfig(
         interactions=str(folder / "table.csv"),
         user=names["user_id"],
@@ -70,11 +87,58 @@ def test_a_run_with_columns_named_like_attributes_of_a_module(tmp_path, shift):
     run = jfi.load_run(tmp_path / "run")
     scores = run.predict(tmp_path / "table.csv")
     assert scores.num_rows == 120 and {names["user_id"], names["item_id"], names["time"]} < {*scores.column_names}
-    resume(tmp_path / "run")
+    result = resume(tmp_path / "run")
+    assert resume(tmp_path / "run").test == result.test
+    tables = {name: tuple(value.shape)[1] for name, value in run.model.state_dict().items() if "embedding" in name}
+    assert sorted({*tables.values()}) == [4, 6, EVENTS]
+
+
+@pytest.mark.slow  # compiling takes half a minute
+def test_the_server_scores_it_as_predict_does(tmp_path):
+    names = dict(zip(ROLES, NAMES, strict=True))
+    train(config_of(tmp_path, names))
+    run = jfi.load_run(tmp_path / "run")
+    schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
+    export(tmp_path / "artifact", run.model, schema, Limits(10, 30))
+    requests, chosen = [], []
+    for i in range(6, 120):
+        past = [j for j in range(i) if values("user_id", j) == values("user_id", i)]
+        history = [
+            fields(names, j, "item_id", ("item", "category"), ("event", "category"), ("event", "number"))
+            | {"age": 60 * (i - j)}
+            for j in past
+        ]
+        roles = "item_id", ("item", "category"), ("item", "number"), ("context", "category"), ("context", "number")
+        user = fields(names, i, ("user", "category"))
+        requests.append({"user": user, "history": history, "candidates": [fields(names, i, *roles)]})
+        chosen.append(i)
+    lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
+    asyncio.run(answer_lines(Scorer(tmp_path / "artifact"), lines, out, max_batch=64))
+    found = [json.loads(line)["scores"][0] for line in out.getvalue().splitlines()]
+    wanted = run.predict(tmp_path / "table.csv").column("score").to_numpy()[chosen]
+    assert np.std(wanted) > 1e-3
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def fields(names: dict, i: int, *roles: object) -> dict:
+    return {names[role]: values(role, i) for role in roles}
+
+
+def test_events_have_tables_of_one_width(tmp_path):
+    names = dict(zip(ROLES, NAMES, strict=True))
+    config = config_of(tmp_path, names)
+    config.data.features[1].width = 16
+    message = r"data\.features 'get': width is 16, must be that of 'items', 12, since the tables that events have"
+    with pytest.raises(ConfigError, match=message):
+        Config(config.data, config.model, training=config.training)
+    Config(config.data, ModelConfig(pooling="none"))
+    schema = load_dataset(config.data).schema
+    with pytest.raises(ConfigError, match=r"width is 1., must be that of"):
+        build_model(config.model, config.encoder, schema)
 
 
 def test_tables_of_different_columns_have_different_names():
-    columns = [*dir(nn.ModuleDict()), *NAMES, *(table_name(name) for name in NAMES)]
-    assert len({*map(table_name, columns)}) == len({*columns})
+    columns = [*dir(nn.ModuleDict()), *NAMES, *(module_name(name) for name in NAMES)]
+    assert len({*map(module_name, columns)}) == len({*columns})
     for column in columns:
-        nn.ModuleDict().add_module(table_name(column), nn.Identity())
+        nn.ModuleDict().add_module(module_name(column), nn.Identity())

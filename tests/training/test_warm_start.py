@@ -117,7 +117,7 @@ def without(**lists):
             lambda c: setattr(c.model, "over_arch", [4]),
             r"'over_arch\.\S+' has shape \[4, \d+\], in \S+ it has \[8, \d+\]",
         ),
-        (lambda c: setattr(c.model, "embedding_dim", 16), "model.embedding_dim is 16, .* has 8"),
+        (lambda c: setattr(c.model, "embedding_dim", 16), "'\w+' is 16 wide, in .* 8"),
         (lambda c: setattr(c.encoder, "num_layers", 1), r"has no 'sequence_arch\.encoder\S+'; use the same model"),
         (
             lambda c: setattr(c, "data", replace_data(c.data, item_categorical=[])),

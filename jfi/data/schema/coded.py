@@ -32,10 +32,10 @@ class CodedColumn:
     def __len__(self) -> int:
         return len(self.codes) if self.offsets is None else len(self.offsets) - 1
 
-    def seen(self, train: np.ndarray, min_count: int = 1) -> pa.Array:
-        """The values that at least `min_count` of the rows where `train [N]` is true have.
+    def seen(self, train: np.ndarray) -> tuple[pa.Array, np.ndarray]:
+        """The values of the rows where `train [N]` is true, in the order of their first occurrence, and their counts.
 
-        They are in the order of their first occurrence.
+        The counts are numbers of rows, int64.
         """
         rows, found = np.zeros(len(self.values), np.int64), [np.empty(0, np.int64)]
         for begin, end in blocks(len(self)):
@@ -48,7 +48,7 @@ class CodedColumn:
             rows[codes] += counts
             found.append(codes[new][np.argsort(first[new])])
         codes = np.concatenate(found)
-        return self.values.take(pa.array(codes[rows[codes] >= min_count]))
+        return self.values.take(pa.array(codes)), rows[codes]
 
     def longest(self, train: np.ndarray) -> int:
         """The largest number of values of a row where `train [N]` is true, at least 1."""

@@ -77,26 +77,37 @@ def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
     return is_list(column.type)
 
 
-def learn_vocabulary(column: pa.Array | CodedColumn, count: np.ndarray, min_count: int = 1) -> Vocabulary:
+def learn_vocabulary(
+    column: pa.Array | CodedColumn, count: np.ndarray, min_count: int = 1, max_values: int | None = None
+) -> Vocabulary:
     """The values of a column of strings, or of lists of strings, in the training rows.
 
     Args:
         column: `[N]`.
         count: `[N]`, the training rows that have each row of the column.
         min_count: values with fewer training rows are left out.
+        max_values: the most values; those with the most training rows stay, the first of as many. None is no limit.
     """
     if isinstance(column, CodedColumn):
-        return Vocabulary(Strings(sort_ids(column.seen(count, min_count))[0]))
+        values, rows = column.seen(count)
+        values, index = sort_ids(values)
+        return _most_frequent(values, rows[np.argsort(index)], min_count, max_values)
     column, count = column.filter(pa.array(count > 0)), count[count > 0]
     if is_multi_valued(column):
         column, offsets = present(column)
         count = np.repeat(count, np.diff(offsets))
     known = column.is_valid()
     values, index = sort_ids(column.filter(known))
-    if min_count > 1:
-        rows = np.bincount(index, weights=count[known.to_numpy(zero_copy_only=False)], minlength=len(values))
-        values = values.filter(pa.array(rows >= min_count))
-    return Vocabulary(Strings(values))
+    rows = np.bincount(index, weights=count[known.to_numpy(zero_copy_only=False)], minlength=len(values))
+    return _most_frequent(values, rows, min_count, max_values)
+
+
+def _most_frequent(values: pa.Array, rows: np.ndarray, min_count: int, max_values: int | None) -> Vocabulary:
+    """Returns the vocabulary of the values whose numbers of rows `[V]` suffice, in the order of the values."""
+    kept = rows >= min_count
+    if max_values is not None and kept.sum() > max_values:
+        kept[np.argsort(np.where(kept, -rows, 0), kind="stable")[max_values:]] = False
+    return Vocabulary(Strings(values.filter(pa.array(kept))))
 
 
 def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: int) -> int:

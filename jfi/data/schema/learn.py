@@ -9,9 +9,10 @@ from jfi.data.errors import DataError
 from jfi.data.prepared.arrange import Rows
 from jfi.data.prepared.source import RawColumns
 from jfi.data.schema.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
-from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings, table_name
+from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.data.schema.targets import labels_of
 from jfi.utils.encoding import UNKNOWN, HashBuckets
+from jfi.utils.module_names import module_name
 
 
 def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
@@ -45,8 +46,10 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
     contexts.sort(key=lambda spec: config.names("context", "category").index(spec.column))
     for name in config.names("event", "number"):
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
-        encodings.edges[name] = edges
-        history.append(FeatureSpec(HISTORY + name, "history", name, table_name(name), len(edges) + 2, of="event"))
+        encodings.edges[name], width = edges, config.feature(name).width
+        history.append(
+            FeatureSpec(HISTORY + name, "history", name, module_name(name), len(edges) + 2, of="event", width=width)
+        )
     if columns.sids is not None:
         whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
         items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
@@ -104,21 +107,22 @@ def _learn_keys(
         encodings: gets those of the column.
         config: the section `data`.
     """
-    column = columns.categories(name, of)
-    if (num_buckets := config.feature(name).hash_buckets) is not None:
-        encodings.buckets[name] = HashBuckets(num_buckets)
+    column, feature = columns.categories(name, of), config.feature(name)
+    if feature.hash_buckets is not None:
+        encodings.buckets[name] = HashBuckets(feature.hash_buckets)
     else:
-        encodings.vocabularies[name] = learn_vocabulary(column, train, config.feature(name).min_count)
+        encodings.vocabularies[name] = learn_vocabulary(column, train, feature.min_count, feature.max_values)
     num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
     role = "context" if of == "event" else of
-    own = [FeatureSpec(name, role, name, table_name(name), num_ids, many, of)]
+    own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
     if many:
         slots = range(count_slots(column, train > 0, config.max_slots))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
-    history = [FeatureSpec(key, "history", name, table_name(name), num_ids, of=of, slot=slot) for key, slot in keys]
+    common = {"of": of, "width": feature.width}
+    history = [FeatureSpec(key, "history", name, module_name(name), num_ids, slot=slot, **common) for key, slot in keys]
     return own, history
 
 

@@ -16,7 +16,6 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from torch import nn
 
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
@@ -33,8 +32,6 @@ _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
 CODEC = "codec.safetensors"
 FILES = (_SMALL, _LARGE, CODEC)
-#: Tables are modules of one of these, whose attributes a module cannot be named like.
-_MODULES = nn.ModuleDict()
 #: The name of the titles among the columns of the Parquet file; no table's column has an empty name.
 _TITLES = ""
 
@@ -49,7 +46,8 @@ class FeatureSpec:
             the target was shown; "history" keys are the aligned fields of the events; "bucket" is the aligned age of
             the events, whose ids do not index an embedding table.
         column: the table column it comes from.
-        table: name of the embedding table, "" for a bucket. The sample's and the history's keys of a column share one.
+        table: name of the embedding table, `jfi.utils.module_names.module_name` of the column, "" for a bucket. The
+            sample's and the history's keys of a column share one.
         num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
         multi_valued: a sample may have any number of ids. Other user, item and context keys have one per
             sample, and history keys one per event.
@@ -57,6 +55,7 @@ class FeatureSpec:
         slot: of a history key of a multi-valued column, the number of the value that it has; else None.
         semantic: the values are semantic IDs of the schema's codec, which index no table: `table` is "", and
             `num_embeddings` that of all int64s.
+        width: of the table's rows; None means `model.embedding_dim`.
     """
 
     key: str
@@ -68,6 +67,7 @@ class FeatureSpec:
     of: Entity = "event"
     slot: int | None = None
     semantic: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,6 @@ class LabelSpec:
     task: Task = "binary"
     mean: float = 0.0
     deviation: float = 1.0
-
-
-def table_name(column: str) -> str:
-    """Returns the name of a column's embedding table: the column's own if a module can have it, else an escaped one.
-
-    >>> table_name("genre"), table_name("type"), table_name("a.b")
-    ('genre', '%type', 'a%2Eb')
-    """
-    name = column.replace("%", "%25").replace(".", "%2E")
-    return f"%{name}" if hasattr(_MODULES, name) else name
 
 
 class Strings(Sequence[str]):
