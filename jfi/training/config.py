@@ -222,7 +222,8 @@ class Config:
             width = event_width({name: data.feature(name).width or default for name in events}, default)
             heads = self.encoder.num_heads
             fits = self.encoder.num_layers == 0 or width % heads == 0
-            require(fits, "encoder.num_heads", heads, f"a divisor of the width of events, {width}")
+            why = "model.embedding_dim" if width == default else f"the width of events in data.features, {width}"
+            require(fits, "encoder.num_heads", heads, f"a divisor of {why}")
         if self.sharding.type == "column_wise":
             part = self.sharding.min_partition
             fits = all(width % part == 0 for width in (default, *(one.width or default for one in data.features)))

@@ -120,7 +120,7 @@ def test_options_that_must_go_together():
         Config(model=ModelConfig(num_buckets=65), encoder=EncoderConfig(causal=True, relative_bias="distance"))
     with pytest.raises(ConfigError, match=r"^encoder\.causal: got False, must be true with encoder.relative_bias$"):
         EncoderConfig(relative_bias="distance")
-    with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of the width of events, 32$"):
+    with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
         Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
     Config(sharding=ShardingConfig(min_partition=64))
     Config(sharding=ShardingConfig(type="column_wise", min_partition=32))
