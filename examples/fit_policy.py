@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from jfi.data import DataError
 from jfi.data.batches.engagement import training_log
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.labels import label_columns, read_labels
 from jfi.history import EventLog, fit

@@ -27,7 +27,7 @@ from torch import Tensor
 from jfi.data import DataError
 from jfi.data.config import SID
 from jfi.data.features.semantic_ids import codec_folder, new_items, read_sids, rows_of, unique_items, write_sids
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
 from jfi.sid import (

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jfi.data.io.layouts import FileSettings
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import only_column, parse_rule
@@ -98,6 +99,13 @@ class DataConfig:
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
+        delimiter: between the fields of text files, such as `;` or `|`; several characters, such as `::`, need files
+            without quotes. None means a comma in `.csv` and a tab in `.tsv`. With it, files of any other name, such as
+            `log.txt`, are text files too.
+        header: by table, as `interactions`, `users` or `items`, the names of the columns of text files that have no
+            header.
+        missing_values: texts that mean a missing value in every column, such as `NULL` or `-1`. An empty text, null and
+            NaN always do.
         split_column: column of the split, with `split: column`: train, validation (or val, valid, dev) or test.
         split_seed: another seed assigns users to other splits, with `split: user`.
         validation: files of the validation rows, as `interactions`, with `split: files`.
@@ -152,6 +160,9 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
+    delimiter: str | None = None
+    header: dict[str, list[str]] = field(default_factory=dict)
+    missing_values: list[str] = field(default_factory=list)
     split_column: str | None = None
     split_seed: int = 0
     validation: str | list[str] | None = None
@@ -260,6 +271,10 @@ class DataConfig:
         names = (*FILES, "policy", "prepared")
         paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
+
+    def file_settings(self) -> FileSettings:
+        """The settings that say how the files of the tables are read."""
+        return FileSettings(self.encoding, self.quoting, self.delimiter, self.header, tuple(self.missing_values))
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:

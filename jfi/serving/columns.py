@@ -17,9 +17,12 @@ import numpy as np
 
 from jfi.serving.json_numbers import are_integers, decimals, integers
 from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
-from jfi.utils.encoding import UNKNOWN
+from jfi.utils.encoding import UNKNOWN, text_of
 
 _QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
+_MINUS = b"-"[0]
+#: By the first byte of a text whether it may be the text of a number or of a boolean.
+_MAY_BE_OTHER = np.isin(np.arange(256), list(b"-0123456789TF"))
 _NULL = b"null"
 _NULL_WORD = int.from_bytes(_NULL, "little")
 #: Most lists in a plain body beside those of rows, and most bytes before a list in which its key is looked for: without
@@ -64,7 +67,7 @@ class Column:
     def __len__(self) -> int:
         return len(self._start)
 
-    def __getitem__(self, which: slice) -> "Column":
+    def __getitem__(self, which: slice | np.ndarray) -> "Column":
         return Column(self._text, self._start[which], self._end[which], self._texts[which])
 
     def values(self) -> list:
@@ -100,18 +103,30 @@ class Column:
             found = self._text.words[np.minimum(start + WORD * i, last) if i else start]
             np.bitwise_and(found, FIRST_BYTES.take(length - WORD * i if i else length, mode="clip"), out=words[:, i])
         known = length <= WORD * num_words
+        null = self.nulls()
+        known &= ~null
         if num_texts < len(start) and (num_texts or not are_integers(words, length)):
-            null = self.nulls()
             (numbers,) = (~self._texts & ~null).nonzero()
             if len(numbers) and not are_integers(words[numbers], length[numbers]):
                 return None
-            known &= ~null
         return words, known
 
+    def ids_of_other_texts(self, ids: np.ndarray, known: KnownValues) -> None:
+        """Looks up the values whose id in `ids [N]` is unknown by their texts of `text_of`: that of "7.0" is 7.
+
+        Raises:
+            ValueError: not JSON.
+        """
+        begin = self._text.bytes[self._start + self._texts]
+        odd = np.flatnonzero((ids == UNKNOWN) & (self._texts | (begin == _MINUS)) & _MAY_BE_OTHER[begin])
+        if len(odd):
+            ids[odd] = known.ids([text_of(value) for value in self[odd].values()])
+
     def nulls(self) -> np.ndarray:
-        """`[N]` bool, which values are null."""
+        """`[N]` bool, which values are null or the empty text."""
         is_null = self._text.words[self._start] & FIRST_BYTES[len(_NULL)] == _NULL_WORD
-        return ~self._texts & (self._end - self._start == len(_NULL)) & is_null
+        length = self._end - self._start
+        return np.where(self._texts, length == 2, (length == len(_NULL)) & is_null)
 
     def codes(self) -> np.ndarray | None:
         """`[N]`, equal for equal texts and integers, while each null differs from all others; None if there are others.
@@ -168,6 +183,7 @@ def look_up(columns: list[Column], known: KnownValues) -> None:
     ids, at = np.where(may_be_known, known.ids_of_words(words), UNKNOWN), 0
     for column in columns:
         column.ids = ids[at : at + len(column)]
+        column.ids_of_other_texts(column.ids, known)
         at += len(column)
 
 

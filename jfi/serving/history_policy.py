@@ -14,6 +14,7 @@ from jfi.history.single import SingleHistory
 from jfi.serving.columns import Column
 from jfi.serving.known import KnownValues
 from jfi.serving.schema import PolicyFields
+from jfi.utils.encoding import UNKNOWN
 
 #: The surface of a policy without surfaces, and of events without one.
 _ONLY, _UNKNOWN = "all", "unknown"
@@ -72,7 +73,9 @@ class RequestPolicy:
         if found is None:
             return None
         words, may_be_known = found
-        places = np.where(may_be_known, self._known.ids_of_words(words) - 1, -1)
+        ids = np.where(may_be_known, self._known.ids_of_words(words), UNKNOWN)
+        surface.ids_of_other_texts(ids, self._known)
+        places = ids - 1
         if self._places[None] >= 0:
             places[surface.nulls()] = self._places[None]
         return places

@@ -16,6 +16,7 @@ from jfi.serving.known import KnownValues
 from jfi.serving.large_json import Cut
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
 from jfi.serving.values import (
+    TEXTS,
     BadRequestError,
     Place,
     Values,
@@ -30,7 +31,7 @@ from jfi.serving.values import (
     take,
     texts,
 )
-from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
+from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize, text_of
 
 #: The field of a request that names the codec of its semantic IDs.
 CODEC = "codec"
@@ -251,7 +252,7 @@ class RequestReader:
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":  # of fields that are checked before, since they come first
-                parts = [[None if v is None else str(v) for v in listed(columns[name])] for name in one.columns]
+                parts = [[text_of(value) for value in listed(columns[name])] for name in one.columns]
                 encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]
@@ -282,14 +283,14 @@ class RequestReader:
         return self._known[one.name].ids(texts(one, listed(values), place))
 
     def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
-        valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
+        valid = [type(value) is list and set(map(type, value)) <= TEXTS for value in values]
         if not all(valid):
             refuse(one, values, place, valid)
         longest = max(values, key=len)
         if len(longest) > MAX_VALUES:
             at = place(values.index(longest))
             raise BadRequestError(f"{at}.{one.name} must be at most {MAX_VALUES} values, got {len(longest)}")
-        lists = [[str(v) for v in value if v != ""] for value in values]
+        lists = [[text for v in value if (text := text_of(v)) is not None] for value in values]
         vocabulary = self._known[one.name]
         if one.kind == "slots":
             for slot, key in enumerate(one.keys):

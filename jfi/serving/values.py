@@ -10,7 +10,7 @@ import torch
 from jfi.serving.columns import Column, Rows
 from jfi.serving.schema import TYPES, Field
 from jfi.sid.packing import UNKNOWN_SID, Layout
-from jfi.utils.encoding import LARGEST_NUMBER
+from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.suggest import suggest
 
 #: Values of a field, row by row: as JSON has them, still in the body, or an array of those that `numbers` has checked.
@@ -18,7 +18,8 @@ Values = Sequence[object] | Column | np.ndarray
 #: From the index of a row to its place in the request, for messages.
 Place = Callable[[int], str]
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
-_TEXTS = {str, int, type(None)}
+#: Types of a value that has a text.
+TEXTS = {str, int, float, bool, type(None)}
 
 
 class BadRequestError(ValueError):
@@ -78,11 +79,11 @@ def texts(
 ) -> Sequence[str | int | None]:
     """The values of a category as texts; where only their equality is asked for, integers may stay."""
     kinds = set(map(type, values))
-    if not kinds <= _TEXTS:
-        refuse(one, values, place, [type(value) in _TEXTS for value in values])
-    if int in kinds and (str in kinds or not only_equality):  # JSON's 5 and "5" are the same value of a column
-        values = [str(value) if type(value) is int else value for value in values]
-    return values
+    if not kinds <= TEXTS:
+        refuse(one, values, place, [type(value) in TEXTS for value in values])
+    if only_equality and kinds <= {int, type(None)}:
+        return values
+    return [text_of(value) for value in values]
 
 
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
@@ -130,7 +131,7 @@ def sids(one: Field, values: Values, place: Place) -> np.ndarray:
 
 def _as_int64(value: object) -> int | None:
     """A semantic ID of JSON, -1 for null; None if it is none. As text, since JavaScript rounds integers over 2^53."""
-    if value is None:
+    if value is None or value == "":
         return UNKNOWN_SID
     if type(value) is str and _INTEGER.fullmatch(value):
         value = int(value)

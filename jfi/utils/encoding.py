@@ -4,8 +4,10 @@ Training (`jfi.data`) encodes whole columns and serving (`jfi.serving`) encodes 
 that a value has one id in both.
 """
 
+import re
 import zlib
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from functools import cached_property
 from itertools import repeat
 
@@ -17,6 +19,58 @@ UNKNOWN = 0
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 #: Standard deviations. A number further from the mean counts as missing: the model's sums would leave float32's range.
 _FURTHEST = 1e18
+
+#: Texts that `text_of` writes otherwise, or may; an expression of RE2 and of Python, without groups that capture.
+NOT_CANONICAL = (
+    r"^(?:-?(?:0|[1-9][0-9]*)\.[0-9]*0|-?(?:0|[1-9][0-9]*)\.[0-9]{15,}|-?[1-9][0-9]{8,}\.[0-9]{7,}"
+    r"|-0(?:\.[0-9]+)?|-?[1-9](?:\.[0-9]+)?e[+-][0-9]{1,3}|True|TRUE|False|FALSE|)$"
+)
+_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+|-?[1-9](?:\.[0-9]+)?e[+-][0-9]{1,3}|-0")
+_BOOLEANS = {name: name.lower() for name in ("True", "TRUE", "False", "FALSE")}
+
+
+def text_of(value: str | int | float | bool | Decimal | None) -> str | None:
+    """Returns the text of a value, by which values of all file formats and of requests are compared; None if missing.
+
+    A number has one text, whatever its type: an integer its digits, another number the shortest decimal of its float64
+    without an exponent. A text counts as a number if it is a plain decimal such as `-7.50`, or has the exponent that
+    programs write, as `1e+16` and `2.5e-07`. Other texts, such as `007`, `+5` and `1e3`, stay as they are. An empty
+    text, NaN and a text that UTF-8 cannot hold are missing.
+
+    Example:
+        >>> [text_of(value) for value in (7, 7.0, "7.0", Decimal("7.00"), "-0.0", 1e16, "007", True, "TRUE", "")]
+        ['7', '7', '7', '7', '0', '10000000000000000', '007', 'true', 'true', None]
+    """
+    if isinstance(value, Decimal):
+        value = format(value, "f") if value.is_finite() else float(value)
+    if isinstance(value, str):
+        if value.isdigit() and value.isascii():
+            return value
+        if _FLOAT.fullmatch(value):
+            whole, _, fraction = value.partition(".")
+            if not fraction.strip("0") and "e" not in whole:
+                return "0" if whole == "-0" else whole
+            number = float(value)
+            return value if np.isinf(number) else text_of(number)
+        if not value.isascii() and not _is_utf8(value):
+            return None
+        return _BOOLEANS.get(value, value) or None
+    if value is None or value != value:
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = repr(value)
+    return format(Decimal(text), "f") if "e" in text else text
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 class Vocabulary:

@@ -11,8 +11,7 @@ from data.mutations import COLUMNS, FILES, harmful, harmless, read_again
 from data_configs import data_config
 
 from jfi.data import DataError, load_dataset
-from jfi.data.io.blocks import read_blocks
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_blocks, read_table
 
 SECONDS = 20
 
@@ -109,8 +108,7 @@ def test_much_damage_is_read_or_refused(tmp_path):
 def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
     """The columns as `read_blocks` gives them, in parts of some bytes and blocks of a few rows."""
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.data.io.text._PART", 50)
-        patch.setattr("jfi.data.io.json_lines._PART", 50)
+        patch.setattr("jfi.data.io.decode.PART", 50)
         tables = list(read_blocks(path, COLUMNS, size=7))
     return {column: [x for table in tables for x in table.strings(column).to_pylist()] for column in COLUMNS}
 

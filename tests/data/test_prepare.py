@@ -28,8 +28,7 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
     monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
-    for reader in ("jfi.data.io.text", "jfi.data.io.json_lines"):
-        monkeypatch.setattr(f"{reader}._PART", 100)
+    monkeypatch.setattr("jfi.data.io.decode.PART", 100)
     monkeypatch.setattr("jfi.data.schema.columns.BLOCK", 7)
     prepare_dataset(config, out)
     monkeypatch.undo()
@@ -233,25 +232,6 @@ def test_a_folder_of_text_in_an_encoding_without_quotes(tmp_path, monkeypatch):
         (tmp_path / f"rows/{part}.csv").write_text(text, encoding="cp1252")
     config = data_config(interactions=str(tmp_path / "rows"), label="clicked", event_categorical=["name"])
     check_same(replace(config, encoding="cp1252", quoting=False), tmp_path, monkeypatch)
-
-
-def test_files_that_a_table_would_cast_to_one_type_are_refused(tmp_path):
-    for part, kind in enumerate((pa.int64(), pa.string())):
-        count = range(10)
-        columns = {"user_id": list(count), "item_id": list(count), "timestamp": list(count)}
-        columns["clicked"] = pa.array([i % 2 for i in count]).cast(kind)
-        pa.parquet.write_table(pa.table(columns), tmp_path / f"{part}.parquet")
-    config = DataConfig(interactions=str(tmp_path / "*.parquet"), label="clicked")
-    with pytest.raises(DataError, match=r"1\.parquet: column 'clicked' has type string, but int64 in \S+0\.parquet"):
-        prepare_dataset(config, tmp_path / "prepared")
-
-
-def test_numbers_whose_text_depends_on_the_block_are_refused(tmp_path):
-    numbers = [1e10, 2e10, 1.5, *(float(i) for i in range(20))]
-    columns = {"user_id": numbers, "item_id": list(range(23)), "timestamp": list(range(23))}
-    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"column 'user_id' holds fractions beside -0 or numbers of 10\^10 and more"):
-        prepare_dataset(DataConfig(interactions=str(tmp_path / "rows.parquet")), tmp_path / "prepared")
 
 
 def test_a_group_that_a_given_split_cuts_is_refused_with_the_line(tmp_path, table, monkeypatch):

@@ -18,14 +18,11 @@ def write_rows(folder: Path, users: list[float]) -> DataConfig:
 
 
 def test_negative_ids_beside_fractions_are_the_ids_of_the_table(tmp_path):
-    config = write_rows(tmp_path, [-2.0, -1.5, 0.0, 2.5, 1e10 - 1, *range(3, 30)])
+    config = write_rows(tmp_path, [-2.0, -1.5, -0.0, 2.5, 1e10, 1e16, *range(3, 30)])
     prepare_dataset(config, tmp_path / "prepared")
     schemas = [load_dataset(one).schema for one in (config, DataConfig(prepared=str(tmp_path / "prepared")))]
     values = [list(schema.encodings.vocabularies["user_id"].values) for schema in schemas]
-    assert values[0] == values[1] and {"-2", "-1.5", "0"} <= set(values[0])
-    for number in (-0.0, 1e10, -1e10):
-        with pytest.raises(DataError, match="column 'user_id' holds fractions beside -0 or numbers of 10"):
-            prepare_dataset(write_rows(tmp_path, [number, -1.5, *range(3, 30)]), tmp_path / "other")
+    assert values[0] == values[1] and {"-2", "-1.5", "0", "10000000000", "1" + "0" * 16} <= set(values[0])
 
 
 def test_settings_are_checked_where_a_prepared_dataset_is_opened(tmp_path):

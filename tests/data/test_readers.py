@@ -2,7 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_table
 
 # Made up: (user, item, rating, timestamp).
 ROWS = [("7", "31", "4", "100"), ("9", "32", "2", "101"), ("7", "33", "5", "102")]

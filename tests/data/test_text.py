@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.io.blocks import read_blocks
-from jfi.data.io.readers import read_table
-from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.layouts import FileSettings
 
 HEADER = "user,title,time"
 
@@ -17,7 +16,7 @@ HEADER = "user,title,time"
 def message(path, **settings) -> str:
     wanted = settings.pop("wanted", HEADER.split(","))
     with pytest.raises(DataError) as caught:
-        read_table(path, wanted, **settings)
+        read_table(path, wanted, FileSettings(**settings))
     assert "\n" not in str(caught.value)
     return str(caught.value).rsplit("/", 1)[-1]
 
@@ -40,13 +39,13 @@ def message(path, **settings) -> str:
 @pytest.mark.parametrize("name", ["r.csv", "r.jsonl"])
 def test_encodings(tmp_path, monkeypatch, name, encoding, title):
     # Blocks that end within characters.
-    monkeypatch.setattr("jfi.data.io.decode._BLOCK", 7)
+    monkeypatch.setattr("jfi.data.io.decode.PART", 7)
     lines = [f"user,{title},time", f"u1,{title},1", f"u2,{title},2"]
     if name == "r.jsonl":
         lines = [f'{{"user": "u{i}", "{title}": "{title}"}}' for i in (1, 2)]
     path = tmp_path / name
     path.write_bytes("\r\n".join(lines).encode(encoding))
-    table = read_table(str(path), ["user", title], encoding)
+    table = read_table(str(path), ["user", title], FileSettings(encoding))
     assert table.strings(title).to_pylist() == [title] * 2
     assert table.ids("user").to_pylist() == ["u1", "u2"]
     assert table.line(1) == len(lines)
@@ -60,7 +59,7 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     assert path.read_bytes()[35] == 0xF6
     # Also where the column is not in use, so that the answer does not depend on the config.
     assert message(str(path), wanted=["user"]) == f"r.csv:3: the byte 0xF6 at offset 35 is not UTF-8; {advice}"
-    assert read_table(str(path), ["title"], "latin-1").strings("title").to_pylist() == ["MÃ¼ller", "Köln"]
+    assert read_table(str(path), ["title"], FileSettings("latin-1")).strings("title").to_pylist() == ["MÃ¼ller", "Köln"]
     path.write_bytes(f"{HEADER}\ru1,x,1\r".encode() + b"u2,\xff,2\r")
     assert message(str(path)).startswith("r.csv:3: the byte 0xFF at offset 26 is not UTF-8; ")
     path.write_bytes("用户,x\n1,2\n".encode("gbk"))
@@ -86,7 +85,7 @@ def test_a_byte_of_another_encoding_deep_in_a_large_file_is_placed(tmp_path):
 def test_half_of_a_surrogate_pair_is_placed(tmp_path):
     (tmp_path / "r.csv").write_bytes(b"user,title\nu1,\\ud800\nu2,x")
     with pytest.raises(DataError, match=r"r\.csv:2: not unicode_escape: .* surrogates not allowed"):
-        read_table(str(tmp_path / "r.csv"), ["title"], encoding="unicode_escape")
+        read_table(str(tmp_path / "r.csv"), ["title"], FileSettings("unicode_escape"))
 
 
 def test_the_encoding_must_be_known(write):
@@ -101,7 +100,7 @@ RAW = ["user\ttitle\ttime", "u1\tx\t1", 'u2\t"Foo bar\t2', "u3\tx\t3", 'u4\t5" d
 
 def test_quotes_can_be_ordinary_characters(write):
     path = write("r.tsv", *RAW)
-    table = read_table(path, ["user", "title"], quoting=False)
+    table = read_table(path, ["user", "title"], FileSettings(quoting=False))
     assert table.ids("user").to_pylist() == ["u1", "u2", "u3", "u4", "u5", "u6"]
     assert table.strings("title").to_pylist() == ["x", '"Foo bar', "x", '5" disc', '"Q"', "x"]
     assert table.line(4) == 6
@@ -163,7 +162,7 @@ def test_line_ends(tmp_path, end, last):
 def test_rows_longer_than_a_block_are_read(write, quoting):
     long = "x" * 3_000_000
     path = write("r.csv", HEADER, "u1,a,1", f"u2,{long},2", "u3,b,3")
-    table = read_table(path, HEADER.split(","), quoting=quoting)
+    table = read_table(path, HEADER.split(","), FileSettings(quoting=quoting))
     assert table.strings("title").to_pylist() == ["a", long, "b"]
     path = write("r.csv", HEADER, "u1,a,1", f"u2,{long},2", "u3,b")
     assert message(path, quoting=quoting) == "r.csv:4: 2 fields, expected 3"
@@ -172,7 +171,7 @@ def test_rows_longer_than_a_block_are_read(write, quoting):
 
 
 def test_rows_longer_than_the_largest_block_are_refused(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.io.text._BLOCKS", (1 << 10, 1 << 12))
+    monkeypatch.setattr("jfi.data.io.decode.PART", 1 << 10)
     monkeypatch.setattr("jfi.data.io.text.LONGEST_ROW", 1 << 12)
     path = write("r.csv", HEADER, *["u1,a,1"] * 1000, f"u2,{'x' * 10_000},2", "u3,b,3")
     assert message(path).startswith("r.csv:1002: a row longer than ")
@@ -215,7 +214,6 @@ def test_a_wrong_time_is_called_what_it_is(write, value, expected):
 
 
 def test_quoted_line_breaks_beside_quotes_that_are_characters(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.io.text_rows._SCAN", 5)
     titles = ["two\nlines", 'a "b" c', "", '"', "\n", '""\n', "x"]
     rows = ['u,"' + title.replace('"', '""') + '",1' for title in titles]
     table = read_table(write("r.csv", HEADER, *rows, 'u,5" disc,1', 'u,a"b"c,1'), ["title"])
@@ -259,7 +257,7 @@ def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
         fields = FIELDS[: 8 if trial % 2 else 10]
         rows = [f"u{i},{fields[random.integers(len(fields))]},{i}" for i in range(9)]
         path.write_bytes(gzip.compress(end.join([HEADER, *rows]).replace("two\nlines", f"two{end}lines").encode()))
-        monkeypatch.setattr("jfi.data.io.text._PART", int(random.integers(4, 60)))
+        monkeypatch.setattr("jfi.data.io.decode.PART", int(random.integers(4, 60)))
         try:
             whole = read_table(str(path), HEADER.split(","))
         except DataError as error:
@@ -284,14 +282,14 @@ def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
     [
         ([None, None, True, False, None], None),
         ([None, "a", True, 3, None], None),
+        ([None, True, True, True, "yes"], None),
         ([None, None, ["a"], None, ["b", "c"]], None),
-        ([None, True, True, True, "yes"], "r.jsonl:6: 'x' is a text or a number here and true or false in rows before"),
-        (["a", None, None, None, ["b"]], "r.jsonl:6: 'x' is a list here and a text or a number in rows before"),
-        ([["a"], None, None, None, 7], "r.jsonl:6: 'x' is a text or a number here and a list in rows before"),
+        (["a", None, None, None, ["b"]], "r.jsonl:6: 'x' is a list here and a single value in other rows"),
+        ([["a"], None, None, None, 7], "r.jsonl:6: 'x' is a single value here and a list in other rows"),
     ],
 )
 def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, values, message):
-    monkeypatch.setattr("jfi.data.io.json_lines._PART", 10)
+    monkeypatch.setattr("jfi.data.io.decode.PART", 10)
     path = tmp_path / "r.jsonl"
     rows = [json.dumps({"x": value} | ({"y": i} if i > 2 else {})) for i, value in enumerate(values)]
     path.write_text("\n".join(["", *rows]))
@@ -300,14 +298,10 @@ def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, val
             list(read_blocks(str(path), ["x", "y"], size=2))
         return
     whole, parts = read_table(str(path), ["x", "y"]), list(read_blocks(str(path), ["x", "y"], size=2))
-    assert [x for part in parts for x in part.column("x").to_pylist()] == whole.column("x").to_pylist()
+    read = [x for part in parts for x in part.categories("x", {}).to_pylist()]
+    texts = {True: "true", False: "false", 3: "3"}
+    assert read == [value if isinstance(value, list) else texts.get(value, value) for value in values]
+    assert whole.categories("x", {}).to_pylist() == read
     assert [x for part in parts for x in part.strings("y").to_pylist()] == [None, None, None, "3", "4"]
-    assert {part.column("x").type for part in parts} == {whole.column("x").type}
-    assert parts[1].line(0) == whole.line(2) == 4
-
-
-def test_text_is_prepared_without_reading_a_file_whole(tmp_path, write, monkeypatch):
-    rows = [f"{i % 7},{i % 5},{i % 2},{i}" for i in range(50)]
-    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows)
-    monkeypatch.delattr("jfi.data.io.text.read_utf8")
-    prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
+    assert {part.categories("x", {}).type for part in parts} == {whole.categories("x", {}).type}
+    assert [part.line(row) for part in parts for row in range(len(part))] == [2, 3, 4, 5, 6]

@@ -147,7 +147,7 @@ def test_a_request_names_what_the_policy_reads(reader):
     assert reader(request).num_events == 1
     for change, message in (
         ({"dwell": "long"}, r"^history\[0\]\.dwell must be a finite number of float32's range, or null, got 'long'"),
-        ({"surface": 1.5}, r"^history\[0\]\.surface must be a string"),
+        ({"surface": [1.5]}, r"^history\[0\]\.surface must be a string"),
         ({"age": -1}, r"^history\[0\]\.age must be"),
     ):
         with pytest.raises(BadRequestError, match=message):

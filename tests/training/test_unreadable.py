@@ -11,8 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from jfi.data import DataConfig, DataSchema, SyntheticConfig, load_dataset
-from jfi.data.io.blocks import read_blocks
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import train
 from jfi.training.cli import load_config, run_cli, save_config

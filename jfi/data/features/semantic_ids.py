@@ -20,7 +20,7 @@ from torch import Tensor
 from jfi.data.config import SID
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
 from jfi.sid.codec import Codec

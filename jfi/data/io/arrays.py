@@ -1,80 +1,148 @@
-"""Columns in chunks -> one array each, whatever their type and size."""
+"""Columns in chunks -> one array each, and the texts and numbers of their values."""
 
-import contextlib
+import uuid
+from collections.abc import Callable
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# What 32-bit offsets can address: the bytes of a string array, and the values of a list array.
-MAX_OFFSET = 2**31 - 1
+from jfi.utils.encoding import NOT_CANONICAL, text_of
+
+#: The type of texts; with 64-bit offsets a column may have more than 2 GiB of them.
+TEXT = pa.large_string()
+#: The type of lists of texts.
+TEXTS = pa.large_list(TEXT)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """True for string and large_string."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    """True for all of Arrow's texts."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
     """True for all of Arrow's lists."""
     tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    views = (pa.types.is_list_view, pa.types.is_large_list_view)
-    return any(test(kind) for test in (*tests, *views))
+    return _is_view(kind) or any(test(kind) for test in tests)
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
 
 
 def flatten(column: pa.ChunkedArray) -> pa.Array:
-    """The column as one array: dictionaries are decoded, views become strings, text is large_string where needed."""
-    if pa.types.is_dictionary(column.type):
-        values = column.type.value_type
-        if is_text(values) or pa.types.is_string_view(values):
-            size = sum(_decoded_size(chunk) for chunk in column.chunks)
-            values = pa.string() if size <= MAX_OFFSET else pa.large_string()
-        column = pa.chunked_array([_decode(chunk, values) for chunk in column.chunks], values)
-    elif pa.types.is_string_view(column.type) or (pa.types.is_string(column.type) and column.nbytes > MAX_OFFSET):
-        column = column.cast(pa.string() if _size(column) <= MAX_OFFSET else pa.large_string())
-    return column.combine_chunks()
+    """Returns the column as one array of values: without dictionaries, views and extension types; texts are `TEXT`."""
+    chunks = [_plain(chunk) for chunk in column.chunks]
+    if not chunks:
+        chunks = [_plain(pa.array([], column.type))]
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
-def text_lists(column: pa.Array) -> pa.Array:
-    """An array of lists as lists of strings, with 64-bit offsets where needed.
+def _plain(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        # Not dictionary_decode, whose result may exceed 32-bit offsets.
+        return _plain(array.dictionary).take(array.indices)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _uuids(array.storage) if kind.extension_name == "arrow.uuid" else _plain(array.storage)
+    if is_text(kind):
+        return array.cast(TEXT)
+    return _list_of_view(array) if _is_view(kind) else array
+
+
+def _uuids(storage: pa.Array) -> pa.Array:
+    encoded = storage.dictionary_encode()
+    texts = [str(uuid.UUID(bytes=value)) for value in encoded.dictionary.to_pylist()]
+    return pa.array(texts, TEXT).take(encoded.indices)
+
+
+def _list_of_view(array: pa.Array) -> pa.Array:
+    """Returns lists with consecutive values; Arrow's own cast of list views may read outside of them."""
+    counts = np.where(array.is_null().to_numpy(False), 0, array.sizes.to_numpy(zero_copy_only=False)).astype(np.int64)
+    offsets = np.append(0, np.cumsum(counts))
+    starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+    mask = array.is_null() if array.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets), array.values.take(pa.array(places)), mask=mask)
+
+
+def as_text(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda texts: texts) -> pa.Array:
+    """Returns single values as `TEXT` by the rule of `jfi.utils.encoding.text_of`, null where they are missing.
+
+    Args:
+        column: of `flatten`.
+        change: changes the distinct texts.
 
     Raises:
-        pa.ArrowException: it cannot be cast.
+        pa.ArrowException: the values have no text.
     """
-    values = column.flatten()
-    if len(values) > MAX_OFFSET:
-        return column.cast(pa.large_list(pa.large_string()))
-    return column.cast(pa.list_(pa.large_string() if values.nbytes > MAX_OFFSET else pa.string()))
+    if pa.types.is_null(column.type):
+        return column.cast(TEXT)
+    encoded = column.dictionary_encode()
+    texts = change(_texts(encoded.dictionary))
+    return column if texts is encoded.dictionary else texts.take(encoded.indices)
 
 
-def as_text(column: pa.Array) -> pa.Array:
-    """Single values as strings, null where empty.
+def _texts(values: pa.Array) -> pa.Array:
+    """Returns the texts of distinct values; the values themselves if these are their texts."""
+    kind = values.type
+    if pa.types.is_float16(kind):
+        values = _float64_of_float16(values)
+    if pa.types.is_decimal(kind):
+        return pa.array([text_of(value) for value in values.to_pylist()], TEXT)
+    if pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), None, values)
+    texts = values if kind == TEXT else values.cast(TEXT)
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return texts
+    if pa.types.is_temporal(kind):  # the fraction has as many digits as the type
+        texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+$|\.0+$", r"\1")
+    odd = pc.fill_null(pc.match_substring_regex(texts, NOT_CANONICAL), False)
+    if not pc.any(odd).as_py():
+        return texts
+    return pc.replace_with_mask(texts, odd, pa.array([text_of(text) for text in texts.filter(odd).to_pylist()], TEXT))
 
-    Floating-point numbers that are whole read like integers, since integers become floating-point numbers where a
-    column has gaps. NaN is such a gap.
+
+def _float64_of_float16(values: pa.Array) -> pa.Array:
+    found = values.to_numpy(zero_copy_only=False)
+    return pa.array([float(str(value)) for value in found], pa.float64(), mask=values.is_null().to_numpy(False))
+
+
+def text_lists(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda texts: texts) -> pa.Array:
+    """Returns an array of lists as `TEXTS`, of which each value is a text as `as_text` returns it.
 
     Raises:
-        pa.ArrowException: they cannot be cast.
+        pa.ArrowException: the values of a list have no texts.
     """
-    if is_text(column.type):
-        return column
-    if pa.types.is_floating(column.type):
-        column = pc.if_else(pc.is_nan(column), None, column)
-        with contextlib.suppress(pa.ArrowInvalid):
-            column = column.cast(pa.int64())
-    return column.cast(pa.string())
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.large_list(column.type.value_type))
+    values = _plain(column.flatten())
+    if pa.types.is_nested(values.type):
+        raise pa.ArrowInvalid("lists of lists or objects")
+    offsets = np.append(0, np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)))
+    mask = column.is_null() if column.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), as_text(values, change), mask=mask)
 
 
-def _decode(chunk: pa.DictionaryArray, values: pa.DataType) -> pa.Array:
-    # Not dictionary_decode, whose result may exceed 32-bit offsets.
-    return chunk.dictionary.cast(values).take(chunk.indices)
+def as_float64(column: pa.Array) -> pa.Array:
+    """Returns numbers as float64; those of fewer bits, and decimals, by their shortest decimal: float32 0.7 is 0.7.
+
+    Raises:
+        pa.ArrowException: a value is not a number.
+    """
+    kind = column.type
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind) or pa.types.is_decimal(kind):
+        encoded = column.dictionary_encode()
+        if pa.types.is_float16(kind):
+            values = _float64_of_float16(encoded.dictionary)
+        else:
+            values = encoded.dictionary.cast(pa.string()).cast(pa.float64())
+        return values.take(encoded.indices)
+    if kind == TEXT:
+        lower = pc.utf8_lower(column) if pc.any(pc.is_in(column, BOOLEANS)).as_py() else column
+        column = pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", column))
+    return column.cast(pa.float64(), safe=False)  # a safe cast would refuse integers beyond 2^53
 
 
-def _decoded_size(chunk: pa.DictionaryArray) -> int:
-    lengths = pc.fill_null(pc.binary_length(chunk.dictionary.cast(pa.large_string())), 0)
-    return pc.sum(lengths.cast(pa.int64()).take(chunk.indices)).as_py() or 0
-
-
-def _size(column: pa.ChunkedArray) -> int:
-    if pa.types.is_string_view(column.type):
-        return column.nbytes  # An upper bound.
-    return sum(pc.sum(pc.binary_length(chunk).cast(pa.int64())).as_py() or 0 for chunk in column.chunks)
+#: Texts of booleans.
+BOOLEANS = pa.array([text for name in ("true", "false") for text in (name, name.title(), name.upper())], TEXT)

@@ -1,6 +1,7 @@
-"""Reads a file's name: the format, and for text the delimiter, header and encodings."""
+"""The layouts of files, by their names: the format, and for text the delimiter, header and encodings."""
 
-from dataclasses import dataclass, field
+import codecs
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Literal
 
@@ -29,8 +30,8 @@ class Layout:
     """The format of a file.
 
     Args:
-        format: "text" has fields between delimiters, "json" has an object per line.
-        delimiter: between fields of text; one or two characters.
+        format: "text" has fields between delimiters, "json" has an object per line, "arrow" is a table in memory.
+        delimiter: between fields of text; one character, or several without quotes.
         columns: names of the columns, or None if the first line has them.
         quote: the quote character, or None.
         typed: the first line holds `name:type` for each column.
@@ -39,7 +40,7 @@ class Layout:
         encodings: tried in this order, unless the config names another one.
     """
 
-    format: Literal["text", "json", "parquet"]
+    format: Literal["text", "json", "parquet", "arrow"]
     delimiter: str = ""
     columns: list[str] | None = None
     quote: str | None = None
@@ -47,6 +48,25 @@ class Layout:
     separators: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     encodings: tuple[str, ...] = ("utf-8",)
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """The settings of a config that say how files are read; see `jfi.data.DataConfig`.
+
+    Args:
+        encoding: of text files; UTF-8 leaves it to the layout, which for MovieLens' files allows latin-1 too.
+        quoting: whether `"` quotes a field of CSV and TSV.
+        delimiter: of text files with a header or with names in `header`, or None for that of the layout.
+        header: by setting, such as "interactions", the names of the columns of text files without a header.
+        missing_values: texts that mean a missing value.
+    """
+
+    encoding: str = "utf-8"
+    quoting: bool = True
+    delimiter: str | None = None
+    header: dict[str, list[str]] = field(default_factory=dict)
+    missing_values: tuple[str, ...] = ()
 
 
 _RECBOLE = Layout("text", "\t", typed=True)
@@ -74,21 +94,43 @@ _LAYOUTS = {
     ".item": _RECBOLE,
     ".jsonl": _JSON,
     ".ndjson": _JSON,
+    ".json": _JSON,
     ".parquet": _PARQUET,
     ".parq": _PARQUET,
 }
+#: Suffixes of compressed text.
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 #: For messages.
-KNOWN_NAMES = f"{', '.join(_LAYOUTS)}, and those of text with .gz"
+KNOWN_NAMES = f"{', '.join(_LAYOUTS)}, and those of text with {' or '.join(COMPRESSED)}"
 
 
-def find_layout(path: str) -> Layout | None:
-    """The layout of a file by its name, or None for a name that is not known.
+def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
+    """Returns the layout of a file by its name, or None for a name that is not known.
 
-    >>> find_layout("parts/0.csv.gz").delimiter, find_layout("notes.txt")
-    (',', None)
+    With `delimiter`, a name that is not known is that of a text file.
+
+    >>> find_layout("parts/0.csv.gz").delimiter, find_layout("notes.txt"), find_layout("notes.txt", ";").delimiter
+    (',', None, ';')
     """
     name = PurePath(path).name.lower()
-    plain = name.removesuffix(".gz")
+    suffix = PurePath(name).suffix
+    plain = name.removesuffix(suffix) if suffix in COMPRESSED else name
     layout = _LAYOUTS.get(plain, _LAYOUTS.get(PurePath(plain).suffix))
-    # Parquet compresses by itself.
-    return None if layout is _PARQUET and plain != name else layout
+    if layout is _PARQUET and plain != name:  # Parquet compresses by itself.
+        return None
+    return Layout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
+
+
+def with_settings(layout: Layout, settings: FileSettings, setting: str) -> Layout:
+    """Returns the layout of a file that the setting `data.interactions`, or another one, names."""
+    if codecs.lookup(settings.encoding).name != "utf-8":
+        layout = replace(layout, encodings=(settings.encoding,))
+    if not settings.quoting:
+        layout = replace(layout, quote=None)
+    if layout.format != "text" or layout.typed or layout.columns is not None:
+        return layout
+    delimiter = settings.delimiter or layout.delimiter
+    quote = layout.quote if len(delimiter) == 1 else None
+    name = setting.removeprefix("data.")
+    name = "interactions" if name in ("validation", "test") else name
+    return replace(layout, delimiter=delimiter, quote=quote, columns=settings.header.get(name))

@@ -1,9 +1,13 @@
-"""A file, a folder, a glob, or a list of these -> the files of one table."""
+"""A file, a folder, a glob, a URL, a table in memory, or a list of these -> the files of one table."""
 
 import glob
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
 from urllib.parse import unquote
+
+import fsspec
+import pyarrow as pa
 
 from jfi.data.errors import DataError
 from jfi.data.io.layouts import KNOWN_NAMES, Layout, find_layout
@@ -22,74 +26,134 @@ class File:
         path: as the config names it, or below the folder that the config names.
         layout: its format.
         partitions: values of columns that the names of its folders give, as in `parts/day=2020-01-01/0.parquet`.
+        table: its rows, if it is a table in memory.
+        setting: the config's field that names it.
     """
 
     path: str
     layout: Layout
     partitions: dict[str, str | None] = field(default_factory=dict)
+    table: pa.Table | None = None
+    setting: str = "data.interactions"
 
 
-def find_files(paths: str | list[str], setting: str = "data.interactions") -> list[File]:
-    """The files that a config's field names.
+def is_url(path: str) -> bool:
+    """True for a path that fsspec opens, such as `s3://bucket/rows.parquet`."""
+    return "://" in path
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Opens a file of this machine or of any file system that fsspec knows."""
+    return fsspec.open(path, "rb").open() if is_url(path) else open(path, "rb")
+
+
+def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | None = None) -> list[File]:
+    """Returns the files that a config's field names.
 
     A folder stands for the files in it and in its subfolders, linked ones too, sorted by name, where a number counts by
     its value; they must be of one kind. Names that start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a
     glob are sorted in the same way; those of a list keep its order.
 
     Args:
-        paths: a file, a folder, a glob, or a list of these.
+        paths: a file, a folder, a glob, a URL such as `s3://bucket/*.parquet`, a table (`pyarrow.Table`, or a DataFrame
+            of pandas or Polars), or a list of these.
         setting: the field's name, for messages.
+        delimiter: of text files whose names are not known, or None to refuse them.
 
     Raises:
         DataError: nothing is there, a file's kind is unknown or repeated, or a folder holds several kinds.
     """
-    listed = [paths] if isinstance(paths, str) else list(paths)
+    listed = list(paths) if isinstance(paths, list | tuple) else [paths]
     if not listed:
         raise DataError(f"{setting} is an empty list; it must name at least one file")
-    files = [file for path in listed for file in _expand(path, setting)]
+    files = [replace(file, setting=setting) for path in listed for file in _expand(path, setting, delimiter)]
     seen: dict[str, str] = {}
     for file in files:
-        real = os.path.realpath(file.path)
-        if real in seen:
-            raise DataError(f"{file.path}: {setting} names this file twice{_other_name(seen[real], file.path)}")
+        real = file.path if is_url(file.path) else os.path.realpath(file.path)
+        if real in seen and file.table is None:
+            also = "" if seen[real] == file.path else f", also as {seen[real]}"
+            raise DataError(f"{file.path}: {setting} names this file twice{also}")
         seen[real] = file.path
     return files
 
 
-def _other_name(first: str, second: str) -> str:
-    return "" if first == second else f", also as {first}"
-
-
-def _expand(path: str, setting: str) -> list[File]:
+def _expand(path: Any, setting: str, delimiter: str | None) -> list[File]:
+    if not isinstance(path, str | os.PathLike):
+        return [File("the table", Layout("arrow"), table=_as_table(path, setting))]
+    path = os.fspath(path)
     if not path:
         raise DataError(f"{setting} is ''; it must name a file, a folder or a glob")
     if "\0" in path:
         raise DataError(f"{path}: {setting} holds the character NUL, which no path can hold")
+    if is_url(path):
+        return _expand_url(path, setting, delimiter)
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        return _folder(path)
+        return _folder(path, delimiter)
     if os.path.exists(path) or not glob.has_magic(path):
-        return [_file(path)]
+        return [_file(path, delimiter)]
     found = sorted(glob.glob(path, recursive=True), key=by_number)
     # `**` also gives the folders of the files that it gives.
     found = [one for one in found if not (os.path.isdir(one) and any(x.startswith(one + os.sep) for x in found))]
     if not found:
         raise DataError(f"{path}: no file matches; {setting} is read as a glob, since no file has this name")
-    return [file for one in found for file in (_folder(one) if os.path.isdir(one) else [_file(one)])]
+    return [
+        file for one in found for file in (_folder(one, delimiter) if os.path.isdir(one) else [_file(one, delimiter)])
+    ]
 
 
-def _file(path: str, partitions: dict[str, str | None] | None = None) -> File:
-    layout = find_layout(path)
-    if layout is None and not os.path.exists(path) and not os.path.splitext(path)[1]:  # meant as a folder
+def _as_table(table: Any, setting: str) -> pa.Table:
+    try:
+        if isinstance(table, pa.Table):
+            return table
+        if hasattr(table, "__arrow_c_stream__"):
+            return pa.table(table)
+        return pa.Table.from_pandas(table, preserve_index=False)
+    except (pa.ArrowException, AttributeError, TypeError) as error:
+        what = f"a path, a pyarrow.Table or a DataFrame that Arrow can read, got {type(table).__name__}"
+        raise DataError(f"{setting} must be {what}: {error}") from error
+
+
+def _expand_url(url: str, setting: str, delimiter: str | None) -> list[File]:
+    try:
+        system, path = fsspec.url_to_fs(url)
+        if glob.has_magic(path):
+            found, folder = [name for name in system.glob(path) if system.isfile(name)], None
+        elif system.isdir(path):
+            found, folder = system.find(path), path
+        else:
+            return [_file(url, delimiter, is_there=system.isfile(path))]
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url}: {setting}: {error}") from error
+    found = sorted(found, key=by_number)
+    if folder is not None:
+        names = {name: os.path.relpath(name, folder).split("/") for name in found}
+        found = [name for name in found if not any(part.startswith((".", "_")) for part in names[name])]
+    files = [
+        _file(system.unstrip_protocol(name), delimiter, _partitions(os.path.relpath(name, folder)) if folder else None)
+        for name in found
+    ]
+    if not files:
+        raise DataError(f"{url}: {'the folder holds no files' if folder else 'no file matches'}; {setting} is read so")
+    return files if folder is None else _of_one_kind(url, files)
+
+
+def _file(
+    path: str, delimiter: str | None, partitions: dict[str, str | None] | None = None, is_there: bool | None = None
+) -> File:
+    layout = find_layout(path, delimiter)
+    exists = is_there if is_there is not None else is_url(path) or os.path.exists(path)
+    if not exists and (is_url(path) or (layout is None and not os.path.splitext(path)[1])):  # meant as a folder
         raise DataError(f"{path}: no such file or directory")
     if layout is None:
-        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}")
-    if os.path.exists(path) and not os.path.isfile(path):
+        advice = "; for other text files set data.delimiter"
+        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
+    if exists and not is_url(path) and not os.path.isfile(path):
         raise DataError(f"{path}: not a regular file")
     return File(path, layout, partitions or {})
 
 
-def _folder(folder: str) -> list[File]:
+def _folder(folder: str, delimiter: str | None) -> list[File]:
     def refuse(error: OSError) -> None:
         with reading_file(error.filename, DataError):
             raise error
@@ -102,9 +166,15 @@ def _folder(folder: str) -> list[File]:
         for name in folders:
             _check_loop(os.path.join(parent, name), folder)
         found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
-    files = [_file(path, _partitions(os.path.relpath(path, folder))) for path in sorted(found, key=by_number)]
+    files = [
+        _file(path, delimiter, _partitions(os.path.relpath(path, folder))) for path in sorted(found, key=by_number)
+    ]
     if not files:
         raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
+    return _of_one_kind(folder, files)
+
+
+def _of_one_kind(folder: str, files: list[File]) -> list[File]:
     for file in files[1:]:
         if file.layout != files[0].layout:
             raise DataError(
@@ -126,6 +196,6 @@ def _check_loop(path: str, folder: str) -> None:
 
 
 def _partitions(path: str) -> dict[str, str | None]:
-    """The columns of Hive's folders `name=value` in a path below the folder of the table."""
+    """Returns the columns of Hive's folders `name=value` in a path below the folder of the table."""
     pairs = [part.split("=", 1) for part in path.split(os.sep)[:-1] if "=" in part]
     return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, value in pairs}

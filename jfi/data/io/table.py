@@ -1,23 +1,43 @@
-"""A table as read from a file: its columns as strings, numbers or times, with the line of every fault."""
+"""A table as read from files: its columns as texts, numbers or times, with the line of every fault."""
 
+import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import as_text, flatten, is_list, is_text, text_lists
+from jfi.data.io.arrays import TEXT, TEXTS, as_float64, as_text, flatten, is_list, text_lists
+from jfi.utils.encoding import text_of
 from jfi.utils.suggest import suggest
+
+_log = logging.getLogger(__name__)
 
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-
-
+#: Texts by which programs write a missing value.
+_MARKS = pa.array(["\\N", "NULL", "null", "nan", "NaN", "NAN", "None", "NA", "N/A", "<NA>"], TEXT)
 # A value longer than this is cut in messages.
 _SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the tables of one source, read a block after another, have in common.
+
+    Args:
+        missing_values: texts that mean a missing value.
+        time_kinds: by column of texts the kind of its first time: a number, a time, or a time with an offset.
+        warned: columns and values that a warning has named.
+    """
+
+    missing_values: tuple[str, ...] = ()
+    time_kinds: dict[str, pa.DataType] = field(default_factory=dict)
+    warned: set[tuple[str, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -26,11 +46,12 @@ class Table:
 
     Args:
         name: the file as the config names it, or the origin of a table without a file.
-        data: the columns in use; those of text files are strings, null for an empty field.
+        data: the columns in use.
         known: names of all columns, for messages.
         line: from a row of `data` to its line (or row) in the file, for messages.
         separators: by multi-valued column that the file's layout declares, the separator of its values.
-        parts: of a table of several files, each file's first row, name, and `line` from the file's own row.
+        parts: of a table of several blocks, each block's first row, file, and `line` from the block's first row.
+        reading: what the tables of one source have in common.
     """
 
     name: str
@@ -39,101 +60,226 @@ class Table:
     line: Callable[[int], int]
     separators: dict[str, str] = field(default_factory=dict)
     parts: list[tuple[int, str, Callable[[int], int]]] = field(default_factory=list)
+    reading: Reading = field(default_factory=Reading)
 
     def __len__(self) -> int:
         return self.data.num_rows
 
-    def place(self, row: int, beside: int | None = None) -> str:
-        """`file:line` of a row; with `beside`, a row of the same file is only `line 7`."""
-        first, name, line = self._part(row)
-        if beside is not None and self._part(beside)[:2] == (first, name):
-            return f"line {line(row - first)}"
-        return f"{name}:{line(row - first)}"
+    def slice(self, start: int, length: int) -> "Table":
+        """Returns some consecutive rows of a table of one file."""
+        line = self.line
+        return replace(self, data=self.data.slice(start, length), line=lambda row: line(start + row))
 
-    def _part(self, row: int) -> tuple[int, str, Callable[[int], int]]:
+    def place(self, row: int, beside: int | None = None) -> str:
+        """Returns `file:line` of a row; with `beside`, a row of the same file is only `line 7`."""
+        name, line = self._origin(row)
+        if beside is not None and self._origin(beside)[0] == name:
+            return f"line {line}"
+        return f"{name}:{line}"
+
+    def _origin(self, row: int) -> tuple[str, int]:
         if not self.parts:
-            return 0, self.name, self.line
-        return self.parts[bisect_right(self.parts, row, key=lambda part: part[0]) - 1]
+            return self.name, self.line(row)
+        first, name, line = self.parts[bisect_right(self.parts, row, key=lambda part: part[0]) - 1]
+        return name, line(row - first)
 
     def fault(self, row: int, what: str) -> DataError:
+        """Returns the error for a row."""
         return DataError(f"{self.place(row)}: {what}")
 
     def column(self, name: str) -> pa.Array:
-        """The column in one piece; dictionaries are decoded, and text over 2 GiB is large_string."""
+        """Returns the column in one piece, without dictionaries and views; texts are large_string.
+
+        Raises:
+            DataError: there is no such column.
+        """
         if name not in self.known:
-            raise DataError(f"{self.name}: no column '{name}'; {suggest(name, self.known)}")
+            hint = header_hint(self.known)
+            raise DataError(f"{self.name}: no column '{name}'; {suggest(name, self.known)}{hint}")
         return flatten(self.data.column(name))
 
     def strings(self, name: str) -> pa.Array:
-        """The column as strings, null where empty. Floating-point numbers that are whole read like integers."""
+        """Returns the column as texts (large_string) by the rule of `jfi.utils.encoding.text_of`, null where missing.
+
+        Raises:
+            DataError: there is no such column, or it has values without a text.
+        """
         column = self.column(name)
         kind = column.type
         if pa.types.is_nested(kind):
             raise DataError(f"{self.name}: column '{name}' has type {kind}, but must have one value per row")
         try:
-            return as_text(column)
+            return as_text(column, partial(self._known_values, name))
         except pa.ArrowException:
             if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-                row = _first_fault(column, pa.string(), safe=True)
+                row = _first_fault(lambda count: column[:count].cast(pa.string()), len(column))
                 raise self.fault(row, f"'{name}' has type {kind}, and this value is not UTF-8 text") from None
             raise DataError(f"{self.name}: column '{name}' has type {kind}, which has no text") from None
 
+    def _known_values(self, name: str, texts: pa.Array) -> pa.Array:
+        """Returns distinct texts, null where they mean a missing value; warns of others that probably mean one."""
+        missing = [text for value in self.reading.missing_values if (text := text_of(value)) is not None]
+        if missing and pc.any(is_missing := pc.is_in(texts, pa.array(missing, TEXT))).as_py():
+            texts = pc.if_else(is_missing, None, texts)
+        for mark in texts.filter(pc.is_in(texts, _MARKS)).to_pylist():
+            if (name, mark) not in self.reading.warned:
+                self.reading.warned.add((name, mark))
+                advice = "if it means a missing value, add it to data.missing_values"
+                _log.warning("%s: column '%s' has the value '%s'; %s", self.name, name, mark, advice)
+        return texts
+
     def ids(self, name: str) -> pa.Array:
-        """The column as strings; an empty field raises DataError."""
+        """Returns the column as `strings` does; a missing value raises DataError."""
         column = self.strings(name)
         if column.null_count:
-            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
+            raise self.fault(_first(column.is_null()), f"empty '{name}'")
         return column
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        """The column as strings, or as lists of strings if it holds lists or has a separator."""
+        """Returns the column as `strings` does, or as lists of texts if it holds lists or has a separator.
+
+        Raises:
+            DataError: there is no such column, or it has values without a text.
+        """
         column = self.column(name)
-        if is_list(column.type):
-            try:
-                return text_lists(column)
-            except pa.ArrowException:
-                what = f"has type {column.type}, but its lists must hold texts or numbers"
-                raise DataError(f"{self.name}: column '{name}' {what}") from None
         separator = separators.get(name, self.separators.get(name))
-        return self.strings(name) if separator is None else pc.split_pattern(self.strings(name), separator)
+        if not is_list(column.type) and separator is None:
+            return self.strings(name)
+        try:
+            lists = column if is_list(column.type) else pc.split_pattern(as_text(column), separator)
+            return text_lists(lists, partial(self._known_values, name))
+        except pa.ArrowException:
+            what = f"has type {column.type}, but it must hold texts or numbers, or lists of these"
+            raise DataError(f"{self.name}: column '{name}' {what}") from None
 
     def numbers(self, name: str) -> np.ndarray:
-        """The column as `[N]` float64, NaN where empty; a value that is not a number raises DataError."""
-        return self._as_numbers(name, self._trimmed(name))
+        """Returns the column as `[N]` float64, NaN where missing; true is 1 and false is 0.
 
-    def _trimmed(self, name: str) -> pa.Array:
-        column = self.column(name)
-        return pc.utf8_trim_whitespace(column) if is_text(column.type) else column
+        Raises:
+            DataError: there is no such column, or a value is not a number.
+        """
+        column = self._present(name)
+        return self._as_numbers(name, column, column)
 
-    def _as_numbers(self, name: str, column: pa.Array) -> np.ndarray:
-        if (row := _first_fault(column, _NUMBER)) is not None:
-            raise self.fault(row, f"'{name}' is '{_show(column[row])}', not a number")
-        return column.cast(_NUMBER, safe=False).to_numpy(zero_copy_only=False)
+    def _present(self, name: str) -> pa.Array:
+        """Returns the column with null for the values that mean a missing one."""
+        column, missing = self.column(name), self.reading.missing_values
+        if column.type == TEXT:
+            is_missing = pc.is_in(column, pa.array(["", *missing], TEXT))
+            return pc.if_else(is_missing, None, column) if pc.any(is_missing).as_py() else column
+        return column
+
+    def _as_numbers(self, name: str, column: pa.Array, shown: pa.Array) -> np.ndarray:
+        if (row := _first_fault(lambda count: _as_float64(column[:count]), len(column))) is not None:
+            raise self.fault(row, f"'{name}' is '{_show(shown[row])}', not a number")
+        numbers = _as_float64(column).to_numpy(zero_copy_only=False)
+        missing = [float(value) for value in self.reading.missing_values if _is_number(value)]
+        return np.where(np.isin(numbers, missing), np.nan, numbers) if missing else numbers
 
     def times(self, name: str, unit: str) -> np.ndarray:
-        """The column as `[N]` float64 seconds, from numbers in `unit` or from dates; an empty field raises DataError.
+        """Returns the column as `[N]` float64 seconds, from numbers in `unit` or from dates.
 
-        Dates follow ISO 8601, either all without a zone (UTC) or all with an offset.
+        Dates follow ISO 8601, either all without a zone (UTC) or all with an offset; " UTC" at the end is one. A
+        fraction is cut after microseconds.
+
+        Raises:
+            DataError: there is no such column, a value is missing, is no time, or is of another kind than the first.
         """
-        column, kind = self._trimmed(name), _NUMBER
+        column = self._present(name)
         if column.null_count:
-            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
-        if is_text(column.type):
-            kind = _kind(column[:1]) or _NUMBER
-            if (row := _first_fault(column, kind)) is not None:
-                alone = _kind(column[row : row + 1])
+            raise self.fault(_first(column.is_null()), f"empty '{name}'")
+        kind, shown, kinds = _NUMBER, column, self.reading.time_kinds
+        if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+            kind = _ZONED if pa.types.is_timestamp(column.type) and column.type.tz else _MOMENT
+            if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+                column = pc.floor_temporal(column, unit="microsecond")
+        if column.type == TEXT and len(column):
+            column = pc.utf8_trim_whitespace(column)
+            if kinds.get(name, _NUMBER) != _NUMBER or _kind(column[:1]) != _NUMBER:
+                column = _iso(column)
+            kind = kinds.get(name) or _kind(column[:1]) or _NUMBER
+            if (row := _first_fault(lambda count: column[:count].cast(kind), len(column))) is not None:
+                alone = _kind(_iso(column[row : row + 1]))
                 what = "neither a number nor a date" if alone is None else "but the first value is of another kind"
-                raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
-        elif pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-            kind = _MOMENT
+                raise self.fault(row, f"'{name}' is '{_show(shown[row])}', {what}")
+        if len(column) and (kinds.setdefault(name, kind) == _NUMBER) != (kind == _NUMBER):
+            raise self.fault(0, f"'{name}' is '{_show(shown[0])}', but the first value is of another kind")
         if kind != _NUMBER:
-            return column.cast(kind, safe=False).cast(pa.int64()).to_numpy() * 1e-6
-        seconds = self._as_numbers(name, column) * _SECONDS[unit]
+            return column.cast(kind, safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) * 1e-6
+        seconds = self._as_numbers(name, column, shown) * _SECONDS[unit]
         wrong = ~np.isfinite(seconds)
         if wrong.any():
             row = int(wrong.argmax())
-            raise self.fault(row, f"'{name}' is '{_show(column[row])}', which is no time")
+            raise self.fault(row, f"'{name}' is '{_show(shown[row])}', which is no time")
         return seconds
+
+
+def columns_in(data: pa.Table, wanted: Container[str]) -> pa.Table:
+    """Returns the columns that are in `wanted`, or a column of nulls where none is: the number of rows stays."""
+    names = [name for name in data.column_names if name in wanted]
+    return data.select(names) if names else pa.table({"": pa.nulls(len(data))})
+
+
+def check_columns(first: Table, table: Table) -> None:
+    """Raises DataError if two tables differ in their columns in use."""
+    if table.separators != first.separators:
+        raise DataError(f"{table.name}: other multi-valued columns than in {first.name}")
+    for one, other in ((first, table), (table, first)):
+        for name in one.data.column_names:
+            if name in one.known and name not in other.known:
+                raise DataError(f"{other.name}: no column '{name}', which {one.name} has")
+
+
+def join_tables(tables: Sequence[Table]) -> Table:
+    """Returns one table of the rows of several, at least one, which have the same columns."""
+    first, last = tables[0], tables[-1]
+    if len(tables) == 1:
+        return first
+    parts, rows = [], 0
+    for table in tables:
+        check_columns(first, table)
+        inner = table.parts or [(0, table.name, table.line)]
+        parts += [(rows + start, name, line) for start, name, line in inner]
+        rows += len(table)
+    data = {name: _join(tables, name) for name in first.data.column_names if name in first.known}
+    joined = pa.table(data or {"": pa.nulls(rows)}).replace_schema_metadata(first.data.schema.metadata)
+    name = first.name if first.name == last.name else f"{first.name} to {last.name}"
+    table = replace(first, name=name, data=joined, parts=parts)
+    return replace(table, line=lambda row: table._origin(row)[1])
+
+
+def _join(tables: Sequence[Table], name: str) -> pa.ChunkedArray:
+    """Returns a column of several tables in one type: that of all, or else text."""
+    columns = [table.data.column(name) for table in tables]
+    types = {column.type for column in columns if not pa.types.is_null(column.type)}
+    if len(types) > 1 and all(map(pa.types.is_timestamp, types)):
+        chunks = [chunk.cast(_MOMENT, safe=False) for column in columns for chunk in column.chunks]
+        return pa.chunked_array(chunks, _MOMENT)
+    if len(types) < 2:
+        kind = types.pop() if types else pa.null()
+        return pa.chunked_array([chunk.cast(kind) for column in columns for chunk in column.chunks], kind)
+    arrays = [flatten(column) for column in columns]
+    if any(is_list(array.type) for array in arrays):
+        return pa.chunked_array([text_lists(a) if is_list(a.type) else a.cast(TEXTS) for a in arrays], TEXTS)
+    return pa.chunked_array([as_text(array) for array in arrays], TEXT)
+
+
+def header_hint(names: Sequence[str]) -> str:
+    """Returns advice for messages where names of columns look like values, else ""."""
+    if not any(map(_is_number, names)):
+        return ""
+    return "; the first line seems to be a row: name the columns by data.header if the file has no header"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(np.isfinite(float(text)))
+    except ValueError:
+        return False
+
+
+def _first(where: pa.Array) -> int:
+    return pc.index(where, True).as_py()
 
 
 def _show(value: pa.Scalar) -> str:
@@ -141,22 +287,37 @@ def _show(value: pa.Scalar) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _kind(value: pa.Array) -> pa.DataType | None:
-    return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _casts(value, kind)), None)
-
-
-def _first_fault(column: pa.Array, to: pa.DataType, safe: bool = False) -> int | None:
-    """The first row that does not cast to the type `to`, or None."""
-    if _casts(column, to, safe):
-        return None
-    # A prefix casts as long as it ends before the first fault.
-    return bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], to, safe))
-
-
-def _casts(column: pa.Array, to: pa.DataType, safe: bool = False) -> bool:
+def _as_float64(column: pa.Array) -> pa.Array:
     try:
-        # A safe cast to float64 would refuse integers beyond 2^53.
-        column.cast(to, safe=safe)
+        return as_float64(column)
+    except pa.ArrowInvalid:
+        if column.type != TEXT:
+            raise
+        return as_float64(pc.utf8_trim_whitespace(column))
+
+
+def _iso(texts: pa.Array) -> pa.Array:
+    """Returns times as Arrow parses them: at most six digits of the fraction, and Z for UTC."""
+    texts = pc.replace_substring_regex(texts, r"(\.[0-9]{6})[0-9]{1,3}($|[^0-9])", r"\1\2")
+    return pc.replace_substring_regex(texts, r" ?(?:UTC|GMT|Z)$", "Z")
+
+
+def _kind(value: pa.Array) -> pa.DataType | None:
+    """Returns the kind of a single text: a number, a time, a time with an offset, or None."""
+    return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _works(partial(value.cast, kind))), None)
+
+
+def _first_fault(convert: Callable[[int], pa.Array], count: int) -> int | None:
+    """Returns the first row that does not convert, or None; `convert` converts the given number of rows."""
+    if _works(lambda: convert(count)):
+        return None
+    # A prefix converts as long as it ends before the first fault.
+    return bisect_left(range(count), True, key=lambda i: not _works(lambda: convert(i + 1)))
+
+
+def _works(convert: Callable[[], pa.Array]) -> bool:
+    try:
+        convert()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
     return True

@@ -1,9 +1,13 @@
-"""Delimited text -> a table of strings, since the config defines the type of a column, not its first rows."""
+"""Delimited text -> tables of texts, since the config defines the type of a column, not its first rows."""
 
 import csv
+import io
 import re
-from collections.abc import Callable, Container, Iterator
-from functools import partial
+import sys
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -11,192 +15,294 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from jfi.data.errors import DataError
-from jfi.data.io.decode import count_lines, read_utf8, stream_utf8
+from jfi.data.io.arrays import TEXT
+from jfi.data.io.decode import stream_utf8
 from jfi.data.io.layouts import Layout
-from jfi.data.io.table import Table
-from jfi.data.io.text_rows import (
-    LONGEST_ROW,
-    UNQUOTE,
-    Text,
-    long_fields,
-    open_quote,
-    quotes_are_regular,
-    rows_of,
-    swallowed,
-)
+from jfi.data.io.table import Reading, Table, columns_in, header_hint
 
+#: No row is longer.
+LONGEST_ROW = 1 << 28
 _MAX_NAME = 1000
-# Arrow reads a block at a time and refuses a row that is longer; the second size is tried where the first is too small.
-_BLOCKS = (1 << 20, LONGEST_ROW)
-# The last row given to Arrow. A quote that is never closed would swallow it, and so shows.
-_END = "\x1e"
-# Bytes of a part of a file that is read in parts.
-_PART = 1 << 24
+#: Arrow and csv split at single characters: a longer delimiter becomes the ASCII unit separator.
+_UNIT_SEPARATOR = "\x1f"
+_UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
+_LINE_ENDS = [10, 13]
 
 
-def read_text(path: str, layout: Layout, wanted: Container[str]) -> Table:
-    """The columns of a delimited text file that are in `wanted`, as strings."""
-    text = Text(path, layout, read_utf8(path, layout.encodings))
-    return _table(text, *_columns(text), wanted, partial(_line, path, layout))
+def iterate_text(path: str, layout: Layout, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+    """Yields the columns of a text file that are in `wanted`, as texts; a table has the rows of about 16 MiB.
 
-
-def iterate_text(path: str, layout: Layout, wanted: Container[str]) -> Iterator[Table]:
-    """`read_text` as tables of some rows each, whose lines are those of the file; memory does not grow with it."""
-    before, columns = 0, None
-    for content in rows_of(stream_utf8(path, layout.encodings, _PART), layout):
-        lines = count_lines(content)  # the parser appends to the text
-        text = Text(path, layout, content, before)
-        columns = columns or _columns(text)
-        yield _table(text, *columns, wanted, partial(_line_of, text))
-        before += lines
-
-
-def _columns(text: Text) -> tuple[list[str], dict[str, str]]:
-    """The names of the columns, and the separators of those that are multi-valued."""
-    names, separators = text.layout.columns, text.layout.separators
-    if names is None:
-        names = _header(text)
-        if text.layout.typed:
-            names, separators = _typed(text.path, names)
-    return names, separators
-
-
-def _table(
-    text: Text, names: list[str], separators: dict[str, str], wanted: Container[str], line: Callable[[int], int]
-) -> Table:
-    layout = text.layout
-    used = [name for name in names if name in wanted or ("genres" in wanted and name in layout.flags)]
-    if re.compile(rb"[^\r\n]").search(text.content, len(text.header)):
-        # Without a column the number of rows would be lost.
-        data = _parse(text, names, used or names[:1])
-    else:
-        data = pa.table({name: pa.array([], pa.string()) for name in used or names[:1]})
-    if layout.flags:
-        names = [name for name in names if name not in layout.flags] + ["genres"]
-        if "genres" in wanted:
-            data = data.append_column("genres", _join_flags(data.select(layout.flags)))
-    return Table(text.path, data, names, line, separators)
-
-
-def _parse(text: Text, names: list[str], used: list[str]) -> pa.Table:
-    content, end = text.content, None
-    if text.quote is not None:
-        end = _END
-        content += b"" if content.endswith((b"\n", b"\r")) else b"\n"
-        content += text.delimiter.join([_END] * len(names)).encode()
-    rows = pa.py_buffer(content).slice(len(text.header))
-    for block in _BLOCKS:
-        try:
-            data = pyarrow.csv.read_csv(
-                pa.BufferReader(rows),
-                read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, block_size=block),
-                parse_options=pyarrow.csv.ParseOptions(
-                    delimiter=text.delimiter, quote_char=text.quote or False, newlines_in_values=text.quote is not None
-                ),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(used, pa.string()),
-                    include_columns=used,
-                    strings_can_be_null=True,
-                    null_values=[""],
-                    check_utf8=False,
-                ),
-            )
-            break
-        except pa.ArrowInvalid as error:
-            if "straddling" in str(error) and block < min(LONGEST_ROW, len(content)):
+    Raises:
+        DataError: the header is malformed, a row has too few or too many fields, or a quote is not closed.
+    """
+    names, separators, before = layout.columns, layout.separators, 0
+    pending, enough = bytearray(), 1
+    for part in chain(stream_utf8(path, layout.encodings), [None]):
+        pending += part or b""
+        # A row that is longer than the text so far is not looked through once a part.
+        if part is not None and len(pending) < enough:
+            continue
+        if names is None:
+            header = re.match(rb"[^\r\n]*(\r\n|\r|\n)?", pending)
+            if part is not None and header.end() == len(pending):  # it may go on
                 continue
-            raise _explain(text, len(names), str(error)) from error
-    if end is None:
-        return data
-    if any(data.column(name)[-1].as_py() != end for name in used):
-        raise _explain(text, len(names), "the last row is not whole")
-    lines = count_lines(content) - count_lines(text.header) + 1
-    if lines != len(data):
-        regular = quotes_are_regular(content, ord(text.delimiter), ord(text.quote), len(text.content))
-        if not regular and (fault := swallowed(text)):
-            raise fault
-    return data.slice(0, len(data) - 1)
+            names, separators = _header(path, layout, header[0].decode())
+            del pending[: header.end()]
+            before = 1
+        block = _Block(path, layout, names, bytes(pending), before, is_last=part is None)
+        if block.end or part is None:
+            yield _table(block, separators, wanted, reading)
+        elif len(pending) > LONGEST_ROW:
+            _Block(path, layout, names, bytes(pending), before, is_last=True)  # names a quote that is not closed
+            raise block.fault(1, f"a row longer than {LONGEST_ROW >> 20} MiB")
+        del pending[: block.end]
+        before += block.num_lines
+        enough = 1 if block.end else 2 * len(pending)
 
 
-def _explain(text: Text, expected: int, error: str) -> DataError:
-    """Returns what is wrong with the file, found by reading it row by row."""
-    last = 1
-    try:
-        for first, last, record in text.records():
-            if record == [_END] * expected:
-                break
-            span = open_quote(text, first, last) if last > first or len(record) != expected else None
-            if span is not None and span[1] is None:
-                what = f"the quote that opens a field here is never closed; {UNQUOTE}"
-                return text.fault(span[0], what)
-            if len(record) != expected:
-                what = f"{len(record)} fields, expected {expected}"
-                if span is not None:
-                    opened, closed = span[0] + text.before, span[1] + text.before
-                    taken = f"text up to line {closed}" if closed > opened else "a delimiter"
-                    what += f"; the quote that opens a field on line {opened} takes in {taken}; {UNQUOTE}"
-                return text.fault(first, what)
-            if sum(map(len, record)) > LONGEST_ROW // 4:
-                return text.fault(first, f"a row longer than {LONGEST_ROW >> 20} MiB")
-    except csv.Error as fault:
-        error = str(fault)
-    return text.fault(last, error)
+def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: Reading) -> Table:
+    names, flags = block.names, block.layout.flags
+    used = [name for name in names if name in wanted or ("genres" in wanted and name in flags)]
+    data = columns_in(block.parse(used or names[:1]), used)
+    if flags:
+        names = [name for name in names if name not in flags] + ["genres"]
+        if "genres" in wanted:
+            data = data.append_column("genres", _join_flags(data.select(flags)))
+    return Table(block.path, data, names, block.line, separators, reading=reading)
 
 
-def _header(text: Text) -> list[str]:
-    line = text.header.decode().strip("\r\n")
-    place = f"{text.path}:1"
-    if not line:
-        what = "empty line" if text.header else "the file is empty"
+class _Block:
+    """The rows of some text of a file.
+
+    Args:
+        path: of the file.
+        layout: of the file.
+        names: of its columns.
+        text: UTF-8, from the start of a row.
+        before: the number of lines before the text.
+        is_last: whether the file ends with the text; otherwise its last row may go on.
+    """
+
+    def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
+        self.path, self.layout, self.names, self._before, self._is_last = path, layout, names, before, is_last
+        self._delimiter, self._records = layout.delimiter, None
+        #: The number of bytes of whole rows.
+        self.end = 0
+        self._text = text
+        if not self._find_rows():
+            self._read_slowly()
+
+    def fault(self, line: int, what: str) -> DataError:
+        """Returns the error for a line of the text, counted from 1."""
+        return DataError(f"{self.path}:{self._before + line}: {what}")
+
+    def line(self, row: int) -> int:
+        """Returns the line of the file on which a row starts."""
+        return self._before + int(self._first_lines[row])
+
+    def _find_rows(self) -> bool:
+        """Finds where rows and lines end, if each quote opens or closes a field or doubles one."""
+        content, text = np.frombuffer(self._text, np.uint8), self._text
+        ends = np.flatnonzero(content == 10) + 1
+        if b"\r" in text:
+            returns = np.flatnonzero(content == 13) + 1
+            # After a last CR an LF may follow.
+            alone = np.append(content, 0 if self._is_last else 10)[returns] != 10
+            ends = np.sort(np.append(ends, returns[alone]))
+        if self._is_last and text and (not len(ends) or ends[-1] < len(text)):
+            ends = np.append(ends, len(text))
+        row_ends = ends
+        quote = (self.layout.quote or "").encode()
+        if quote and quote in text:
+            quotes = np.flatnonzero(content == quote[0])
+            row_ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+            self.end = int(row_ends[-1]) if len(row_ends) else 0
+            if self._is_last and self.end < len(text):
+                return False
+            quotes = quotes[quotes < self.end]
+            around = np.zeros(256, bool)
+            around[[ord(self._delimiter), quote[0], *_LINE_ENDS]] = True
+            openers, closers = quotes[::2], quotes[1::2] + 1
+            starts_field = around[content[openers - 1]] | (openers == 0)
+            if not (starts_field.all() and around[content[closers[closers < len(text)]]].all()):
+                return False
+        self.end = int(row_ends[-1]) if len(row_ends) else 0
+        self.num_lines = int(np.searchsorted(ends, self.end, side="right"))
+        starts = np.append(0, row_ends[:-1])[: len(row_ends)]
+        starts = starts[~np.isin(content[starts], _LINE_ENDS)]  # blank lines are no rows
+        self._first_lines = np.searchsorted(ends, starts, side="right") + 1
+        return True
+
+    def parse(self, used: list[str]) -> pa.Table:
+        """Returns some columns as texts."""
+        if self._records is None and len(self._first_lines):
+            try:
+                data = self._parse(used)
+                if len(data) == len(self._first_lines):
+                    return data
+            except pa.ArrowInvalid:
+                pass
+            self._text = self._text[: self.end]
+            self._is_last = True
+            self._read_slowly()
+        records = self._records or []
+        places = [self.names.index(name) for name in used]
+        return pa.table([pa.array([record[i] for record in records], TEXT) for i in places], used)
+
+    def _parse(self, used: list[str]) -> pa.Table:
+        text, delimiter = self._text[: self.end], self._delimiter
+        if len(delimiter) > 1:
+            text, delimiter = text.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
+        return pyarrow.csv.read_csv(
+            pa.BufferReader(text),
+            # In one block, since Arrow loses the LF of a CR LF in quotes where a block ends between them.
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=self.names, block_size=len(text) + 1),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=delimiter, quote_char=self.layout.quote or False, newlines_in_values=bool(self.layout.quote)
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(used, TEXT),
+                include_columns=used,
+                strings_can_be_null=True,
+                null_values=[""],
+                check_utf8=False,
+            ),
+        )
+
+    def _read_slowly(self) -> None:
+        """Reads the rows by Python's csv, which takes quotes within a field for characters as Arrow does.
+
+        Raises:
+            DataError: a row has too few or too many fields, or a quote takes in other rows.
+        """
+        text, delimiter = self._text.decode(), self._delimiter
+        if len(delimiter) > 1:
+            text, delimiter = text.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
+        lines = list(io.StringIO(text, newline=""))
+        quoting = csv.QUOTE_NONE if self.layout.quote is None else csv.QUOTE_MINIMAL
+        found: list[tuple[int, int, list[str]]] = []  # the lines before and up to the end of each row, and its fields
+        with _long_fields():
+            reader, start = csv.reader(iter(lines), delimiter=delimiter, quoting=quoting), 0
+            try:
+                for record in reader:
+                    found.append((start, reader.line_num, record))
+                    start = reader.line_num
+            except csv.Error as error:
+                raise self.fault(reader.line_num, str(error)) from error
+        if not self._is_last:
+            start = found.pop()[0] if found else 0
+        for i, (first, last, record) in enumerate(found):
+            # A blank line gives a record without fields.
+            if record and (len(record) != len(self.names) or last > first + 1 or i == len(found) - 1):
+                self._check(lines[first:last], first + 1, delimiter, len(record))
+        self.end = len(self._text) if self._is_last else len("".join(lines[:start]).encode())
+        self.num_lines = start
+        self._records = [record for _, _, record in found if record]
+        self._first_lines = np.array([first + 1 for first, _, record in found if record], np.int64)
+
+    def _check(self, lines: list[str], first: int, delimiter: str, count: int) -> None:
+        """Raises DataError if a row has not as many fields as there are names, or a quote takes in other rows."""
+        opened = _open_quote("".join(lines), self.layout.quote, delimiter)
+        if opened is not None and opened.closed is None:
+            raise self.fault(first + opened.line, f"the quote that opens a field here is never closed; {_UNQUOTE}")
+        if count != len(self.names):
+            what = f"{count} fields, expected {len(self.names)}"
+            if opened is not None:
+                line, closed = (self._before + first + number for number in (opened.line, opened.closed))
+                taken = f"text up to line {closed}" if closed > line else "a delimiter"
+                what += f"; the quote that opens a field on line {line} takes in {taken}; {_UNQUOTE}"
+            raise self.fault(first, what)
+        if opened is not None and opened.goes_on and len(lines) > 1:
+            closed = self._before + first + opened.closed
+            what = f"the quote that opens a field here takes in text up to a quote within line {closed}"
+            raise self.fault(first + opened.line, f"{what}; {_UNQUOTE}")
+
+
+@dataclass(frozen=True)
+class _Quoted:
+    """A quoted field of a row that holds a delimiter or a line end, or that is never closed.
+
+    Args:
+        line: of its first quote, counted from 0 in the row.
+        closed: line of its closing quote, or None.
+        goes_on: whether text follows the closing quote.
+    """
+
+    line: int
+    closed: int | None
+    goes_on: bool
+
+
+def _open_quote(row: str, quote: str | None, delimiter: str) -> _Quoted | None:
+    """Returns the first such field of a row, or the one that is never closed."""
+    if quote is None:
+        return None
+    quoted = re.compile(r"%s(?:[^%s]|%s%s)*+(%s|\Z)" % ((re.escape(quote),) * 5))
+    rest = re.compile(r"[^%s\r\n]*+(%s|\r\n|\r|\n|\Z)" % ((re.escape(delimiter),) * 2))
+    position, found = 0, None
+    while position < len(row):
+        start = position
+        if (match := quoted.match(row, start)) is not None:
+            position, line = match.end(), _breaks(row[:start])
+            if not match[1]:
+                return _Quoted(line, None, False)
+            if found is None and (_breaks(match[0]) or delimiter in match[0]):
+                goes_on = row[position : position + 1] not in ("", "\r", "\n", delimiter)
+                found = _Quoted(line, line + _breaks(match[0]), goes_on)
+        position = max(rest.match(row, position).end(), start + 1)
+    return found
+
+
+def _breaks(text: str) -> int:
+    return len(re.findall(r"\r\n|\r|\n", text))
+
+
+def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the names of the columns, and the separators of those that are multi-valued."""
+    place = f"{path}:1"
+    if not line.strip("\r\n"):
+        what = "empty line" if line else "the file is empty"
         raise DataError(f"{place}: {what}, expected the names of the columns")
     if "\0" in line:
         raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16? set data.encoding: utf-16")
-    quoting = csv.QUOTE_NONE if text.quote is None else csv.QUOTE_MINIMAL
-    with long_fields():
-        try:
-            names = next(csv.reader([line], delimiter=text.delimiter, quoting=quoting, strict=True))
-        except csv.Error as error:
-            if "end of data" in str(error):
-                raise DataError(f"{place}: the quote of a column's name is not closed on the line; {UNQUOTE}") from None
-            names = next(csv.reader([line], delimiter=text.delimiter, quoting=quoting))
+    delimiter = layout.delimiter
+    if len(delimiter) > 1:
+        line, delimiter = line.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
+    opened = _open_quote(line, layout.quote, delimiter)
+    if opened is not None and (opened.closed is None or opened.closed > 0):
+        raise DataError(f"{place}: the quote of a column's name is not closed on the line; {_UNQUOTE}")
+    quoting = csv.QUOTE_NONE if layout.quote is None else csv.QUOTE_MINIMAL
+    with _long_fields():
+        names = next(csv.reader([line.strip("\r\n")], delimiter=delimiter, quoting=quoting))
     longest = max(map(len, names))
     if longest > _MAX_NAME:
         raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
-    repeated = next((name for i, name in enumerate(names) if name in set(names[:i])), None) if _repeats(names) else None
-    if repeated is not None:
-        raise DataError(f"{place}: column '{repeated}' appears twice")
-    return names
+    separators = {}
+    if layout.typed:
+        for name in names:
+            if not re.fullmatch(r".+:(token|token_seq|float|float_seq)", name):
+                expected = "name:type, where type is token, token_seq, float or float_seq"
+                raise DataError(f"{place}: header '{name}' must be {expected}")
+        pairs = [name.rsplit(":", 1) for name in names]
+        names, separators = [name for name, _ in pairs], {name: " " for name, kind in pairs if kind.endswith("_seq")}
+    if len(set(names)) < len(names):
+        repeated = next(name for i, name in enumerate(names) if name in names[:i])
+        raise DataError(f"{place}: column '{repeated}' appears twice{header_hint(names)}")
+    return names, separators
 
 
-def _repeats(names: list[str]) -> bool:
-    return len(set(names)) < len(names)
-
-
-def _typed(path: str, header: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Names and separators of RecBole's atomic files, whose header holds `name:type`."""
-    for name in header:
-        if not re.fullmatch(r".+:(token|token_seq|float|float_seq)", name):
-            raise DataError(
-                f"{path}:1: header '{name}' must be name:type, where type is token, token_seq, float or float_seq"
-            )
-    names, types = zip(*(name.rsplit(":", 1) for name in header), strict=True)
-    if _repeats(names):
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{path}:1: column '{repeated}' appears twice")
-    return list(names), {name: " " for name, kind in zip(names, types, strict=True) if kind.endswith("_seq")}
-
-
-def _join_flags(flags: pa.Table) -> pa.ListArray:
+def _join_flags(flags: pa.Table) -> pa.LargeListArray:
     present = np.stack([pc.equal(flag, "1").to_numpy() for flag in flags.columns], axis=1).astype(bool)
     offsets = np.append(0, np.cumsum(present.sum(axis=1)))
     names = np.array(flags.column_names)[np.nonzero(present)[1]]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(names, pa.string()))
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(names, TEXT))
 
 
-def _line(path: str, layout: Layout, row: int) -> int:
-    """The line on which row `row` starts: Arrow skips empty lines, and a quoted field may hold newlines."""
-    return _line_of(Text(path, layout, read_utf8(path, layout.encodings)), row)
-
-
-def _line_of(text: Text, row: int) -> int:
-    return text.before + next((first for i, (first, _, _) in enumerate(text.records()) if i == row), 1)
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Lifts the limit of Python's csv, which is 128 KiB a field."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)

@@ -8,8 +8,7 @@ import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.features.semantic_ids import SemanticIDs
-from jfi.data.io.blocks import name_of
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import name_of, read_table
 from jfi.data.prepared.arrange import Rows
 from jfi.data.prepared.column_files import read_columns
 from jfi.data.prepared.crosses import cross_columns
@@ -50,8 +49,7 @@ class SortedColumns:
             if path is None:
                 self._first[of] = _first_rows(index, rows.time, len(ids))
             else:
-                how = (config.encoding, config.quoting, f"data.{of}s")
-                table = read_table(path, config.columns(), *how)
+                table = read_table(path, config.columns(), config.file_settings(), f"data.{of}s")
                 self._tables[of] = EntityTable(table, key, ids, name_of(config))
 
     def count(self, of: Entity) -> int:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import fault_of_no_rows, iterate_tables, name_of, same_kind
+from jfi.data.io.blocks import fault_of_no_rows, iterate_tables, name_of
 from jfi.data.io.table import Table
 from jfi.data.prepared.arrange import given_splits
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
@@ -30,7 +30,6 @@ from jfi.data.schema.labels import (
     read_history,
     read_labels,
 )
-from jfi.data.schema.rules import only_column, parse_rule
 from jfi.data.schema.targets import labels_of, read_targets, target_names
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
@@ -146,16 +145,13 @@ class _Stage:
         self._writer = ColumnWriter(folder, types)
         coded = ["user", "item", *(column.file for column in self._columns if column.kind != "number")]
         self._codes = {name: Codes() for name in coded}
-        self._floats: dict[str, list[bool]] = {}
-        self._first_time = first.data.column(config.timestamp)[:1].combine_chunks() if len(first) else None
 
     def append(self, table: Table, setting: int) -> None:
         """Appends rows of the setting of that number, which is also the number of their split with `split: files`."""
         config, put = self._config, self._writer.append
-        self._check_text(table)
         put("user", self._codes["user"].encode(table.ids(config.user)))
         put("item", self._codes["item"].encode(table.ids(config.item)))
-        put("time", self._times(table))
+        put("time", table.times(config.timestamp, config.timestamp_unit))
         labels = read_labels(table, config.label, config.task)
         put("label", labels)
         targets = read_targets(table, config, labels)
@@ -204,36 +200,6 @@ class _Stage:
         codes = pc.fill_null(encoded.indices, -1).to_numpy()
         alone = -1 - (self.rows + np.arange(len(table)))
         return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
-
-    def _times(self, table: Table) -> np.ndarray:
-        config, first = self._config, self._first_time
-        if self.rows == 0 or first is None:
-            return table.times(config.timestamp, config.timestamp_unit)
-        return same_kind(table, config.timestamp, first).times(config.timestamp, config.timestamp_unit)[1:]
-
-    def _check_text(self, table: Table) -> None:
-        """Refuses a column whose numbers would be other texts in another block.
-
-        Where all are whole they are written like integers, else those from 10^10 on with an exponent, and -0 as such.
-        """
-        config = self._config
-        text = [column.name for column in self._columns if column.kind != "number"]
-        text += [name for name in (config.group, config.split_column) if name is not None]
-        labels = [] if config.label is None else [one.label for one in config.trained_labels()]
-        rules = [rule for rule in labels if only_column(rule) is None]
-        rules += [] if config.history is None else [config.history]
-        text += [name for rule in rules for name in parse_rule(rule).text_columns()]
-        for name in dict.fromkeys((config.user, config.item, *text)):
-            if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
-                continue
-            values = table.numbers(name)
-            values = values[~np.isnan(values)]
-            found = self._floats.setdefault(name, [False, False])
-            found[0] |= not bool(((np.abs(values) < 2.0**63) & (np.trunc(values) == values)).all())
-            found[1] |= bool(((np.abs(values) >= 1e10) | ((values == 0) & np.signbit(values))).any())
-            if all(found):
-                what = "holds fractions beside -0 or numbers of 10^10 and more; write it as text to prepare the table"
-                raise DataError(f"{table.name}: column '{name}' {what}")
 
     def close(self) -> None:
         # Names of columns may hold any character, so files have numbers.

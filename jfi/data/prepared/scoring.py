@@ -19,8 +19,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
-from jfi.data.io.blocks import cut_table, read_blocks
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.arrange import sort_and_split
 from jfi.data.prepared.known_items import KnownItems
@@ -112,9 +111,9 @@ class ScoringParts:
             config = replace(config, dwell=None, surface=None, session=None)
         self._folder, self._schema, self._by = folder, schema, list(dict.fromkeys(by))
         self._config, self._policy = config, policy
-        wanted, how = config.columns(), (config.encoding, config.quoting)
-        self._users = None if sources.users is None else read_table(sources.users, wanted, *how, "users")
-        self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
+        wanted, settings = config.columns(), config.file_settings()
+        self._users = None if sources.users is None else read_table(sources.users, wanted, settings, "users")
+        self._items = None if sources.items is None else read_table(sources.items, wanted, settings, "items")
         self._sids: SemanticIDs | None = None
         if schema.codec is not None:
             self._sids = SemanticIDs.read(sources.semantic_ids, config.item, "semantic_ids")
@@ -344,6 +343,4 @@ class ScoringParts:
 
 def _tables(source: Source, wanted: set[str], config: DataConfig, setting: str) -> Iterator[Table]:
     """The source as tables of some rows each."""
-    if isinstance(source, pa.Table):
-        return cut_table(Table("the table", source, source.column_names, line=lambda row: row + 1))
-    return read_blocks(source, wanted, config.encoding, config.quoting, setting)
+    return read_blocks(source, wanted, config.file_settings(), setting)

@@ -12,8 +12,8 @@ from jfi.data.config import DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.features import synthetic, synthetic_dwell
 from jfi.data.features.semantic_ids import SemanticIDs
-from jfi.data.io.readers import join_tables, read_table
-from jfi.data.io.table import Table
+from jfi.data.io.blocks import read_table
+from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.arrange import Rows
 from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import is_multi_valued, present
@@ -56,17 +56,17 @@ def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
     if config.source == "synthetic":
         interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
         return Tables(interactions, None, items, sids=sids)
-    wanted, how = config.columns() | {*more}, (config.encoding, config.quoting)
-    interactions, given = read_table(config.interactions, wanted, *how), None
+    wanted, settings = config.columns() | {*more}, config.file_settings()
+    interactions, given = read_table(config.interactions, wanted, settings), None
     if config.split == "files":
         named = {"data.validation": config.validation, "data.test": config.test}
-        parts = [interactions, *(read_table(paths, wanted, *how, name) for name, paths in named.items())]
+        parts = [interactions, *(read_table(paths, wanted, settings, name) for name, paths in named.items())]
         given = np.repeat(np.arange(len(parts), dtype=np.int8), [len(part) for part in parts])
-        interactions = join_tables(parts, wanted)
+        interactions = join_tables(parts)
     return Tables(
         interactions,
-        None if config.users is None else read_table(config.users, wanted, *how, "data.users"),
-        None if config.items is None else read_table(config.items, wanted, *how, "data.items"),
+        None if config.users is None else read_table(config.users, wanted, settings, "data.users"),
+        None if config.items is None else read_table(config.items, wanted, settings, "data.items"),
         given,
         sids,
     )

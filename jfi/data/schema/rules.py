@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
 from jfi.data.schema.codes import Codes
+from jfi.utils.encoding import text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or"
 
@@ -286,7 +287,8 @@ class _Parser:
         numeric = all(value.kind == "word" and _NUMBER.fullmatch(value.text) for value in values)
         if not numeric and compare in (">=", "<=", ">", "<"):
             raise self.fault(f"'{values[0].text}' is not a number; compare it with ==, != or in")
-        return _Test(column.text, compare, [value.text for value in values], numeric)
+        texts = [value.text if numeric else text_of(value.text) or "" for value in values]
+        return _Test(column.text, compare, texts, numeric)
 
     def _list(self) -> list[_Token]:
         self._expect("[")
