@@ -4,7 +4,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_configs import data_config
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io import arrays
