@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import is_list, is_text, text_lists
+from jfi.data.io.arrays import is_list, is_text, text_lists, type_name
 from jfi.data.io.table import Table
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
 from jfi.utils.files import reading_file, write_file
@@ -80,7 +80,7 @@ class Content:
         for name in self.embeddings:
             self.widths[name] = _lists(table, name, None).shape[1]
         for name in self.categorical:
-            counts = _values(table, name).drop_null().value_counts()
+            counts = table.strings(name).drop_null().value_counts()
             # A value of one item says nothing of another.
             self.categories[name] = sorted(one["values"].as_py() for one in counts if one["counts"].as_py() > 1)
             if not self.categories[name]:
@@ -101,7 +101,7 @@ class Content:
         """The labels, `[N]` int64 each; -1 where a value is missing, or `learn` has not found it twice."""
         found = {}
         for name, values in self.categories.items():
-            codes = pc.index_in(_values(table, name).cast(pa.string()), value_set=pa.array(values, pa.string()))
+            codes = pc.index_in(table.strings(name).cast(pa.string()), value_set=pa.array(values, pa.string()))
             found[name] = torch.from_numpy(codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64))
         return found
 
@@ -141,12 +141,6 @@ class Content:
         return made
 
 
-def _values(table: Table, name: str) -> pa.Array:
-    """A column of categories as strings, null where empty: "" of Parquet and JSON Lines too, as in text files."""
-    column = table.strings(name)
-    return pc.if_else(pc.equal(column, ""), None, column)
-
-
 def _texts(table: Table, name: str) -> list[str]:
     """A column of texts, or of lists of texts, which are joined; "" where empty."""
     column = table.column(name)
@@ -170,12 +164,13 @@ def _learn_text(table: Table, name: str, width: int, seed: int) -> TextEmbedding
         matrix = vectorizer.fit_transform(texts)
     except ValueError:  # "empty vocabulary"
         raise DataError(f"{table.name}: column '{name}' has no words") from None
-    from sklearn.decomposition import TruncatedSVD
+    words, components = vectorizer.get_feature_names_out().tolist(), np.ones((1, 1))
+    if len(words) > 1:  # of a single word there is nothing to decompose
+        from sklearn.decomposition import TruncatedSVD
 
-    with np.errstate(divide="ignore", invalid="ignore"):  # texts that are all the same have no variance to divide by
-        svd = TruncatedSVD(min(width, min(matrix.shape)), random_state=seed).fit(matrix)
-    words = vectorizer.get_feature_names_out().tolist()
-    return TextEmbedding(words, torch.from_numpy(vectorizer.idf_), torch.from_numpy(svd.components_))
+        with np.errstate(divide="ignore", invalid="ignore"):  # texts that are all the same have no variance
+            components = TruncatedSVD(min(width, min(matrix.shape)), random_state=seed).fit(matrix).components_
+    return TextEmbedding(words, torch.from_numpy(vectorizer.idf_), torch.from_numpy(components))
 
 
 def _embed(texts: Sequence[str], embedding: TextEmbedding) -> Tensor:
@@ -203,7 +198,7 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
     """
     column = table.column(name)
     if not is_list(column.type):
-        what = f"has type {column.type}, but must hold lists of numbers"
+        what = f"has type {type_name(column.type)}, but must hold lists of numbers"
         hint = "; text files have none, so give Parquet or JSON Lines" if is_text(column.type) else ""
         raise DataError(f"{table.name}: column '{name}' {what}{hint}")
     if pa.types.is_fixed_size_list(column.type):
@@ -219,7 +214,8 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
     try:
         values = column.flatten().cast(pa.float64())
     except pa.ArrowException:
-        raise DataError(f"{table.name}: column '{name}' has type {column.type}, but must hold numbers") from None
+        kind = type_name(column.type)
+        raise DataError(f"{table.name}: column '{name}' has type {kind}, but must hold numbers") from None
     with np.errstate(over="ignore"):  # a number beyond float32's range is refused below
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, expected)
     wrong = ~np.isfinite(numbers).all(1)

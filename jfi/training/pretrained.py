@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
+from jfi.data.io.arrays import as_text, flatten
 from jfi.data.schema.schema import as_array
 from jfi.training.build import shards_of
 from jfi.training.config import ConfigError, PretrainedConfig
@@ -69,14 +70,16 @@ def _read_npy(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]
         raise ConfigError(f"{key}.ids is not set; a .npy file needs the ids of its rows, a text file with one a line")
     try:
         vectors = np.load(config.path, allow_pickle=False)
-        lines = Path(config.ids).read_text(encoding="utf-8").splitlines()
+        # Text mode ends lines at LF, CR LF and CR; str.splitlines would at U+2028 too.
+        with open(config.ids, encoding="utf-8-sig") as file:
+            lines = [line.removesuffix("\n") for line in file]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {_fault(error, config.path)}") from None
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ConfigError(
             f"{key}: {config.path} has shape {vectors.shape} of {vectors.dtype}, must be [rows, width] of floats"
         )
-    return pa.array(lines, pa.large_string()), vectors
+    return as_text(pa.array(lines, pa.large_string())), vectors
 
 
 def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
@@ -98,7 +101,7 @@ def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndar
     if len(widths) != 1 or not widths[0].as_py() or lists.flatten().null_count:
         raise ConfigError(f"{key}: the vectors of {config.path} must all have the same width, without gaps")
     values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
-    ids = table.column(config.id_column).combine_chunks().cast(pa.large_string())
+    ids = as_text(flatten(table.column(config.id_column)))
     if ids.null_count:
         raise ConfigError(f"{key}: column '{config.id_column}' of {config.path} has an empty id")
     return ids, values.reshape(len(lists), widths[0].as_py())

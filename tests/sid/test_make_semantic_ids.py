@@ -203,7 +203,7 @@ def test_csv_and_residual_kmeans(command):
     Path("items.csv").write_text("\n".join(["item,title", *lines]))
     code, out, _ = command("--items", "items.csv", "--text", "title", "--out", "s.parquet", *RQ)
     assert code == 0 and "60 new" in out
-    assert pq.read_table("s.parquet").schema.field("item").type == pa.string()
+    assert pq.read_table("s.parquet").schema.field("item").type == pa.large_string()
     assert command("--items", "items.csv", "--text", "title", "--out", "s.parquet", *RQ)[0] == 0
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jfi.data.config import SID
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import as_text
+from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
@@ -126,7 +126,7 @@ def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Co
     metadata[_SHA256] = _digest(items, sids.cpu().numpy())
     data = pa.table({column: items, SID: pa.array(sids.cpu().numpy())}).replace_schema_metadata(metadata)
     with writing_file(path) as unfinished:
-        pyarrow.parquet.write_table(data, unfinished)
+        pyarrow.parquet.write_table(data, unfinished, write_page_checksum=True)
 
 
 def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> tuple[pa.Array, Tensor]:
@@ -155,8 +155,7 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
         )
     if sids.type != pa.int64() or sids.null_count:
         raise DataError(f"{path}: column '{SID}' must be int64 without gaps")
-    # A file of an earlier version has no checksum.
-    if _SHA256 in metadata and metadata[_SHA256] != _digest(table.column(column), sids.to_numpy()):
+    if metadata.get(_SHA256) != _digest(table.column(column), sids.to_numpy()):
         raise DataError(f"{path}: damaged, its items and IDs do not match their SHA-256")
     ids = torch.from_numpy(sids.to_numpy().copy())
     try:
@@ -214,7 +213,7 @@ def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[n
     try:
         found = items.cast(known.type)
     except pa.ArrowException:
-        what = f"'{column}' has type {items.type}, which does not go with {known.type} of {path}"
+        what = f"'{column}' has type {type_name(items.type)}, which does not go with {known.type} of {path}"
         raise DataError(f"{table.name}: {what}") from None
     changed = pc.not_equal(as_text(found).cast(pa.large_string()), texts).to_numpy(False)
     if changed.any():

@@ -26,6 +26,11 @@ def is_list(kind: pa.DataType) -> bool:
     return _is_view(kind) or any(test(kind) for test in tests)
 
 
+def type_name(kind: pa.DataType) -> str:
+    """Returns a type as messages name it, whatever the size of its offsets."""
+    return str(kind).replace("large_", "")
+
+
 def _is_view(kind: pa.DataType) -> bool:
     return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
 
@@ -63,7 +68,7 @@ def _list_of_view(array: pa.Array) -> pa.Array:
     starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
     places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
     mask = array.is_null() if array.null_count else None
-    return pa.LargeListArray.from_arrays(pa.array(offsets), array.values.take(pa.array(places)), mask=mask)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _plain(array.values).take(pa.array(places)), mask=mask)
 
 
 def as_text(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda texts: texts) -> pa.Array:

@@ -19,6 +19,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
+from jfi.data.io.arrays import type_name
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.arrange import sort_and_split
@@ -336,8 +337,8 @@ class ScoringParts:
         try:
             self._keys.write_table(keys.cast(self._keys_schema))
         except pa.ArrowException as error:
-            now = ", ".join(f"{field.name} {field.type}" for field in keys.schema)
-            before = ", ".join(f"{field.name} {field.type}" for field in self._keys_schema)
+            now = ", ".join(f"{field.name} {type_name(field.type)}" for field in keys.schema)
+            before = ", ".join(f"{field.name} {type_name(field.type)}" for field in self._keys_schema)
             raise DataError(f"{name}: the types of columns ({now}) are not those before ({before})") from error
 
 
