@@ -1,10 +1,12 @@
 """The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.io.layouts import FileSettings
+from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import only_column, parse_rule
@@ -272,12 +274,19 @@ class DataConfig:
         paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
+    def without_tables(self) -> "DataConfig":
+        """A copy that can be written: of each table in memory it has the SHA-256."""
+        named = {name: getattr(self, name) for name in FILES}
+        return dataclasses.replace(self, **{name: name_tables(source) for name, source in named.items()})
+
     def file_settings(self) -> FileSettings:
         """The settings that say how the files of the tables are read."""
         return FileSettings(self.encoding, self.quoting, self.delimiter, self.header, tuple(self.missing_values))
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:
-    if isinstance(path, list):
-        return [absolute_path(part) for part in path]
-    return path if path is None or "://" in path else absolute_path(path)
+    if isinstance(path, list | tuple):
+        return [_absolute(part) for part in path]
+    if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):  # none, a table in memory, or a URL
+        return path
+    return absolute_path(os.fspath(path))

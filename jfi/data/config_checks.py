@@ -4,7 +4,6 @@ import math
 
 from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
-from jfi.data.io.decode import check_encoding
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import only_column, parse_rule
 from jfi.data.settings import MAX_COUNT
@@ -34,7 +33,7 @@ def check_data_config(config: DataConfig) -> None:
     if config.max_timeline is not None and not config.max_history <= config.max_timeline <= MAX_COUNT:
         bounds = f"from data.max_history, {config.max_history}, to {MAX_COUNT}"
         raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bounds}, or null")
-    check_encoding(config.encoding)
+    config.file_settings().check()
     _check_targets(config)
     if config.label is None and config.negatives < 1:
         raise DataError(f"data.negatives is {config.negatives}; without a label it must be at least 1")

@@ -27,19 +27,6 @@ _MAGIC = {
 _ADVICE = "set data.encoding to the encoding of the file, such as gb18030, latin-1, cp1252 or utf-16"
 
 
-def check_encoding(encoding: str) -> None:
-    """Raises DataError for a name that is not one of Python's text encodings."""
-    try:
-        # Codecs such as rot13 and base64 are not for text: str.encode refuses them.
-        "a".encode(encoding)
-        codecs.getincrementaldecoder(encoding)
-    except (LookupError, ValueError) as error:
-        raise DataError(
-            f"data.encoding is '{encoding}'; it must be an encoding that Python knows, such as utf-8, gb18030, "
-            "latin-1, cp1252 or utf-16"
-        ) from error
-
-
 def stream_utf8(path: str, encodings: Sequence[str]) -> Iterator[bytes]:
     """Yields the text of a file as UTF-8, without a byte order mark, in parts of about 16 MiB.
 

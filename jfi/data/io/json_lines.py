@@ -32,7 +32,7 @@ def iterate_json(path: str, layout: Layout, wanted: Container[str], reading: Rea
     for content in _whole_lines(stream_utf8(path, layout.encodings)):
         block = _Block(path, content, before)
         data = block.parse(wanted)
-        known.update(dict.fromkeys(data.column_names))
+        known.update((name, None) for name in data.column_names if name)
         yield Table(path, columns_in(data, wanted), list(known), block.line, reading=reading)
         before += count_lines(content)
 

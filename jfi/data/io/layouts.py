@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Literal
 
+from jfi.data.errors import DataError
+
 _RATINGS = ["user_id", "item_id", "rating", "timestamp"]
 _GENRES = [
     *(
@@ -67,6 +69,25 @@ class FileSettings:
     delimiter: str | None = None
     header: dict[str, list[str]] = field(default_factory=dict)
     missing_values: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises DataError for settings that are wrong for any file."""
+        try:
+            # Codecs such as rot13 and base64 are not for text: str.encode refuses them.
+            "a".encode(self.encoding)
+            codecs.getincrementaldecoder(self.encoding)
+        except (LookupError, ValueError) as error:
+            raise DataError(
+                f"data.encoding is '{self.encoding}'; it must be an encoding that Python knows, such as utf-8, "
+                "gb18030, latin-1, cp1252 or utf-16"
+            ) from error
+        if self.delimiter is not None and (not self.delimiter or any(sign in self.delimiter for sign in '"\r\n')):
+            raise DataError(f"data.delimiter is {self.delimiter!r}; it must be a character such as ';', and no quote")
+        for name, columns in self.header.items():
+            if name not in ("interactions", "users", "items"):
+                raise DataError(f"data.header has '{name}'; it must have interactions, users or items")
+            if not columns or len(set(columns)) < len(columns):
+                raise DataError(f"data.header.{name} is {columns}; it must be the names of columns, each once")
 
 
 _RECBOLE = Layout("text", "\t", typed=True)

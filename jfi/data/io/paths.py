@@ -1,6 +1,7 @@
 """A file, a folder, a glob, a URL, a table in memory, or a list of these -> the files of one table."""
 
 import glob
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
@@ -100,6 +101,22 @@ def _expand(path: Any, setting: str, delimiter: str | None) -> list[File]:
     return [
         file for one in found for file in (_folder(one, delimiter) if os.path.isdir(one) else [_file(one, delimiter)])
     ]
+
+
+def name_tables(source: Any) -> Any:
+    """Returns what `find_files` takes with a text that holds the SHA-256 in the place of each table in memory."""
+    if isinstance(source, list | tuple):
+        return [name_tables(one) for one in source]
+    if source is None or isinstance(source, str):
+        return source
+    if isinstance(source, os.PathLike):
+        return os.fspath(source)
+    digest = hashlib.sha256()
+    table = _as_table(source, "the data").combine_chunks()
+    digest.update(str(table.schema).encode())
+    for batch in table.to_batches():
+        digest.update(batch.serialize())
+    return f"a table in memory: {digest.hexdigest()}"
 
 
 def _as_table(table: Any, setting: str) -> pa.Table:

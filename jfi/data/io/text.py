@@ -36,7 +36,7 @@ def iterate_text(path: str, layout: Layout, wanted: Container[str], reading: Rea
         DataError: the header is malformed, a row has too few or too many fields, or a quote is not closed.
     """
     names, separators, before = layout.columns, layout.separators, 0
-    pending, enough = bytearray(), 1
+    pending, enough, begun = bytearray(), 1, False
     for part in chain(stream_utf8(path, layout.encodings), [None]):
         pending += part or b""
         # A row that is longer than the text so far is not looked through once a part.
@@ -50,9 +50,10 @@ def iterate_text(path: str, layout: Layout, wanted: Container[str], reading: Rea
             del pending[: header.end()]
             before = 1
         block = _Block(path, layout, names, bytes(pending), before, is_last=part is None)
-        if block.end or part is None:
+        if block.end or (part is None and not begun):  # a file without rows has a table too
             yield _table(block, separators, wanted, reading)
-        elif len(pending) > LONGEST_ROW:
+            begun = True
+        elif part is not None and len(pending) > LONGEST_ROW:
             _Block(path, layout, names, bytes(pending), before, is_last=True)  # names a quote that is not closed
             raise block.fault(1, f"a row longer than {LONGEST_ROW >> 20} MiB")
         del pending[: block.end]

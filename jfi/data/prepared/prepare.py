@@ -216,7 +216,11 @@ class _Stages:
 @contextmanager
 def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterator[None]:
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
-    state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
+    state = {
+        "config": dataclasses.asdict(config.without_tables()),
+        "inputs": _state_of_files(config),
+        "schema": _digest(schema),
+    }
     work.mkdir(parents=True, exist_ok=True)
     with locking_folder(work) as is_first:
         if not is_first:
