@@ -16,6 +16,8 @@ from jfi.utils.files import by_number, reading_file
 
 #: Files of a prepared dataset.
 _PREPARED = ("manifest.json", "schema.json")
+#: Before the SHA-256 of a table in memory, where it has to be named.
+_IN_MEMORY = "table://"
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -116,7 +118,7 @@ def name_tables(source: Any) -> Any:
     digest.update(str(table.schema).encode())
     for batch in table.to_batches():
         digest.update(batch.serialize())
-    return f"a table in memory: {digest.hexdigest()}"
+    return f"{_IN_MEMORY}{digest.hexdigest()}"
 
 
 def _as_table(table: Any, setting: str) -> pa.Table:
@@ -132,16 +134,18 @@ def _as_table(table: Any, setting: str) -> pa.Table:
 
 
 def _expand_url(url: str, setting: str, delimiter: str | None) -> list[File]:
+    if url.startswith(_IN_MEMORY):
+        raise DataError(f"{setting} was a table in memory, which no file holds; set it again")
     try:
         system, path = fsspec.url_to_fs(url)
-        if glob.has_magic(path):
-            found, folder = [name for name in system.glob(path) if system.isfile(name)], None
-        elif system.isdir(path):
-            found, folder = system.find(path), path
-        else:
-            return [_file(url, delimiter, is_there=system.isfile(path))]
     except (ImportError, ValueError) as error:
         raise DataError(f"{url}: {setting}: {error}") from error
+    if glob.has_magic(path):
+        found, folder = [name for name in system.glob(path) if system.isfile(name) and "/." not in name], None
+    elif system.isdir(path):
+        found, folder = system.find(path), path
+    else:
+        return [_file(url, delimiter, is_there=system.isfile(path))]
     found = sorted(found, key=by_number)
     if folder is not None:
         names = {name: os.path.relpath(name, folder).split("/") for name in found}

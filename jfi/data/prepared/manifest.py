@@ -42,7 +42,8 @@ class Manifest:
 
     def text(self) -> str:
         """Returns the text of its JSON file."""
-        data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "prepared"}
+        data = dataclasses.asdict(self.data.without_tables())
+        del data["prepared"]
         tree = {"format": FORMAT, "sizes": self.sizes, "data": data}
         return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
 
