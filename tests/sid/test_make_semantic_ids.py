@@ -365,7 +365,7 @@ def test_a_flipped_bit_of_the_ids_is_refused_or_changes_nothing(tmp_path, kind, 
     assert refused > len(good) // 5
 
 
-def test_ids_without_a_checksum_are_of_an_earlier_version_and_read(tmp_path):
+def test_ids_without_a_checksum_are_refused(tmp_path):
     path, codec = tmp_path / "sids.parquet", DiscretePCA(num_digits=12).fit(torch.randn(60, 8))
     sids = codec.encode(torch.randn(3, 8))
     write_sids(path, "item", pa.array(["a", "b", "c"]), sids, codec)
@@ -373,4 +373,5 @@ def test_ids_without_a_checksum_are_of_an_earlier_version_and_read(tmp_path):
     metadata = {name: text for name, text in table.schema.metadata.items() if name != b"jfi.sid.sha256"}
     assert len(metadata) < len(table.schema.metadata)
     pq.write_table(table.replace_schema_metadata(metadata), path)
-    assert torch.equal(read_sids(path, "item", codec)[1], sids)
+    with pytest.raises(DataError, match="damaged, its items and IDs do not match their SHA-256"):
+        read_sids(path, "item", codec)
