@@ -63,8 +63,8 @@ class DataConfig:
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
         label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
-            operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, and parentheses. A row with an empty label
-            is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
+            operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
+            empty label is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
             be user or item columns only if the table `users` or `items` has them.
         task: of the label: "binary", or "regression" for a column of real numbers, which the model predicts by their
             squared error.

@@ -90,7 +90,7 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; did you mean a rule such as 'rating >= 5'?"),
         (
             {"label": "rating >= good"},
-            "rule 'rating >= good': 'good' is not a number; compare it with ==, != or in; the operators are ==, !=, ",
+            "rule 'rating >= good': 'good' is neither a number nor a date; compare it with ==, != or in; the operators",
         ),
         (
             {"label": "rating >= 9"},

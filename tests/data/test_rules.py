@@ -1,3 +1,4 @@
+import datetime
 import itertools
 
 import numpy as np
@@ -11,6 +12,10 @@ from jfi.data.schema.rules import OPERATORS, describe_values, only_column, parse
 ACTION = ["view", "buy", "add to cart", None, "buy"]
 STARS = [5, 4, 3, 2, None]
 TABLE = pa.table({"action": ACTION, "stars": STARS, "page type": ["a", "b", "a", "b", "a"], "code": ["07"] * 5})
+DAYS = ["2024-01-31 10:00:00 UTC", "2024-02-01", "2024-02-01 00:00:01.123456789", None, "2024-02-01T00:30:00+01:00"]
+TABLE = TABLE.append_column("day", pa.array(DAYS))
+MOMENTS = [datetime.datetime.fromisoformat(day[:10]) if day else None for day in DAYS]
+TABLE = TABLE.append_column("moment", pa.array(MOMENTS, pa.timestamp("us")))
 
 
 def table() -> Table:
@@ -48,12 +53,32 @@ NAN = float("nan")
         # `and` binds first.
         ("action == view or action == buy and stars == 4", [1, 1, 0, NAN, NAN]),
         ("(action == view or action == buy) and stars == 4", [0, 1, 0, 0, NAN]),
+        ("not (stars >= 4)", [0, 0, 1, 1, NAN]),
+        ("not (action == buy and stars >= 4)", [1, 0, 1, 1, NAN]),
+        ("not (not (stars >= 4))", [1, 1, 0, 0, NAN]),
+        ("action == buy and not (stars >= 4) or code == 8", [0, 0, 0, NAN, NAN]),
+        ("not(action in [buy])", [1, 0, 1, NAN, 0]),
+        # Dates are in UTC unless they name a zone, in the rule and in the column.
+        ("day >= 2024-02-01", [0, 1, 1, NAN, 0]),
+        ("day > '2024-02-01'", [0, 0, 1, NAN, 0]),
+        ("day < 2024-02-01 00:00:01", [1, 1, 0, NAN, 1]),
+        ("day <= 2024-01-31T23:30Z", [1, 0, 0, NAN, 1]),
+        ("moment >= 2024-02-01", [0, 1, 1, NAN, 1]),
+        ("moment > 2024-02-01", [0, 0, 0, NAN, 0]),
+        ("day == 2024-02-01", [0, 1, 0, NAN, 0]),
     ],
 )
 def test_rules_hold(rule, expected):
     held = parse_rule(rule).holds(table())
     assert held.dtype == np.float32
     np.testing.assert_array_equal(held, np.array(expected, np.float32))
+
+
+def test_numbers_are_no_dates():
+    with pytest.raises(
+        DataError, match=r"^r\.csv:2: 'stars' is '5', no date such as 2024-01-31; compare numbers with a"
+    ):
+        parse_rule("stars >= 2024-01-31").holds(table())
 
 
 def test_and_and_or_follow_three_valued_logic():
@@ -97,9 +122,12 @@ def test_a_name_alone_is_a_column(text, column):
         ("(stars > 4", "expected ')' after '(stars > 4'"),
         ("stars > 4)", "')' is not expected after 'stars > 4'"),
         ("stars > 4 and", "expected a column after 'stars > 4 and'"),
-        ("stars > 4 & action == buy", "'4 & action' is not a number"),
-        ("stars > four", "'four' is not a number; compare it with ==, != or in"),
-        ("stars > '4'", "'4' is not a number; compare it with ==, != or in"),
+        ("stars > 4 & action == buy", "'4 & action' is neither a number nor a date"),
+        ("stars > four", "'four' is neither a number nor a date; compare it with ==, != or in"),
+        ("not stars > 4", "expected '(' after 'not'"),
+        ("day > 2024-02-30", "'2024-02-30' is neither a number nor a date"),
+        ("not (" * 2000 + "a == 1" + ")" * 2000, "more than 50 parentheses are open"),
+        ("stars > '4'", "'4' is neither a number nor a date; compare it with ==, != or in"),
         ("action == 'buy", "''buy' is not understood; is a quote not closed?"),
         ("(" * 2000 + "a == 1" + ")" * 2000, "more than 50 parentheses are open"),
         ("__import__('os').system('id') == 0", "expected an operator after '__import__'"),

@@ -2,18 +2,20 @@
 
     rule    = term {"or" term}
     term    = test {"and" test}
-    test    = "(" rule ")" | column compare value | column ["not"] "in" "[" value {"," value} "]"
+    test    = ["not"] "(" rule ")" | column compare value | column ["not"] "in" "[" value {"," value} "]"
     compare = "==" | "!=" | ">=" | "<=" | ">" | "<"
 
 A column or value is one or more words, or any text in quotes. A value without quotes that is a number is compared with
-the column's numbers, every other one with its text. Rules are parsed here and never evaluated as Python.
+the column's numbers, every other one with its text; >=, <=, > and < also compare a date such as 2024-01-31 or
+2024-01-31 18:00 with a column of dates. Rules are parsed here and never evaluated as Python.
 """
 
+import datetime
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -23,24 +25,20 @@ from jfi.data.errors import DataError
 from jfi.data.schema.codes import Codes
 from jfi.utils.encoding import text_of
 
-OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or"
+OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
 
+_WORD = r"""[^\s()\[\],<>='"!] (?: [^\s()\[\],<>=!] | !(?!=) )*"""
+_KEYWORD = r"""(?: and | or | in | not ) (?= [\s()\[\],<>=] | != | $ )"""
 _TOKEN = re.compile(
-    r"""\s*(?: (?P<sign> ==|!=|>=|<=|>|<|=|[()\[\],] )
+    rf"""\s*(?: (?P<sign> ==|!=|>=|<=|>|<|=|[()\[\],] | {_KEYWORD} )
              | "(?P<double> [^"]*)" | '(?P<single> [^']*)'
-             | (?P<word> [^\s()\[\],<>='"!] (?: [^\s()\[\],<>=!] | !(?!=) )* ) )""",
+             | (?P<word> {_WORD} (?: \s+ (?! {_KEYWORD} ) {_WORD} )* ) )""",
     re.VERBOSE,
 )
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_KEYWORDS = ("and", "or", "in", "not")
+_ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_COMPARE = {"==": operator.eq, "!=": operator.ne, **_ORDER}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:\d\d)?)?")
 _MAX_DEPTH = 50
 
 
@@ -50,6 +48,65 @@ class _Columns(Protocol):
     def __len__(self) -> int: ...
     def strings(self, name: str) -> pa.Array: ...
     def numbers(self, name: str) -> np.ndarray: ...
+    def fault(self, row: int, what: str) -> DataError: ...
+
+
+class _Test(NamedTuple):
+    column: str
+    compare: str
+    values: tuple[str, ...]
+    kind: str  # number, date, text
+
+    def holds(self, table: _Columns) -> np.ndarray:
+        if self.kind == "text":
+            column = table.strings(self.column)
+            empty = column.is_null().to_numpy(zero_copy_only=False)
+            hit = pc.is_in(column, value_set=pa.array(self.values, column.type)).to_numpy(zero_copy_only=False)
+            hit = ~hit if self.compare in ("!=", "not in") else hit
+        else:
+            column = _moments(table, self.column) if self.kind == "date" else table.numbers(self.column)
+            empty = np.isnan(column)
+            numbers = [_moment(value) if self.kind == "date" else float(value) for value in self.values]
+            if self.compare in _COMPARE:
+                hit = _COMPARE[self.compare](column, numbers[0])
+            else:
+                hit = np.isin(column, numbers, invert=self.compare == "not in")
+        return np.where(empty, np.float32("nan"), hit.astype(np.float32))
+
+    def absent(self, table: _Columns) -> list[str]:
+        if self.compare in _ORDER:
+            return []
+        if self.kind == "number":
+            found = np.isin([float(value) for value in self.values], table.numbers(self.column))
+        else:
+            column = table.strings(self.column)
+            found = pc.is_in(pa.array(self.values, column.type), value_set=column.unique()).to_numpy(False)
+        return [value for value, known in zip(self.values, found, strict=True) if not known]
+
+
+class _Joined(NamedTuple):
+    word: str  # and, or, not
+    parts: tuple["_Test | _Joined", ...]
+
+    def holds(self, table: _Columns) -> np.ndarray:
+        result = self.parts[0].holds(table)
+        if self.word == "not":
+            return 1 - result
+        # fmin and fmax skip a NaN, which remains where it can still decide.
+        skip, decided = (np.fmin, 0.0) if self.word == "and" else (np.fmax, 1.0)
+        for part in self.parts[1:]:
+            other = part.holds(table)
+            known = skip(result, other)
+            result = np.where((np.isnan(result) | np.isnan(other)) & (known != decided), np.float32("nan"), known)
+        return result
+
+
+def _tests(node: _Test | _Joined) -> Iterator[_Test]:
+    if isinstance(node, _Test):
+        yield node
+    else:
+        for part in node.parts:
+            yield from _tests(part)
 
 
 @dataclass(frozen=True)
@@ -58,13 +115,16 @@ class Rule:
 
     Args:
         text: the rule as written.
-        columns: the columns that it reads, in the order in which the rule names them.
-        root: the tree of its tests.
+        root: the tree of its tests; those of equal rules are equal.
     """
 
     text: str
-    columns: list[str]
-    root: "_Test | _Joined"
+    root: _Test | _Joined
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it reads, in the order in which the rule names them."""
+        return list(dict.fromkeys(test.column for test in _tests(self.root)))
 
     def holds(self, table: _Columns) -> np.ndarray:
         """`[N]` float32: 1 where the rule holds, 0 where not, NaN where an empty field leaves it open.
@@ -72,81 +132,17 @@ class Rule:
         An empty field leaves `and` open unless another test fails, and `or` unless another test holds.
 
         Raises:
-            DataError: a column is absent, or one that is compared with a number holds something else.
+            DataError: a column is absent, or one that is compared with a number or a date holds something else.
         """
         return self.root.holds(table)
 
     def absent_values(self, table: _Columns) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
-        return list(dict.fromkeys(self.root.absent_values(table)))
+        return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
     def text_columns(self) -> list[str]:
         """The columns whose text the rule compares."""
-        return list(dict.fromkeys(self.root.columns(numeric=False)))
-
-
-@dataclass(frozen=True)
-class _Test:
-    column: str
-    compare: str
-    values: list[str]
-    numeric: bool
-
-    def columns(self, numeric: bool = True) -> Iterator[str]:
-        """The columns that it reads; without `numeric` only those whose text it compares."""
-        if numeric or not self.numeric:
-            yield self.column
-
-    def holds(self, table: _Columns) -> np.ndarray:
-        if self.numeric:
-            column = table.numbers(self.column)
-            empty = np.isnan(column)
-            numbers = [float(value) for value in self.values]
-            if self.compare in _COMPARE:
-                hit = _COMPARE[self.compare](column, numbers[0])
-            else:
-                hit = np.isin(column, numbers, invert=self.compare == "not in")
-        else:
-            column = table.strings(self.column)
-            empty = column.is_null().to_numpy(zero_copy_only=False)
-            hit = pc.is_in(column, value_set=pa.array(self.values, column.type)).to_numpy(zero_copy_only=False)
-            if self.compare in ("!=", "not in"):
-                hit = ~hit
-        return np.where(empty, np.float32("nan"), hit.astype(np.float32))
-
-    def absent_values(self, table: _Columns) -> Iterator[tuple[str, str]]:
-        if self.compare in (">=", "<=", ">", "<"):
-            return
-        if self.numeric:
-            found = np.isin([float(value) for value in self.values], table.numbers(self.column))
-        else:
-            column = table.strings(self.column)
-            found = pc.is_in(pa.array(self.values, column.type), value_set=column.unique()).to_numpy(False)
-        yield from ((self.column, value) for value, known in zip(self.values, found, strict=True) if not known)
-
-
-@dataclass(frozen=True)
-class _Joined:
-    word: str
-    parts: list["_Test | _Joined"]
-
-    def columns(self, numeric: bool = True) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.columns(numeric)
-
-    def holds(self, table: _Columns) -> np.ndarray:
-        # fmin and fmax skip a NaN, which remains where it can still decide.
-        skip, decided = (np.fmin, 0.0) if self.word == "and" else (np.fmax, 1.0)
-        result = self.parts[0].holds(table)
-        for part in self.parts[1:]:
-            other = part.holds(table)
-            known = skip(result, other)
-            result = np.where((np.isnan(result) | np.isnan(other)) & (known != decided), np.float32("nan"), known)
-        return result
-
-    def absent_values(self, table: _Columns) -> Iterator[tuple[str, str]]:
-        for part in self.parts:
-            yield from part.absent_values(table)
+        return list(dict.fromkeys(test.column for test in _tests(self.root) if test.kind != "number"))
 
 
 def parse_rule(text: str) -> Rule:
@@ -160,10 +156,10 @@ def parse_rule(text: str) -> Rule:
         ['rating', 'action', 'price']
     """
     parser = _Parser(text)
-    root = parser.rule(depth=0)
+    root = parser.rule()
     if parser.token is not None:
-        raise parser.fault(f"'{parser.token.text}' is not expected after '{parser.before()}'")
-    return Rule(text, list(dict.fromkeys(root.columns())), root)
+        raise parser.fault(f"'{parser.token}' is not expected after '{parser.before()}'")
+    return Rule(text, root)
 
 
 def single_threshold(rule: Rule) -> tuple[str, str, float] | None:
@@ -173,7 +169,7 @@ def single_threshold(rule: Rule) -> tuple[str, str, float] | None:
     (('rating', '>=', 4.0), None)
     """
     test = rule.root
-    if not isinstance(test, _Test) or not test.numeric or test.compare not in (">=", ">", "<=", "<"):
+    if not isinstance(test, _Test) or test.kind != "number" or test.compare not in _ORDER:
         return None
     return test.column, test.compare, float(test.values[0])
 
@@ -185,10 +181,10 @@ def only_column(text: str) -> str | None:
     ('clicked', 'made in', None)
     """
     parser = _Parser(text)
-    if parser.token is None or parser.token.kind not in ("word", "quoted"):
+    if not parser.is_operand():
         return None
-    name = parser.operand("a column")
-    return name.text if parser.token is None else None
+    name, _ = parser.operand("a column")
+    return name if parser.token is None else None
 
 
 def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> str:
@@ -205,110 +201,122 @@ def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> 
     return f"{shown or 'none'}{f' and {len(order) - most} more' if len(order) > most else ''}"
 
 
-@dataclass(frozen=True)
-class _Token:
-    kind: str  # sign, word, quoted
-    text: str
-    start: int
-    end: int
+def _moments(table: _Columns, name: str) -> np.ndarray:
+    """`[N]` float64: the seconds since 1970 of a column of dates; NaN where it is empty."""
+    column = table.strings(name)
+    encoded = column.dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    seconds = [_moment(value) for value in encoded.dictionary.to_pylist()]
+    wrong = [place for place, value in enumerate(seconds) if value is None]
+    if wrong:
+        row = pc.index(encoded.indices, wrong[0]).as_py()
+        value = encoded.dictionary[wrong[0]].as_py()[:40]
+        raise table.fault(row, f"'{name}' is '{value}', no date such as 2024-01-31; compare numbers with a number")
+    return np.array([*seconds, np.nan])[pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)]
+
+
+def _moment(text: str) -> float | None:
+    """The seconds since 1970 of a date and time by ISO 8601, in UTC unless it names a zone; None of another text."""
+    try:
+        moment = datetime.datetime.fromisoformat(re.sub(r" ?(UTC|GMT)$", "Z", text.strip()))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._text, self._position = text, 0
-        self.token: _Token | None = None
+        self._text, self._match = text, None
         self._advance()
 
     def _advance(self) -> None:
-        rest = self._text[self._position :]
-        if not rest.strip():
-            self.token = None
-            return
-        match = _TOKEN.match(self._text, self._position)
-        if match is None:
-            raise self.fault(f"'{rest.strip()[:40]}' is not understood; is a quote not closed?")
-        group = match.lastgroup
-        kind = "quoted" if group in ("double", "single") else group
-        self.token = _Token(kind, match[group], match.start(group), match.end())
-        self._position = match.end()
+        position = self._match.end() if self._match else 0
+        self._match = _TOKEN.match(self._text, position)
+        if self._match is None and (rest := self._text[position:].strip()):
+            raise self.fault(f"'{rest[:40]}' is not understood; is a quote not closed?")
 
-    def before(self) -> str:
-        return self._text[: self.token.start if self.token else None].strip()
+    @property
+    def token(self) -> str | None:
+        """The text of the next token; None at the end."""
+        return self._match and self._match[self._match.lastgroup]
 
     def fault(self, what: str) -> DataError:
         return DataError(f"rule '{self._text}': {what}; the operators are {OPERATORS}")
 
-    def _is(self, *texts: str) -> bool:
-        return self.token is not None and self.token.kind != "quoted" and self.token.text in texts
-
-    def _expect(self, text: str) -> None:
-        if not self._is(text):
-            raise self.fault(f"expected '{text}' {self._place()}")
-        self._advance()
-
-    def _place(self) -> str:
+    def _expected(self, what: str) -> DataError:
         before = self.before()
-        return f"after '{before}'" if before else "at the start"
+        where = f"after '{before}'" if before else "at the start"
+        return self.fault(f"expected {what} {where}")
 
-    def rule(self, depth: int) -> _Test | _Joined:
+    def before(self) -> str:
+        return self._text[: self._match.start() if self._match else None].strip()
+
+    def _takes(self, *signs: str) -> str | None:
+        """Returns the sign or keyword that comes next if it is one of these, and goes on behind it."""
+        if self._match is None or self._match.lastgroup != "sign" or (sign := self.token) not in signs:
+            return None
+        self._advance()
+        return sign
+
+    def _expect(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise self._expected(f"'{sign}'")
+
+    def rule(self, depth: int = 0) -> _Test | _Joined:
         if depth > _MAX_DEPTH:
             raise self.fault(f"more than {_MAX_DEPTH} parentheses are open")
         return self._joined("or", lambda: self._joined("and", lambda: self._test(depth)))
 
     def _joined(self, word: str, part: Callable[[], _Test | _Joined]) -> _Test | _Joined:
         parts = [part()]
-        while self._is(word):
-            self._advance()
+        while self._takes(word):
             parts.append(part())
-        return parts[0] if len(parts) == 1 else _Joined(word, parts)
+        return parts[0] if len(parts) == 1 else _Joined(word, tuple(parts))
 
     def _test(self, depth: int) -> _Test | _Joined:
-        if self._is("("):
-            self._advance()
+        negated = self._takes("not")
+        if negated or (self._match and self._match.group("sign") == "("):
+            self._expect("(")
             inner = self.rule(depth + 1)
             self._expect(")")
-            return inner
-        column = self.operand("a column")
-        if self._is(*_COMPARE):
-            compare = self.token.text
-            self._advance()
+            return _Joined("not", (inner,)) if negated else inner
+        column, _ = self.operand("a column")
+        compare = self._takes(*_COMPARE, "in", "not", "=")
+        if compare in _COMPARE:
             values = [self.operand("a value")]
-        elif self._is("in", "not"):
-            compare = "in"
-            if self._is("not"):
-                self._advance()
+        elif compare in ("in", "not"):
+            if compare == "not":
+                self._expect("in")
                 compare = "not in"
-            self._expect("in")
-            values = self._list()
-        elif self._is("="):
-            raise self.fault("'=' is not an operator")
+            self._expect("[")
+            values = [self.operand("a value")]
+            while self._takes(","):
+                values.append(self.operand("a value"))
+            self._expect("]")
         else:
-            raise self.fault(f"expected an operator {self._place()}")
-        numeric = all(value.kind == "word" and _NUMBER.fullmatch(value.text) for value in values)
-        if not numeric and compare in (">=", "<=", ">", "<"):
-            raise self.fault(f"'{values[0].text}' is not a number; compare it with ==, != or in")
-        texts = [value.text if numeric else text_of(value.text) or "" for value in values]
-        return _Test(column.text, compare, texts, numeric)
+            raise self.fault("'=' is not an operator") if compare else self._expected("an operator")
+        kind = self._kind(compare, values)
+        return _Test(column, compare, tuple(text_of(v) or "" if kind == "text" else v for v, _ in values), kind)
 
-    def _list(self) -> list[_Token]:
-        self._expect("[")
-        values = [self.operand("a value")]
-        while self._is(","):
-            self._advance()
-            values.append(self.operand("a value"))
-        self._expect("]")
-        return values
+    def _kind(self, compare: str, values: list[tuple[str, bool]]) -> str:
+        if all(_NUMBER.fullmatch(value) and not quoted for value, quoted in values):
+            return "number"
+        if compare not in _ORDER:
+            return "text"
+        value = values[0][0]
+        if _DATE.fullmatch(value) and _moment(value) is not None:
+            return "date"
+        raise self.fault(f"'{value}' is neither a number nor a date; compare it with ==, != or in")
 
-    def operand(self, what: str) -> _Token:
-        """A quoted text, or words up to the next sign or keyword, with the spaces between them."""
-        first = self.token
-        if first is None or first.kind == "sign" or self._is(*_KEYWORDS):
-            raise self.fault(f"expected {what} {self._place()}")
-        last = first
+    def is_operand(self) -> bool:
+        """Returns whether a column or a value comes next."""
+        return self._match is not None and self._match.lastgroup != "sign"
+
+    def operand(self, what: str) -> tuple[str, bool]:
+        """Returns a column or a value, and whether it is in quotes."""
+        if not self.is_operand():
+            raise self._expected(what)
+        text, quoted = self.token, self._match.lastgroup != "word"
         self._advance()
-        if first.kind == "quoted":
-            return first
-        while self.token is not None and self.token.kind == "word" and not self._is(*_KEYWORDS):
-            last = self.token
-            self._advance()
-        return _Token("word", self._text[first.start : last.end], first.start, last.end)
+        return text, quoted
