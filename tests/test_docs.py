@@ -146,6 +146,11 @@ def test_the_readme_trains_on_an_own_table_as_the_page_does():
     assert command in TEXTS["README.md"]
 
 
+def test_the_page_of_settings_is_current():
+    page = runpy.run_path(str(ROOT / "docs/site/settings.py"))["page"]
+    assert page() == (ROOT / "docs/settings.md").read_text(encoding="utf-8"), "run python docs/site/settings.py"
+
+
 def test_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
 

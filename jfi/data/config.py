@@ -53,8 +53,8 @@ class DataConfig:
         interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
             list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz`.
-        users: the same of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
-        items: the same of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
+        users: files of users in the same forms, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
+        items: files of items in the same forms, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
         semantic_ids: file of the items' semantic IDs that examples/make_semantic_ids.py wrote, with its codec beside
             it, or None. It names the items in a column `item`, as the table of items does. Events get the key
             `history_sid`, and the target `item_sid`, with the ID -1 for an item that the file lacks.
@@ -64,16 +64,16 @@ class DataConfig:
         timestamp_unit: unit of a numeric timestamp.
         label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
-            empty label is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
-            be user or item columns only if the table `users` or `items` has them.
-        task: of the label: "binary", or "regression" for a column of real numbers, which the model predicts by their
-            squared error.
+            empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
+            columns can be user or item columns only if the table `users` or `items` has them.
+        task: kind of the label: "binary", or "regression" for a column of real numbers, which the model predicts by
+            their squared error.
         labels: several labels that one model predicts at once, at least two; `label` and `task` are those of the first.
             A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
         auxiliary_labels: further columns of 0 and 1, or rules, whose losses help to train the model: with the label
             `rating >= 4`, `rating >= 3` and `rating >= 5`. The model predicts none of them, and no metric reads them. A
             row that lacks one counts in no loss of it.
-        auxiliary_weight: of the loss of each auxiliary label beside that of a label.
+        auxiliary_weight: weight of the loss of each auxiliary label, where that of a label is 1.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
@@ -87,7 +87,7 @@ class DataConfig:
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
             into one split, chosen by a hash of the id; "column" reads it from `split_column`; "files" takes the
             training rows from `interactions`, and the others from `validation` and `test`.
-        fractions: for training, validation and test: of the labeled rows with `split: time`, of the users with
+        fractions: shares of training, validation and test: of the labeled rows with `split: time`, of the users with
             `split: user`.
         max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
         batching: "sample" gives every sample of a batch a history of its own. With "user" the samples of a user share

@@ -58,10 +58,10 @@ class LabelConfig:
     """One of several labels that a model predicts at once.
 
     Args:
-        name: of letters, digits and underscores; metrics, columns of predictions and scores of a request have it.
+        name: letters, digits and underscores; metrics, columns of predictions and scores of a request have it.
         label: a column or a rule, as `data.label`.
         task: as `data.task`.
-        weight: of its loss in the sum over all labels, positive.
+        weight: weight of its loss in the sum over all labels, positive.
     """
 
     name: str
@@ -75,21 +75,21 @@ class FeatureConfig:
     """A feature: a column that the model reads.
 
     Args:
-        name: of the column; of a cross any other name.
+        name: the column, or any other name for a cross.
         of: "user" and "item" features describe the sample's user and target, and an item's ones its events too; "event"
             features describe the events of the history alone; "context" features are known when the target is shown,
             such as the device or the position. A categorical column may have an entry of event and one of context,
             which share an embedding table, so that their other settings must be equal.
         type: "category" for ids of an embedding table; "number" for a dense feature, or, of an event, for ids of
             intervals between quantiles of the training rows.
-        width: of the rows of the embedding table; None means `model.embedding_dim`. The tables that events have must
+        width: width of the embedding table; None means `model.embedding_dim`. The tables that events have must
             have one width: those of the item's id, of categories of the item and of features of the event.
         max_values: the most values that get ids of their own: those with the most training rows, and of two with as
             many the one that comes first in the order of ids. All others count as unseen. None is no limit.
         min_count: the number of training rows that a value needs; a rarer one counts as unseen.
         hash_buckets: a number of ids that all values share by their hash, in place of an id for each value of training.
-        separator: between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens need
-            none.
+        separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
+            need none.
         cross: single-valued columns among the item's id, and categories of the item and of the event, whose values
             together are the value of an event's feature.
 

@@ -1,0 +1,89 @@
+"""Writes docs/settings.md, the reference of a run's settings, from the dataclasses: python docs/site/settings.py."""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from jfi.training import Config
+
+PAGE = Path(__file__).parents[1] / "settings.md"
+HEAD = """# Settings
+
+<!-- Written by docs/site/settings.py from the docstrings of the dataclasses; do not edit. -->
+
+A config has the sections below. A YAML file sets any part of it, and the command line overrides any field, such as
+`--training.epochs 3` or `--data.features "[{name: action, of: event}]"`. An unknown key is refused with the nearest
+known one.
+"""
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", dict: "mapping"}
+_LISTED = {str: "texts", int: "integers", float: "numbers"}
+
+
+def page() -> str:
+    """Returns the text of docs/settings.md."""
+    parts = [HEAD]
+    for field in dataclasses.fields(Config):
+        parts += _section(field.name, typing.get_type_hints(Config)[field.name])
+    return "\n".join(parts)
+
+
+def _section(path: str, section: type) -> Iterator[str]:
+    """Yields the section of a dataclass, and behind it those of the dataclasses in its fields."""
+    intro, meanings = _docstring(section)
+    yield f"## {path}\n\n{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
+    inner, hints = [], typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        kind = hints[field.name]
+        found = next((one for one in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(one)), None)
+        if found is not None:
+            inner.append((f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}", found))
+        yield f"| `{field.name}` | {_value(kind)} | {_default(field)} | {meanings[field.name]} |"
+    yield ""
+    for name, one in inner:
+        yield from _section(name, one)
+
+
+def _docstring(section: type) -> tuple[str, dict[str, str]]:
+    """Returns a docstring's text before `Args:`, and by field its meaning."""
+    intro, _, arguments = inspect.getdoc(section).partition("\nArgs:\n")
+    arguments = re.split(r"\n(?:Example|Raises|Returns)s?:", arguments)[0]
+    meanings: dict[str, str] = {}
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
+        meaning = re.sub(r"\bNone\b", "null", " ".join(text.split())).replace("|", "\\|")
+        meanings |= dict.fromkeys(names.split(", "), meaning[0].upper() + meaning[1:])
+    return " ".join(intro.split()), meanings
+
+
+def _value(kind: object) -> str:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_value, parts))
+    if origin is list:
+        return f"list of {_LISTED.get(parts[0]) or _value(parts[0])}"
+    if origin is dict:
+        return f"mapping to {_value(parts[1])}"
+    return _NAMES.get(kind, "entries as below" if dataclasses.is_dataclass(kind) else "any value")
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return "required"
+    if dataclasses.is_dataclass(value):
+        return "below"
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix('...' + chr(10)).strip()}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
