@@ -24,6 +24,7 @@ from jfi.data.settings import (
     SyntheticConfig,
     Task,
 )
+from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 
 __all__ = [
@@ -236,6 +237,11 @@ class DataConfig:
     def separators(self) -> dict[str, str]:
         """The separators of multi-valued columns, by column."""
         return {one.name: one.separator for one in self.features if one.separator is not None}
+
+    def defaults(self) -> dict[str, str | float]:
+        """The text or the number that stands for a missing value, by column."""
+        given = [one for one in self.features if one.default is not None]
+        return {one.name: float(one.default) if one.type == "number" else text_of(one.default) for one in given}
 
     def rules(self) -> list[tuple[str, str]]:
         """The settings `label` and `history` that are rules, each with its rule."""

@@ -7,6 +7,7 @@ from jfi.data.errors import DataError
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import only_column, parse_rule
 from jfi.data.settings import MAX_COUNT
+from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.suggest import suggest
 
 #: By setting its least and its greatest value.
@@ -19,7 +20,7 @@ _BOUNDS = {
     "split_seed": (0, 2**32 - 1),
 }
 #: The settings that a column's entry of event and its entry of context share.
-_OF_VALUES = ("type", "width", "max_values", "min_count", "hash_buckets", "separator")
+_OF_VALUES = ("type", "width", "max_values", "min_count", "hash_buckets", "separator", "default")
 
 #: By setting of an entry its greatest value; the least is 1. A hash has 32 bits.
 _MAX_OF_VALUES = {"width": 2**16, "max_values": MAX_COUNT, "min_count": MAX_COUNT, "hash_buckets": 2**32}
@@ -69,8 +70,8 @@ def _check_features(config: DataConfig) -> None:
             raise DataError(f"data.features[{place}].name is ''; it must name a column")
         _check_values(one, key)
         if one.name == config.item and one.of == "item":
-            if one.type == "number" or one.separator is not None:
-                raise DataError(f"{key} is the item's id; it must be a category without a separator")
+            if one.type == "number" or one.separator is not None or one.default is not None:
+                raise DataError(f"{key} is the item's id; it must be a category without a separator or a default")
             if sum((other.of, other.name) == ("item", config.item) for other in config.features) > 1:
                 raise DataError(f"data.features lists the column '{one.name}' twice")
             continue
@@ -103,6 +104,14 @@ def _check_values(one: FeatureConfig, key: str) -> None:
     for setting, is_set in (("min_count", one.min_count > 1), ("max_values", one.max_values is not None)):
         if one.hash_buckets is not None and is_set:
             raise DataError(f"{key} has both {setting} and hash_buckets; buckets need none")
+    if one.default is not None:
+        if one.cross or one.separator is not None:
+            raise DataError(f"{key} has a default; it must be a column with single values")
+        if one.type == "number":
+            if isinstance(one.default, str) or not abs(one.default) <= LARGEST_NUMBER:
+                raise DataError(f"{key}: default is {one.default!r}; it must be a finite number of float32")
+        elif text_of(one.default) is None:
+            raise DataError(f"{key}: default is {one.default!r}, which counts as missing")
     if one.separator == "":
         raise DataError(f"{key}: separator is ''; it must be the separator of the values")
 

@@ -90,6 +90,9 @@ class FeatureConfig:
         hash_buckets: a number of ids that all values share by their hash, in place of an id for each value of training.
         separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
             need none.
+        default: value that stands for a missing one, of a column with single values: a value of a category, which
+            always has an id of its own, or a number. Quantiles and means are of the values that are there, and a cross
+            of the column does not read it. None leaves a value missing.
         cross: single-valued columns among the item's id, and categories of the item and of the event, whose values
             together are the value of an event's feature.
 
@@ -106,4 +109,5 @@ class FeatureConfig:
     min_count: int = 1
     hash_buckets: int | None = None
     separator: str | None = None
+    default: str | int | float | None = None
     cross: list[str] = field(default_factory=list)

@@ -35,7 +35,8 @@ def schema_of(
         ]
         for name in config.names("event", "number"):
             keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
-            events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
+            edges, default = data.encodings.edges[name].tolist(), data.encodings.defaults.get(name)
+            events.append(Field(name, "quantile", keys, edges=edges, default=default))
         if reads_age or policy is not None:
             events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
     return Schema(
@@ -76,10 +77,14 @@ def _categories(data: DataSchema, role: str) -> list[Field]:
             kind = "categories" if specs[0].multi_valued else "category"
         buckets = data.encodings.buckets
         num_buckets = buckets[column].num_buckets if column in buckets else 0
-        fields.append(Field(column, kind, [spec.key for spec in specs], num_buckets=num_buckets))
+        default = data.encodings.defaults.get(column)
+        fields.append(Field(column, kind, [spec.key for spec in specs], num_buckets=num_buckets, default=default))
     return fields
 
 
 def _numbers(data: DataSchema, names: list[str]) -> list[Field]:
-    moments = data.encodings.moments
-    return [Field(name, "number", mean=moments[name][0], deviation=moments[name][1]) for name in names]
+    moments, defaults = data.encodings.moments, data.encodings.defaults
+    return [
+        Field(name, "number", mean=moments[name][0], deviation=moments[name][1], default=defaults.get(name))
+        for name in names
+    ]

@@ -271,7 +271,8 @@ class RequestReader:
         found: dict[str, list[Column]] = {}
         for fields, rows in parts:
             for one in fields if isinstance(rows, Rows) else []:
-                if one.kind == "category" and isinstance(self._known[one.name], KnownValues):
+                # The look-up of bytes does not tell a missing value from an unknown one.
+                if one.kind == "category" and one.default is None and isinstance(self._known[one.name], KnownValues):
                     found.setdefault(one.name, []).append(rows.columns[one.name])
         for name, own in found.items():
             look_up(own, self._known[name])
@@ -280,7 +281,10 @@ class RequestReader:
         """`[N]` ids of a category."""
         if isinstance(values, Column) and values.ids is not None:
             return values.ids
-        return self._known[one.name].ids(texts(one, listed(values), place))
+        found = texts(one, listed(values), place)
+        if one.default is not None:
+            found = [one.default if text is None else text for text in found]
+        return self._known[one.name].ids(found)
 
     def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= TEXTS for value in values]
@@ -320,6 +324,6 @@ def _add_numbers(encoded: _Encoded, one: Field, values: Values, place: Place) ->
     if one.kind == "age":
         encoded.ages = age_buckets(found, one.num_buckets)
     elif one.kind == "quantile":
-        encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges))
+        encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges), one.default)
     else:
-        encoded.dense.append(standardize(found, one.mean, one.deviation))
+        encoded.dense.append(standardize(found, one.mean, one.deviation, one.default))

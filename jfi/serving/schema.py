@@ -33,6 +33,7 @@ class Field:
         mean, deviation: of a number in training.
         num_buckets: of an age; of a category or categories, of a hash of the values in place of a vocabulary, or 0.
         columns: of a cross.
+        default: the text or the number that stands for null, or None.
         layout: of a semantic ID, the arguments of `jfi.sid.packing.Layout`.
     """
 
@@ -44,6 +45,7 @@ class Field:
     deviation: float = 1.0
     num_buckets: int = 0
     columns: list[str] = field(default_factory=list)
+    default: str | float | None = None
     layout: dict[str, int] = field(default_factory=dict)
 
 

@@ -142,26 +142,29 @@ def cross(*columns: Sequence[str | None]) -> list[str | None]:
     return [None if None in row else CROSSED.join(row) for row in zip(*columns, strict=True)]
 
 
-def quantile_ids(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def quantile_ids(values: np.ndarray, edges: np.ndarray, default: float | None = None) -> np.ndarray:
     """`[N]` int64 ids of numbers by the interval they fall in.
 
     Args:
         values: `[N]` float64; NaN and the infinities get `UNKNOWN`.
         edges: `[E]` ascending. Id 1 is for values below the first edge, id `E + 1` for values from the last one on.
+        default: finite, stands for NaN and the infinities; None for `UNKNOWN`.
 
     Example:
         >>> quantile_ids(np.array([0.5, 1.0, np.nan, 7.0]), np.array([1.0, 5.0]))
         array([1, 2, 0, 3])
     """
+    if default is not None:
+        values = np.where(np.isfinite(values), values, default)
     ids = np.searchsorted(edges, values, side="right") + 1
     return np.where(np.isfinite(values), ids, UNKNOWN).astype(np.int64)
 
 
-def standardize(values: np.ndarray, mean: float, deviation: float) -> np.ndarray:
+def standardize(values: np.ndarray, mean: float, deviation: float, default: float | None = None) -> np.ndarray:
     """`[N]` float32 of numbers `[N]` float64, less the mean and over the standard deviation of the training rows.
 
-    A missing value becomes 0, the mean. So does one that no model can use: an infinite number, one beyond float32's
-    range, and one that is more than 1e18 deviations from the mean.
+    `default` stands for a missing value, or else the mean, which becomes 0. It also stands for an infinite number and
+    one beyond float32's range. One more than 1e18 deviations from the mean becomes 0: no model can use it.
 
     Example:
         >>> standardize(np.array([3.0, np.nan, 1e300]), mean=1.0, deviation=2.0).tolist()
@@ -169,7 +172,7 @@ def standardize(values: np.ndarray, mean: float, deviation: float) -> np.ndarray
     """
     usable = np.abs(values) <= LARGEST_NUMBER
     with np.errstate(over="ignore"):
-        scaled = (np.where(usable, values, mean) - mean) / deviation
+        scaled = (np.where(usable, values, mean if default is None else default) - mean) / deviation
     return np.where(np.abs(scaled) <= _FURTHEST, scaled, 0.0).astype(np.float32)
 
 

@@ -1,7 +1,10 @@
 """Rare values, hashed values, unknown values in training, and crosses of an event's columns."""
 
+import dataclasses
+import json
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import HISTORY
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Limits
@@ -200,3 +204,91 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
 def test_wrong_settings_of_ids_are_refused(write, settings, message):
     with pytest.raises(DataError, match=message):
         load_dataset(config_of(write, **settings))
+
+
+DEFAULTS = [
+    FeatureConfig("city", "user", default="Oslo"),
+    FeatureConfig("price", "item", "number", default=7),
+    FeatureConfig("kind", "event", default=3),
+    FeatureConfig("kind", "context", default=3),
+    FeatureConfig("place", "context", hash_buckets=50, default="top"),
+    FeatureConfig("seconds", "event", "number", default=5.0),
+    FeatureConfig("hour", "context", "number", default=0),
+]
+
+
+def filled(write, name: str, empty: bool) -> str:
+    """A table with missing values, or with the defaults in their place."""
+    header, lines = "user_id,item_id,timestamp,right,city,price,kind,place,seconds,hour", []
+    for t in range(60):
+        given = [f"c{t % 3}", t % 11 / 2, t % 4, f"p{t % 5}", t % 17, t % 24]
+        for i, default in enumerate(("Oslo", 7, 3, "top", 5, 0)):
+            if (t + i) % 4 == 0:
+                given[i] = "" if empty else default
+        # One row a user and an item, so that the value of each is that of its row.
+        lines.append(",".join(map(str, [f"u{t}", f"i{t}", t, t % 2, *given])))
+        lines.append(",".join(map(str, [f"u{t}", f"i{t}", t + 0.5, (t // 2) % 2, *given])))
+    return write(name, header, *lines)
+
+
+def test_a_default_stands_for_a_missing_value(write, tmp_path):
+    """The ids of a table with missing values are those of the table with the defaults in their place."""
+    tables = [filled(write, name, empty) for name, empty in (("empty.csv", True), ("full.csv", False))]
+    configs = [DataConfig(interactions=path, label="right", features=DEFAULTS, split="time") for path in tables]
+    full = load_dataset(configs[1])
+    # Means and quantiles are of the values that are there, so both are encoded with one schema.
+    empty, whole = (load_dataset(one, full.schema) for one in configs)
+    prepare_dataset(configs[0], tmp_path / "prepared", schema=full.schema)
+    prepared = load_dataset(DataConfig(prepared=str(tmp_path / "prepared")), full.schema)
+    for found in (empty, prepared):
+        for ours, theirs in zip(found.batches("train", 16), whole.batches("train", 16), strict=True):
+            assert torch.equal(ours.dense_features, theirs.dense_features)
+            assert torch.equal(ours.sparse_features.values(), theirs.sparse_features.values())
+    plain = load_dataset(dataclasses.replace(configs[0], features=[FeatureConfig(f.name, f.of) for f in DEFAULTS[:1]]))
+    assert (only_ids(plain, "city") == 0).any() and not (only_ids(empty, "city") == 0).any()
+    # A value that only the default has, with an id of its own in any case.
+    rare = FeatureConfig("city", "user", default="nowhere", max_values=1)
+    known = load_dataset(dataclasses.replace(configs[0], features=[rare])).schema.encodings.vocabularies["city"]
+    assert len(known.values) == 2 and "nowhere" in list(known.values)
+    assert DataSchema.load(saved(full.schema, tmp_path)).encodings.defaults == full.schema.encodings.defaults
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_default_stands_for_null_in_a_request(write, as_bytes):
+    config = DataConfig(interactions=filled(write, "full.csv", False), label="right", features=DEFAULTS)
+    schema = schema_of(config, load_dataset(config).schema, True, True)
+    read, found = RequestReader(schema, Limits(10, 200)), []
+    for null in (True, False):
+        city, price, kind, place, seconds, hour = [None] * 6 if null else ("Oslo", 7, 3, "top", 5, 0)
+        event = {"item_id": "i1", "price": price, "kind": kind, "seconds": seconds, "age": 5}
+        candidate = {"item_id": "i2", "price": price, "kind": kind, "place": place, "hour": hour}
+        events = [{name: event[name] for name in read.describe()["history"]}]
+        request = {"user": {"city": city}, "history": events, "candidates": [candidate]}
+        found.append(read.read(json.dumps(request).encode()) if as_bytes else read(request))
+    for key in found[1].ids:
+        assert found[0].ids[key].tolist() == found[1].ids[key].tolist() and (found[1].ids[key] != 0).all(), key
+    np.testing.assert_array_equal(found[0].dense, found[1].dense)
+
+
+def only_ids(dataset, key: str):
+    return torch.cat([batch.sparse_features[key].values() for batch in dataset.batches("train", 16)])
+
+
+def saved(schema: DataSchema, folder: Path) -> Path:
+    schema.save(folder / "schema")
+    return folder / "schema"
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        (FeatureConfig("made", "user", separator="|", default="a"), "'made' has a default; it must be a column with"),
+        (FeatureConfig("made", "event", "number", default="a"), "'made': default is 'a'; it must be a finite number"),
+        (FeatureConfig("made", "event", "number", default=1e39), "default is 1e.39; it must be a finite number"),
+        (FeatureConfig("made", "event", default=""), "'made': default is ''; it must not be|which counts as missing"),
+        (FeatureConfig("item_id", "item", default="a"), "'item_id' is the item's id; it must be a category without"),
+    ],
+)
+def test_a_default_that_no_column_can_have_is_refused(write, feature, message):
+    with pytest.raises(DataError, match=message):
+        load_dataset(dataclasses.replace(config_of(write), features=[feature]))

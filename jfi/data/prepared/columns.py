@@ -134,25 +134,26 @@ def encode_events(
         new_map: gives integers to write to, as many as it is told: E, or all values of a multi-valued key.
     """
     name = spec.column
+    default = schema.encodings.defaults.get(name)
     if name in schema.encodings.edges:
         numbers = columns.numbers(name, "event")
         out = new_map(len(numbers))
         for begin, end in blocks(len(out)):
-            out[begin:end] = cut(np.array(numbers[begin:end]), schema.encodings.edges[name]).ids
+            out[begin:end] = cut(np.array(numbers[begin:end]), schema.encodings.edges[name], default).ids
         return Categorical(out)
     column = columns.categories(name, "event")
     check_kind(schema, name, column)
     out = new_map(len(column.codes) if spec.multi_valued else len(column))
-    ids = _ids_of_values(column.values, schema.encodings.ids_of(name)).astype(out.dtype)
+    ids = _ids_of_values(column.values, schema.encodings.ids_of(name), default).astype(out.dtype)
     for begin, end in blocks(len(out)):
         codes = column.codes[begin:end] if spec.slot is None else column.slot(spec.slot, begin, end)
         out[begin:end] = ids[codes]
     return Categorical(out, column.offsets if spec.multi_valued else None)
 
 
-def _ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets) -> np.ndarray:
+def _ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets, default: str | None = None) -> np.ndarray:
     """`[V + 1]`, the id of each value, and last that of code -1, a missing one."""
-    return np.append(encode(values, known).ids, encode(pa.nulls(1, pa.string()), known).ids)
+    return np.append(encode(values, known).ids, encode(pa.nulls(1, pa.string()), known, default).ids)
 
 
 def _first_rows(index: np.ndarray, time: np.ndarray, count: int) -> np.ndarray:

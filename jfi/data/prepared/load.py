@@ -177,6 +177,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("features of context", keys["context"], set(config.names("context", "category"))),
         ("features of type number", schema.dense_names, moments),
         ("features with hash_buckets", buckets, wanted_buckets),
+        ("features with default", schema.encodings.defaults, config.defaults()),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
@@ -207,6 +208,7 @@ def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, obje
     yield "dense columns", schema.dense_names, prepared.dense_names
     buckets = [{name: known.num_buckets for name, known in one.buckets.items()} for one in (ours, theirs)]
     yield "hash buckets", *buckets
+    yield "defaults", ours.defaults, theirs.defaults
     for name, known in ours.vocabularies.items():
         yield f"values of '{name}'", known.values, theirs.vocabularies[name].values
     for name, edges in ours.edges.items():

@@ -78,7 +78,11 @@ def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
 
 
 def learn_vocabulary(
-    column: pa.Array | CodedColumn, count: np.ndarray, min_count: int = 1, max_values: int | None = None
+    column: pa.Array | CodedColumn,
+    count: np.ndarray,
+    min_count: int = 1,
+    max_values: int | None = None,
+    default: str | None = None,
 ) -> Vocabulary:
     """The values of a column of strings, or of lists of strings, in the training rows.
 
@@ -87,11 +91,12 @@ def learn_vocabulary(
         count: `[N]`, the training rows that have each row of the column.
         min_count: values with fewer training rows are left out.
         max_values: the most values; those with the most training rows stay, the first of as many. None is no limit.
+        default: a value that the vocabulary has in any case, or None.
     """
     if isinstance(column, CodedColumn):
         values, rows = column.seen(count)
         values, index = sort_ids(values)
-        return _most_frequent(values, rows[np.argsort(index)], min_count, max_values)
+        return _most_frequent(values, rows[np.argsort(index)], min_count, max_values, default)
     column, count = column.filter(pa.array(count > 0)), count[count > 0]
     if is_multi_valued(column):
         column, offsets = present(column)
@@ -99,15 +104,20 @@ def learn_vocabulary(
     known = column.is_valid()
     values, index = sort_ids(column.filter(known))
     rows = np.bincount(index, weights=count[known.to_numpy(zero_copy_only=False)], minlength=len(values))
-    return _most_frequent(values, rows, min_count, max_values)
+    return _most_frequent(values, rows, min_count, max_values, default)
 
 
-def _most_frequent(values: pa.Array, rows: np.ndarray, min_count: int, max_values: int | None) -> Vocabulary:
+def _most_frequent(
+    values: pa.Array, rows: np.ndarray, min_count: int, max_values: int | None, default: str | None
+) -> Vocabulary:
     """Returns the vocabulary of the values whose numbers of rows `[V]` suffice, in the order of the values."""
     kept = rows >= min_count
     if max_values is not None and kept.sum() > max_values:
         kept[np.argsort(np.where(kept, -rows, 0), kind="stable")[max_values:]] = False
-    return Vocabulary(Strings(values.filter(pa.array(kept))))
+    values = values.filter(pa.array(kept))
+    if default is not None and not pc.is_in(pa.scalar(default, values.type), value_set=values).as_py():
+        values = sort_ids(pa.concat_arrays([values, pa.array([default], values.type)]))[0]
+    return Vocabulary(Strings(values))
 
 
 def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: int) -> int:
@@ -118,18 +128,21 @@ def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: in
     return int(min(max_slots, counts.max(initial=1)))
 
 
-def encode(column: pa.Array, known: Vocabulary | HashBuckets) -> Categorical:
-    """Ids of a column of strings, or of lists of strings; a value that a vocabulary lacks gets id 0."""
+def encode(column: pa.Array, known: Vocabulary | HashBuckets, default: str | None = None) -> Categorical:
+    """Ids of a column of strings, or of lists of strings; a value that a vocabulary lacks gets id 0.
+
+    A missing one gets the id of `default`, or 0.
+    """
     offsets = None
     if is_multi_valued(column):
         column, offsets = present(column)
     # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
-    encoded = column.dictionary_encode()
+    encoded, missing = column.dictionary_encode(), known.ids([default])
     if isinstance(known, HashBuckets):
-        ids = np.append(known.ids(encoded.dictionary.to_pylist()), UNKNOWN)
+        ids = np.append(known.ids(encoded.dictionary.to_pylist()), missing)
     else:
         found = pc.index_in(encoded.dictionary.cast(pa.large_string()), value_set=as_array(known.values))
-        ids = np.append(pc.fill_null(found, -1).to_numpy().astype(np.int64) + 1, UNKNOWN)
+        ids = np.append(pc.fill_null(found, -1).to_numpy().astype(np.int64) + 1, missing)
     return Categorical(ids[pc.fill_null(encoded.indices, -1).to_numpy()], offsets)
 
 
@@ -155,9 +168,9 @@ def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np
     return np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
 
 
-def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
-    """Ids of a numeric column by the quantile they fall in; NaN is missing."""
-    return Categorical(quantile_ids(values, edges))
+def cut(values: np.ndarray, edges: np.ndarray, default: float | None = None) -> Categorical:
+    """Ids of a numeric column by the quantile they fall in; NaN is missing, and `default` stands for it."""
+    return Categorical(quantile_ids(values, edges, default))
 
 
 def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple[float, float]:

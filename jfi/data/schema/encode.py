@@ -62,12 +62,13 @@ def encode_dense(
         new_column: by the number of a column of contexts `[E]` float32 to write to, where these are too long for
             memory.
     """
+    defaults = schema.encodings.defaults
     user = [
-        standardize(columns.numbers(name, "user"), *schema.encodings.moments[name])
+        standardize(columns.numbers(name, "user"), *schema.encodings.moments[name], defaults.get(name))
         for name in config.names("user", "number")
     ]
     item = [
-        standardize(columns.numbers(name, "item"), *schema.encodings.moments[name])
+        standardize(columns.numbers(name, "item"), *schema.encodings.moments[name], defaults.get(name))
         for name in config.names("item", "number")
     ]
     users, items = columns.count("user"), columns.count("item")
@@ -76,7 +77,8 @@ def encode_dense(
         numbers = columns.numbers(name, "event")
         contexts.append(np.empty(len(numbers), np.float32) if new_column is None else new_column(i))
         for begin, end in blocks(len(numbers)):
-            contexts[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *schema.encodings.moments[name])
+            scale = (*schema.encodings.moments[name], defaults.get(name))
+            contexts[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *scale)
     return (
         np.stack(user, axis=1) if user else np.zeros((users, 0), np.float32),
         np.stack(item, axis=1) if item else np.zeros((items, 0), np.float32),
@@ -86,10 +88,10 @@ def encode_dense(
 
 def _encode(columns: RawColumns, schema: DataSchema, name: str, of: Entity) -> Categorical:
     if name in schema.encodings.edges:
-        return cut(columns.numbers(name, of), schema.encodings.edges[name])
+        return cut(columns.numbers(name, of), schema.encodings.edges[name], schema.encodings.defaults.get(name))
     column = columns.categories(name, of)
     check_kind(schema, name, column)
-    return encode(column, schema.encodings.ids_of(name))
+    return encode(column, schema.encodings.ids_of(name), schema.encodings.defaults.get(name))
 
 
 def has_lists(schema: DataSchema, name: str) -> bool:

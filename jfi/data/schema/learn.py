@@ -27,7 +27,7 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
     """
     counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
     samples = rows.train & ~np.isnan(rows.label)
-    encodings = Encodings()
+    encodings = Encodings(defaults=config.defaults())
     users, items, contexts, history = [], [], [], []
     for name in config.names("user", "category"):
         users += _learn_keys(columns, name, "user", counts["user"], encodings, config)[0]
@@ -111,9 +111,13 @@ def _learn_keys(
     if feature.hash_buckets is not None:
         encodings.buckets[name] = HashBuckets(feature.hash_buckets)
     else:
-        encodings.vocabularies[name] = learn_vocabulary(column, train, feature.min_count, feature.max_values)
+        encodings.vocabularies[name] = learn_vocabulary(
+            column, train, feature.min_count, feature.max_values, encodings.defaults.get(name)
+        )
     num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
+    if many and feature.default is not None:
+        raise DataError(f"data.features '{name}' has a default, but its rows are lists; a default is a single value")
     role = "context" if of == "event" else of
     own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
     if many:

@@ -145,12 +145,14 @@ class Encodings:
         edges: quantiles of the numeric columns that become ids, as `jfi.utils.encoding.quantile_ids` takes them.
         moments: mean and standard deviation of the numeric columns that become dense features.
         buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
+        defaults: the value or the number that stands for a missing one of a column.
     """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     edges: dict[str, np.ndarray] = field(default_factory=dict)
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     buckets: dict[str, HashBuckets] = field(default_factory=dict)
+    defaults: dict[str, str | float] = field(default_factory=dict)
 
     def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
         """Returns what gives the values of a categorical column their ids."""
@@ -226,6 +228,7 @@ class DataSchema:
             "edges": {name: edges.tolist() for name, edges in self.encodings.edges.items()},
             "moments": self.encodings.moments,
             "buckets": {name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
+            "defaults": self.encodings.defaults,
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
         }
@@ -259,6 +262,7 @@ class DataSchema:
                 {name: np.array(edges, np.float64) for name, edges in content["edges"].items()},
                 {name: (mean, deviation) for name, (mean, deviation) in content["moments"].items()},
                 {name: HashBuckets(count) for name, count in content["buckets"].items()},
+                content["defaults"],
             ),
             titles=titles,
             codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
