@@ -24,6 +24,7 @@ from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import PREDICTED, load_run
 from jfi.training.scores import check_out, check_place, check_results
+from jfi.training.unknown import UnknownShares
 from jfi.utils.display import fit_cells
 from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.utils.files import writing_file
@@ -114,7 +115,7 @@ def score(options: argparse.Namespace) -> None:
     run = load_run(options.run, options.device, "--run")
     output = {"output": options.output}
     if options.evaluate is None:
-        run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size, **output)
+        print(run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size, **output))
     else:
         metrics = run.evaluate(
             options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size, **output
@@ -124,6 +125,7 @@ def score(options: argparse.Namespace) -> None:
                 json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
             )
         print(table(metrics))
+        print(UnknownShares(metrics["rows"], metrics["unknown"]))
 
 
 if __name__ == "__main__":

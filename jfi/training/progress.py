@@ -40,6 +40,7 @@ class Progress:
         calibration: of the best epoch, see `jfi.training.calibration`.
         batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
         files: see `run_data.learnt_files`.
+        unknown: by column the share of the test split without a known value, see `jfi.training.unknown`.
     """
 
     epoch: int = 0
@@ -56,6 +57,7 @@ class Progress:
     calibration: dict = field(default_factory=dict)
     batches: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
+    unknown: dict = field(default_factory=dict)
 
     @property
     def position(self) -> int:

@@ -28,6 +28,7 @@ from jfi.training.progress import describe_changes, load_progress
 from jfi.training.run_data import load_schema, own_policy
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
+from jfi.training.unknown import UnknownShares
 
 #: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.average", "training.ranking")
@@ -56,6 +57,7 @@ class BestEpoch:
         schema: of the run's data.
         name: of the run, for messages.
         calibration: see `jfi.training.calibration`; empty if the run has none.
+        unknown: by column the share of the test split without a known value.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class BestEpoch:
     schema: DataSchema
     name: str
     calibration: Calibration = field(default_factory=dict)
+    unknown: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: str | Path, setting: str = "run") -> "BestEpoch":
@@ -108,7 +111,7 @@ class BestEpoch:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name, calibration)
+        return cls(best, module, prefix, config, schema, name, calibration, progress.unknown)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.
@@ -133,6 +136,7 @@ class SavedRun:
         model: with the parameters of the best epoch, those that the run's test metrics are of; in evaluation mode.
         policy: which events of a history the model reads, or None for all.
         calibration: of the best epoch by label, see `jfi.training.calibration`; empty if the run has none.
+        unknown: by column the share of the run's test split without a known value; a prediction with much more warns.
     """
 
     path: Path
@@ -141,6 +145,7 @@ class SavedRun:
     model: SequenceDLRM
     policy: Policy | None = None
     calibration: Calibration = field(default_factory=dict)
+    unknown: dict[str, float] = field(default_factory=dict)
 
     def predict(
         self,
@@ -153,7 +158,7 @@ class SavedRun:
         out: str | Path | None = None,
         batch_size: int = 4096,
         output: str = PREDICTED[0],
-    ) -> pa.Table | None:
+    ) -> pa.Table | UnknownShares:
         """Scores every row of a table, with a label or without.
 
         A row's history is what its user did strictly before it, in `history` and in `interactions`. Users, items and
@@ -172,7 +177,8 @@ class SavedRun:
         Returns:
             Without `out` the table of the results, in the order of the rows: the columns of the user, the item and the
             time, `score` (float32, the logit) and `probability`; of a regression `prediction`, on the label's scale. Of
-            several labels each has columns of its own, which end in its name, such as `score_like`.
+            several labels each has columns of its own, which end in its name, such as `score_like`. With `out` the
+            shares of rows without a known user, item or value; the metadata of the table's schema have them too.
 
         Raises:
             ConfigError: a wrong `out`, or one that is a file of a table that is read; or no calibration for `output`.
@@ -190,7 +196,7 @@ class SavedRun:
             if out is None:
                 return pa.Table.from_batches(list(scores.batches()))
             scores.write(out)
-            return None
+            return scores.unknown
 
     def evaluate(
         self,
@@ -275,6 +281,7 @@ class SavedRun:
         check_results({"--out": out}, read)
         options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder, "policy": self.policy}
         options["calibration"] = self.calibration if output == "calibrated" else None
+        options["expected"] = self.unknown
         return scored(self.model, sources, self.schema, config, **options)
 
 
@@ -304,4 +311,5 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
     policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
-    return SavedRun(Path(path), best.config, best.schema, model.to(device).eval(), policy, best.calibration)
+    model = model.to(device).eval()
+    return SavedRun(Path(path), best.config, best.schema, model, policy, best.calibration, best.unknown)

@@ -1,5 +1,6 @@
 """Scores of the rows of a table, and their metrics, in bounded memory."""
 
+import json
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from jfi.training.calibration import Calibration, calibrate
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics import Predictions
 from jfi.training.positives import Positives
+from jfi.training.unknown import UnknownCounts, UnknownShares
 from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder, writing_file
 
@@ -47,6 +49,7 @@ class Scores:
             a file.
         labels: the L labels.
         user: `[N]` int64, equal for rows of one user; the map of a file.
+        unknown: how much of what describes the rows training does not know.
         positives: against sampled negatives, where implicit feedback is evaluated.
         calibration: applied to probabilities and metrics, not to `score`; None for none.
     """
@@ -55,12 +58,16 @@ class Scores:
     score: np.ndarray
     labels: list[LabelSpec]
     user: np.ndarray
+    unknown: UnknownShares
     positives: Positives | None = None
     calibration: Calibration | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The key columns, and the columns `result_names` of each label, in the order of the table."""
-        start = 0
+        """The key columns, and the columns `result_names` of each label, in the order of the table.
+
+        Under `unknown` the metadata of their schema have `UnknownShares.shares` as JSON.
+        """
+        start, metadata = 0, {"unknown": json.dumps(self.unknown.shares)}
         for keys in self.parts.key_batches():
             score = np.array(self.score[start : start + len(keys)])
             start += len(keys)
@@ -72,7 +79,7 @@ class Scores:
                 if label.task == "binary":
                     columns.append(pa.array(used.sigmoid().float().numpy()))
                 names += result_names(label, len(self.labels) > 1)
-            yield pa.record_batch(columns, names)
+            yield pa.record_batch(columns, names, metadata=metadata)
 
     def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of probabilities, from those of the model, `[N]` or `[N, L]`."""
@@ -118,6 +125,7 @@ def scored(
     folder: Path | None = None,
     policy: Policy | None = None,
     calibration: Calibration | None = None,
+    expected: Mapping[str, float] | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`.
 
@@ -136,6 +144,7 @@ def scored(
         folder: where temporary files go; None for the system's folder.
         policy: which events of a history stay, or None for all.
         calibration: of the probabilities, or None.
+        expected: see `UnknownShares.warn`.
 
     Raises:
         DataError: a table is missing or malformed, or has no label where one is needed.
@@ -157,6 +166,7 @@ def scored(
             score = new_map(files / "score.npy", np.float32, (parts.num_rows, *width))
             user = new_map(files / "user.npy", np.int64, parts.num_rows)
             positives = Positives(parts, files, config, evaluate) if implicit else None
+        unknown = UnknownCounts()
         users, total = 0, parts.num_rows + (0 if positives is None else positives.num_samples)
         with Display("predict", total, unit="rows" if positives is None else "samples") as display:
 
@@ -175,12 +185,14 @@ def scored(
                 assemble = part.dataset.assembler("rows", batch_size, pin_memory=device.type == "cuda")
                 for number, logits in enumerate(run(assemble, range(order.num_batches))):
                     score[part.rows[order.part(number, 0, 1).samples]] = logits.cpu().numpy()
+                unknown.add(part.dataset, "rows")
                 own = arrays.events.user[arrays.samples["rows"]]
                 user[part.rows] = users + own
                 users += int(own.max()) + 1
                 if positives is not None:
                     positives.add(part, run, batch_size, device)
-        yield Scores(parts, score, schema.labels, user, positives, calibration)
+        unknown.shares().warn(expected or {})
+        yield Scores(parts, score, schema.labels, user, unknown.shares(), positives, calibration)
 
 
 def check_out(out: str | Path | None) -> Path | None:
@@ -257,11 +269,12 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
     name, as in `jfi.training.metrics`, and `deciles` are by label.
 
     Returns:
-        `rows`, `labeled`, `overall` (the metrics of `jfi.training.metrics` with `samples`, `mean_label`,
-        `mean_prediction` and `calibration`, the mean prediction over the mean label; of implicit feedback also
-        `ranked`, the number of positives that are ranked, and the metrics that `training.ranking` asks for), `deciles`
-        (the same but the metrics, by tenth of the prediction), and `by`, by column a list of the overall metrics of
-        each `value`, most samples first. A metric that is not defined, such as the AUC of equal labels, is None.
+        `rows`, `labeled`, `unknown` (by column the share of rows without a known value), `overall` (the metrics of
+        `jfi.training.metrics` with `samples`, `mean_label`, `mean_prediction` and `calibration`, the mean prediction
+        over the mean label; of implicit feedback also `ranked`, the number of positives that are ranked, and the
+        metrics that `training.ranking` asks for), `deciles` (the same but the metrics, by tenth of the prediction),
+        and `by`, by column a list of the overall metrics of each `value`, most samples first. A metric that is not
+        defined, such as the AUC of equal labels, is None.
 
     Raises:
         DataError: no row has a label.
@@ -284,7 +297,8 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         return found if positives is None else found | _finite(positives.ranking(places))
 
     everything = slice(None)
-    result = {"rows": len(labels), "labeled": len(rows), "overall": metrics(everything, everything)}
+    result = {"rows": len(labels), "labeled": len(rows), "unknown": scores.unknown.shares}
+    result["overall"] = metrics(everything, everything)
     deciles = {
         one.name: _deciles(*(x if x.dim() == 1 else x[:, place] for x in (logits, label)), one)
         for place, one in enumerate(scores.labels)

@@ -21,6 +21,7 @@ from jfi.training.run_folder import RunFolder, check_new, check_writable, new_ru
 from jfi.training.run_lock import writing_run
 from jfi.training.sharding import check_sharded
 from jfi.training.shared_data import load_shared
+from jfi.training.unknown import expected_shares
 from jfi.training.warm_start import check_warm_start
 from jfi.utils.files import absolute_path
 
@@ -208,6 +209,9 @@ def _continue(
 
 def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     trainer.progress.files = trainer.world.on_first(lambda: learnt_files(run))
+    trainer.progress.unknown = trainer.world.on_first(
+        lambda: expected_shares(trainer.dataset, trainer.config.model.item_id)
+    )
     anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
     if anew is not None and trainer.world.is_first:
         print(anew, flush=True)

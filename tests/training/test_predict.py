@@ -25,6 +25,7 @@ from jfi.data.prepared import scoring
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.cli import save_config
 from jfi.training.metrics import Predictions
+from jfi.training.unknown import UnknownShares
 
 KEYS = ["user_id", "item_id", "timestamp"]
 #: Of logits around 1 in batches of other sizes.
@@ -144,7 +145,7 @@ def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wante
     monkeypatch.setattr(table_blocks, "BLOCK", 7)
     monkeypatch.setattr(scoring, "_PART", 1)
     out = tmp_path / "scores.parquet"
-    assert run.predict(path, out=out, batch_size=5) is None
+    assert run.predict(path, out=out, batch_size=5).rows == 300
     scores = pa.parquet.read_table(out)
     assert [int(time) for time in scores.column("timestamp").to_pylist()] == [60 * i for i in range(300)]
     assert_scores(scores, wanted)
@@ -251,6 +252,50 @@ def test_users_and_items_never_seen_are_scored(run, folder, tmp_path, wanted):
     known = by_key(scores.slice(0, 300))
     for key in known:
         assert known[key] == pytest.approx(wanted[key], abs=ROUNDING)
+
+
+def renamed(i: int, column: int) -> list[object]:
+    """A row whose user or item is written otherwise than in training."""
+    return [f"{value}.0" if place == column else value for place, value in enumerate(row(i))]
+
+
+def test_shares_of_unknown_values_are_reported_and_warned_of(run, folder, tmp_path, caplog):
+    same = run.predict(folder / "table.csv")
+    shares = json.loads(same.schema.metadata[b"unknown"])
+    assert shares.keys() == {"user_id", "item_id", "genre"} and set(shares.values()) == {0.0}
+    assert run.unknown == shares  # those of the test split
+    write_table(tmp_path / "items.csv", [renamed(i, 1) for i in range(300)])
+    write_table(tmp_path / "users.csv", [renamed(i, 0) if i >= 140 else row(i) for i in range(300)])
+    write_table(tmp_path / "few.csv", [renamed(i, 0) if i >= 160 else row(i) for i in range(300)])
+    assert not caplog.records
+    found = run.predict(tmp_path / "items.csv", out=tmp_path / "scores.parquet")
+    assert found == UnknownShares(300, {**shares, "item_id": 1.0})
+    assert json.loads(pa.parquet.read_schema(tmp_path / "scores.parquet").metadata[b"unknown"]) == found.shares
+    (line,) = caplog.messages
+    assert line.startswith("'item_id' is unknown or missing in 100.0% of the rows, and in 0.0% of the run's test split")
+    caplog.clear()
+    assert run.evaluate(tmp_path / "users.csv")["unknown"] == pytest.approx({**shares, "user_id": 160 / 300})
+    assert "'user_id' is unknown or missing in 53.3%" in caplog.text
+    caplog.clear()
+    run.predict(tmp_path / "few.csv", out=tmp_path / "scores.csv")
+    assert not caplog.records
+
+
+def test_values_that_the_test_split_has_not_either_are_not_warned_of(tmp_path, caplog):
+    """New items in 80% of the rows are usual there; a value that is missing, and one of a few parts, count too."""
+    rows = [row(i) for i in range(300)]
+    for i in range(240, 300):
+        rows[i][1] = f"new{i}" if i % 5 else "i1"
+    write_table(tmp_path / "table.csv", rows)
+    with without_pictures():
+        train(config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1))
+    run = jfi.load_run(tmp_path / "run")
+    caplog.clear()
+    assert run.unknown["item_id"] == pytest.approx(0.8, abs=0.05) and run.unknown["user_id"] == 0
+    write_table(tmp_path / "new.csv", [[line[0], line[1], *line[2:4], "", *line[5:]] for line in rows[240:]])
+    found = json.loads(run.predict(tmp_path / "new.csv").schema.metadata[b"unknown"])
+    assert found == {"user_id": 0.0, "item_id": 0.8, "genre": 1.0}
+    assert [line.split()[0] for line in caplog.messages] == ["'genre'"]
 
 
 def test_columns_of_items_come_from_a_table_of_items(tmp_path):

@@ -57,9 +57,11 @@ def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatc
     wanted = run.predict(folder / "table.csv").column("score").to_numpy()
     np.testing.assert_allclose([float(line["score"]) for line in rows], wanted, rtol=1e-6)
     assert json.loads(metrics.read_text())["overall"] == run.evaluate(folder / "table.csv")["overall"]
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
+    *lines, shares, first, second = text.splitlines()[1:]
+    assert [line.split()[0] for line in (*lines, first, second)] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
+    assert shares == "unknown or missing in 300 rows: user_id 0.0%, item_id 0.0%, genre 0.0%"
     code, text, _ = command(monkeypatch, capsys, *common, "--out", tmp_path / "again.parquet")
-    assert (code, text) == (0, f"wrote {tmp_path / 'again.parquet'}\n")
+    assert (code, text) == (0, f"{shares}\nwrote {tmp_path / 'again.parquet'}\n")
     assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
 
 

@@ -1,0 +1,91 @@
+"""Shares of samples whose user, item or values training does not know: the model scores them by the rest."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jfi.data import InteractionDataset
+
+_log = logging.getLogger(__name__)
+#: Samples that are counted at a time.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class UnknownShares:
+    """How much of what describes scored rows training does not know.
+
+    Args:
+        rows: the number of rows.
+        shares: by column the share of rows without a known value: each is missing, or training has not seen it, or it
+            was too rare. Columns of the user, the item and the context that the model has tables of are listed, the
+            user's id if it is a feature.
+
+    Example:
+        >>> print(UnknownShares(200, {"item_id": 0.25, "country": 0.0}))
+        unknown or missing in 200 rows: item_id 25.0%, country 0.0%
+    """
+
+    rows: int
+    shares: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"unknown or missing in {self.rows:,} rows: {', '.join(f'{k} {v:.1%}' for k, v in self.shares.items())}"
+
+    def warn(self, expected: Mapping[str, float]) -> None:
+        """Logs a warning of each column with an unknown value in most rows that should have a known one.
+
+        Args:
+            expected: by column the share in the run's test split; others are not warned of.
+        """
+        for column, usual in expected.items():
+            share = self.shares.get(column, 0.0)
+            if share > (1 + usual) / 2:
+                _log.warning(
+                    "'%s' is unknown or missing in %.1f%% of the rows, and in %.1f%% of the run's test split: are its "
+                    "values written as in training?",
+                    column,
+                    100 * share,
+                    100 * usual,
+                )
+
+
+class UnknownCounts:
+    """Counts samples without a known value, over any number of datasets of one schema."""
+
+    def __init__(self) -> None:
+        self._rows, self._counts = 0, {}
+
+    def add(self, dataset: InteractionDataset, split: str, limit: int | None = None) -> None:
+        """Counts the samples of a split, or about `limit` of them, evenly spread."""
+        arrays = dataset.arrays()
+        samples = arrays.samples[split]
+        samples = samples[:: 1 if limit is None else max(1, len(samples) // limit)]
+        index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
+        for spec, ids in zip(dataset.features, arrays.columns, strict=False):
+            if spec.role == "history" or spec.semantic:
+                continue
+            self._counts.setdefault(spec.column, 0)
+            for begin in range(0, len(samples), _BLOCK):
+                rows = samples[begin : begin + _BLOCK].astype(np.int64)
+                rows = rows if index[spec.of] is None else index[spec.of][rows].astype(np.int64)
+                self._counts[spec.column] += int(np.count_nonzero(ids.known_counts(rows) == 0))
+        self._rows += len(samples)
+
+    def shares(self) -> UnknownShares:
+        """Returns the shares of all samples that were counted."""
+        return UnknownShares(self._rows, {name: count / max(1, self._rows) for name, count in self._counts.items()})
+
+
+def expected_shares(dataset: InteractionDataset, item_id: bool) -> dict[str, float]:
+    """Returns the shares of a run's test split, by column that the model reads.
+
+    Args:
+        dataset: of the run.
+        item_id: whether the model reads the item's id.
+    """
+    counts = UnknownCounts()
+    counts.add(dataset, "test", _BLOCK)
+    return {name: share for name, share in counts.shares().shares.items() if item_id or name != dataset.schema.item_key}
