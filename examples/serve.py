@@ -178,15 +178,11 @@ def main() -> int:
         "queue": options.queue,
         "max_body": options.max_body_mb * 2**20,
     }
-    try:
-        with raise_on_sigterm():
-            if not options.jsonl:
-                return serve(options, limits)
-            asyncio.run(answer_stdin(options, limits))
-            return 0
-    except ArtifactError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with raise_on_sigterm():
+        if not options.jsonl:
+            return serve(options, limits)
+        asyncio.run(answer_stdin(options, limits))
+        return 0
 
 
 if __name__ == "__main__":

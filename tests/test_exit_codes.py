@@ -5,13 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
+import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 
+from jfi.data import DataError
+from jfi.data.io.readers import read_table
 from jfi.utils.exit_codes import EXIT_CODES, ExitCode, run_command
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +50,59 @@ def no_memory() -> None:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-@pytest.mark.parametrize("act", [allocate_numpy, allocate_torch, allocate_cuda, no_memory])
+def allocate_arrow() -> None:
+    pa.allocate_buffer(2**62)
+
+
+def start_thread() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def limit_duckdb() -> None:
+    with duckdb.connect(config={"memory_limit": "1MB"}) as connection:
+        connection.sql("SELECT string_agg(i::VARCHAR || repeat('x', 99), '') FROM range(1000000) t(i)").fetchall()
+
+
+def read_parquet(size: int) -> None:
+    """Reads a good file while Arrow finds no memory."""
+    error = pa.ArrowMemoryError(f"realloc of size {size} failed")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        pyarrow.parquet.write_table(pa.table({"user": [1]}), f"{folder}/table.parquet")
+        patch.setattr(pyarrow.parquet, "ParquetFile", fail)
+        read_table(f"{folder}/table.parquet", ["user"], "utf-8", "double", "interactions")
+
+
+def lacks_memory_in_a_damaged_file() -> None:
+    try:
+        allocate_torch()
+    except RuntimeError:
+        raise DataError("codec.safetensors is damaged") from None
+
+
+LACKING = [allocate_numpy, allocate_torch, allocate_cuda, no_memory, allocate_arrow, start_thread, limit_duckdb]
+
+
+@pytest.mark.parametrize("act", [*LACKING, lambda: read_parquet(2**20), lacks_memory_in_a_damaged_file])
 def test_out_of_memory_is_4(capsys, act):
-    assert run_command(act) == ExitCode.MEMORY == 4
+    assert run_command(act, (DataError,)) == ExitCode.MEMORY == 4
     line = capsys.readouterr().err
     assert line.startswith("error: out of memory") and line.count("\n") == 1 and "documentation" not in line
+
+
+def test_a_damaged_file_that_asks_for_more_memory_than_there_is_is_wrong_input(capsys):
+    assert run_command(lambda: read_parquet(2**60), (DataError,)) == 2
+    assert "table.parquet: a damaged Parquet file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "ImportError('x.so: failed to map segment from shared object')"])
+def test_memory_that_an_import_lacks_is_one_line(tmp_path, error):
+    code = f"from jfi.utils.exit_codes import begin_command; begin_command(); raise {error}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 4 and ended.stderr.startswith("error: out of memory") and ended.stderr.count("\n") == 1
 
 
 def test_out_of_memory_in_one_process_of_many_is_said_by_it(capsys, monkeypatch):

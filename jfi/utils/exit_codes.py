@@ -1,10 +1,8 @@
 """Exit codes of commands: one line on stderr for every error that a user can cause, and an exit code by its kind."""
 
-import errno
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -13,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from types import TracebackType
 
 from jfi.utils.files import naming
+from jfi.utils.memory import memory_cause, memory_line
 from jfi.utils.options import OptionError
 
 
@@ -35,13 +35,8 @@ exit codes:
   1: training diverged, the last finite checkpoint is kept;
   2: wrong input or config;
   3: storage is full, read-only, out of reach or without rights;
-  4: out of memory;
+  4: out of memory, or of threads;
   128 + n: stopped by signal n; a run's state is saved, and any other file is written whole or not at all"""
-#: What torch, CUDA and NCCL say in a plain RuntimeError.
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
-    re.IGNORECASE,
-)
 _LONGEST = 500
 
 
@@ -79,6 +74,7 @@ def begin_command() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it for a job
         signal.signal(signal.SIGINT, _exit_at_once)
+    sys.excepthook = _report_uncaught
 
 
 def _exit_at_once(signum: int, frame: object) -> None:
@@ -114,14 +110,17 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
         signum = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
         line, code = f"stopped by {signum.name}", 128 + signum
     except Exception as error:
+        memory = memory_line(error)
         if isinstance(error, (OptionError, *wrong_input)):
+            memory = memory_cause(error)
+        if memory is not None:
+            line, code = _out_of_memory(memory), ExitCode.MEMORY
+        elif isinstance(error, (OptionError, *wrong_input)):
             line, code = f"error: {error}", ExitCode.WRONG_INPUT
         elif isinstance(error, FloatingPointError):
             line, code = f"error: {error}", ExitCode.DIVERGED
         elif hasattr(error, "exit_code"):
             line, code = str(error), error.exit_code
-        elif _is_memory(error):
-            line, code = f"error: {_memory(error)}", ExitCode.MEMORY
         elif isinstance(error, OSError):
             line, code = f"error: {_storage(error)}", ExitCode.STORAGE
         else:
@@ -136,6 +135,18 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
     if _is_in_group():
         _end_at_once(code)
     return int(code)
+
+
+def _out_of_memory(reason: str) -> str:
+    return f"error: out of memory{f' ({reason})' if reason else ''}; nothing that was saved is lost"
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends the process with the line and the code of `run_command` where packages find no memory to be imported."""
+    if isinstance(error, Exception) and (memory := memory_line(error)) is not None:
+        print(shorten(_out_of_memory(memory)), file=sys.stderr)
+        _end_at_once(ExitCode.MEMORY)
+    sys.__excepthook__(kind, error, trace)
 
 
 def _drop_unwritten() -> None:
@@ -169,20 +180,6 @@ def shorten(text: str) -> str:
     """The text in one line of at most 500 characters."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
-
-
-def _is_memory(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    # torch.OutOfMemoryError is a RuntimeError.
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
-    )
-
-
-def _memory(error: Exception) -> str:
-    first = next((line for line in str(error).splitlines() if _OUT_OF_MEMORY.search(line)), str(error))
-    return f"out of memory{f' ({first.strip()})' if first else ''}; nothing that was saved is lost"
 
 
 def _storage(error: OSError) -> str:

@@ -71,7 +71,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` exists.
-        BlockingIOError: another process is writing it.
+        OSError: another process is writing it.
     """
     unfinished = begin_folder(folder)
     with locking_folder(unfinished):
@@ -87,7 +87,7 @@ def begin_folder(folder: Path) -> Path:
 
     Raises:
         FileExistsError: `folder` exists.
-        BlockingIOError: a process is in `writing_folder` of it.
+        OSError: a process is in `writing_folder` of it.
     """
     if folder.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(folder))
@@ -97,7 +97,7 @@ def begin_folder(folder: Path) -> Path:
     unfinished = unfinished_name(folder)
     with suppress(FileNotFoundError), locking_folder(unfinished) as is_left:
         if not is_left:
-            raise BlockingIOError(errno.EAGAIN, "another process is writing it", str(folder))
+            raise OSError(errno.EBUSY, "another process is writing it", str(folder))
         shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     return unfinished

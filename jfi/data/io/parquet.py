@@ -11,6 +11,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_text
 from jfi.data.io.paths import is_url, open_file
 from jfi.data.io.table import Reading, Table, columns_in
+from jfi.utils.memory import memory_cause
 
 _T = TypeVar("_T")
 #: The first and the last bytes of a Parquet file.
@@ -62,7 +63,7 @@ def _try(path: str, read: Callable[[], _T]) -> _T:
     try:
         return read()
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if (isinstance(error, OSError) and error.errno is not None) or memory_cause(error) is not None:
             raise
         if isinstance(error, pa.ArrowInvalid) and "magic bytes" in str(error):
             raise DataError(f"{path}: not a Parquet file") from error
