@@ -86,8 +86,12 @@ class Column:
             raise ValueError("lists in a row")
         return values
 
-    def words(self, num_words: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def words(self, num_words: int, longer: bool = True) -> tuple[np.ndarray, np.ndarray] | None:
         """Texts, integers and null as `KnownValues.ids_of_words` takes them; None if there are other values.
+
+        Args:
+            num_words: of a value.
+            longer: whether a longer value is taken for an unknown one; else there is None.
 
         Returns:
             `[N, num_words]` words, of an integer its digits, and `[N]` bool, which values they may be: not null, and
@@ -97,12 +101,14 @@ class Column:
         if num_texts:
             quote = 1 if num_texts == len(start) else self._texts.astype(np.int64)
             start, length = start + quote, length - 2 * quote
+        known = length <= WORD * num_words
+        if not longer and not known.all():
+            return None
         words, last = np.empty((len(start), num_words), np.uint64), len(self._text.words) - 1
         for i in range(num_words):
             # A place beyond the body is one beyond the value, of which nothing is kept.
             found = self._text.words[np.minimum(start + WORD * i, last) if i else start]
             np.bitwise_and(found, FIRST_BYTES.take(length - WORD * i if i else length, mode="clip"), out=words[:, i])
-        known = length <= WORD * num_words
         null = self.nulls()
         known &= ~null
         if num_texts < len(start) and (num_texts or not are_integers(words, length)):
@@ -176,7 +182,7 @@ def look_up(columns: list[Column], known: KnownValues) -> None:
 
     All together: of small arrays NumPy's calls take longer than their work.
     """
-    parts = [column.words(known.num_words) for column in columns] if known.num_words else [None]
+    parts = [column.words(known.num_words, not known.has_others) for column in columns] if known.num_words else [None]
     if any(part is None for part in parts):
         return
     words, may_be_known = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -69,7 +69,8 @@ class RequestPolicy:
 
     def places(self, surface: Column) -> np.ndarray | None:
         """`[S]` int64, the policy's index of each surface, -1 for another one; None for values of other types."""
-        found = surface.words(self._known.num_words) if self._known.num_words else None
+        known = self._known
+        found = surface.words(known.num_words, not known.has_others) if known.num_words else None
         if found is None:
             return None
         words, may_be_known = found

@@ -10,8 +10,8 @@ import numpy as np
 
 from jfi.utils.encoding import UNKNOWN, Vocabulary, mix
 
-#: Bytes of the longest value that a table holds; a vocabulary with a longer one keeps its dict.
-MOST_BYTES = 32
+#: Bytes of the longest value that a table holds, such as a UUID or a SHA-256; a longer one is looked up in the dict.
+MOST_BYTES = 64
 WORD = 8
 _FOLLOWING = np.arange(4)
 #: Slots of a small table, most of which are free, so that nearly all values are in their home.
@@ -33,10 +33,12 @@ class KnownValues(Vocabulary):
 
     def __init__(self, values: Sequence[str]) -> None:
         super().__init__(values)
-        #: Words of a value; 0 if its values have no table.
+        #: Words of a value of the table; 0 if there is none.
         self.num_words = 0
-        words = _words_of(list(values)) if len(values) else None
-        if words is None:
+        words, fitting = _words_of(list(values))
+        #: Whether there are values that are not in the table.
+        self.has_others = len(fitting) < len(values)
+        if not len(fitting):
             return
         self.num_words = words.shape[1]
         self._size = max(4 * len(words), min(16 * len(words), _SPARSE))
@@ -48,17 +50,18 @@ class KnownValues(Vocabulary):
         #: A row is the words of a value and its id, which is UNKNOWN in a free slot; the last ones are free.
         self._rows = np.zeros((max(self._size, int(slot[-1]) + 1) + len(_FOLLOWING), self.num_words + 1), np.uint64)
         self._rows[slot, :-1] = words[order]
-        self._rows[slot, -1] = order + 1
+        self._rows[slot, -1] = fitting[order] + 1
 
     def ids(self, values: Sequence[str | None]) -> np.ndarray:
         """`[N]` int64 ids of N values; `UNKNOWN` for None and for a value that is not in the vocabulary."""
         if not self.num_words:
             return super().ids(values)
-        # A surrogate is in no vocabulary that has a table.
         encoded = [b"" if value is None else value.encode("utf-8", "surrogatepass") for value in values]
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         # NumPy drops zeros at the end of a text: one with such a byte would be taken for another.
         known = (lengths <= WORD * self.num_words) & ~np.fromiter((0 in one for one in encoded), bool, len(encoded))
+        if self.has_others and not known.all():
+            return super().ids(values)
         if None in values:
             known &= np.fromiter((value is not None for value in values), bool, len(values))
         words = np.array(encoded, f"S{WORD * self.num_words}").view(np.uint64).reshape(len(encoded), self.num_words)
@@ -96,14 +99,10 @@ def _equal(rows: np.ndarray, words: np.ndarray) -> np.ndarray:
     return equal
 
 
-def _words_of(values: list[str]) -> np.ndarray | None:
-    """`[N, words]` uint64, or None if the values fit no table."""
-    try:
-        encoded = [value.encode() for value in values]
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return None
-    longest = max(map(len, encoded))
-    if longest > MOST_BYTES or any(0 in value for value in encoded):
-        return None
-    size = max(1, -(-longest // WORD))
-    return np.array(encoded, f"S{WORD * size}").view(np.uint64).reshape(len(encoded), size)
+def _words_of(values: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the words `[M, words]` uint64 and the places `[M]` int64 of the values that fit a table."""
+    encoded = [value.encode("utf-8", "surrogatepass") for value in values]
+    fits = [len(value) <= MOST_BYTES and 0 not in value for value in encoded]
+    encoded = [value for value, one in zip(encoded, fits, strict=True) if one]
+    size = max(1, -(-max(map(len, encoded), default=0) // WORD))
+    return np.array(encoded, f"S{WORD * size}").view(np.uint64).reshape(len(encoded), size), np.flatnonzero(fits)

@@ -91,9 +91,9 @@ class BestEpoch:
         try:
             progress = load_progress(last)
             best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
-            if not best.is_dir():
-                raise ConfigError(f"{name}: the run has not finished an epoch yet")
-            load_progress(best)  # a folder of the name of another checkpoint is refused
+            is_finished = best.is_dir()
+            if is_finished:
+                load_progress(best)  # a folder of the name of another checkpoint is refused
             calibration = {
                 label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
                 for label, one in progress.calibration.items()
@@ -103,6 +103,8 @@ class BestEpoch:
             raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{name}: {last / 'progress.json'} is damaged") from None
+        if not is_finished:
+            raise ConfigError(f"{name}: the run has not finished an epoch yet")
         if changed:
             raise ConfigError(f"{name}: {changed}")
         module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")

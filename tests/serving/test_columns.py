@@ -29,7 +29,7 @@ SCHEMA = Schema(
         Field("seconds", "quantile", ["history_seconds"], edges=[1.0, 5.0]),
         Field("age", "age", num_buckets=8),
     ],
-    vocabularies={"city": ["Bonn"], "item": ITEMS, "action": ["v", "b" * 40], "both": ["1\x1fv", "2\x1fv"]},
+    vocabularies={"city": ["Bonn"], "item": ITEMS, "action": ["v", "b" * 40, "c" * 70], "both": ["1\x1fv", "2\x1fv"]},
 )
 READ = RequestReader(SCHEMA, Limits(max_candidates=6, max_history=4))
 
@@ -45,9 +45,12 @@ def request(draw: random.Random, odd: float) -> dict:
         return [{name: value(*usual) for name, usual in of.items()} for _ in range(draw.randrange(most))]
 
     items, numbers = (*ITEMS, 1, 2, 12345678, None), (0, 7, 12345678, 123456789, 2.5, 1e-3)
+    actions = ("v", "v", "b" * 40, "c" * 70)
     return {
         "user": {"city": value("Bonn")},
-        "history": rows(7, item=items, kind=("k", "ü"), action=("v", "b" * 40), seconds=numbers, age=numbers),
+        "history": rows(
+            7, item=items, kind=("k", "ü"), action=("v", "v", "b" * 40, "c" * 70), seconds=numbers, age=numbers
+        ),
         "candidates": rows(7, item=items, **{"a long name: of a price": numbers}),
     }
 
@@ -219,16 +222,17 @@ def test_rows_that_the_limit_drops_are_json_all_the_same():
     [
         [str(i) for i in range(3000)],
         ["", "a", "12345678", "123456789", "é" * 7, "q" * 32],
-        ["q" * 33, "a"],  # too long for a table
+        ["b", "q" * 64, "q" * 65, "a\0", "a", "é" * 32, "é" * 33],  # some too long for a table
+        ["q" * 65],
         ["a\0", "a"],
         ["\ud800"],
         [],
     ],
-    ids=["many", "lengths", "long", "zero byte", "surrogate", "none"],
+    ids=["many", "lengths", "long", "all long", "zero byte", "surrogate", "none"],
 )
 def test_a_table_of_known_values_gives_the_ids_of_the_vocabulary(values):
     draw, known, wanted = random.Random(0), KnownValues(values), Vocabulary(values)
-    strange = [None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "123456789\0", "99999"]
+    strange = [None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "q" * 66, "123456789\0", "99999"]
     for _ in range(20):
         asked = [draw.choice([*values, *strange]) for _ in range(draw.randrange(200))]
         found = known.ids(asked)
