@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from jfi.data import DataError
-from jfi.data.io.readers import read_table
+from jfi.data.io.blocks import read_table
 from jfi.utils.exit_codes import EXIT_CODES, ExitCode, run_command
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def read_parquet(size: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         pyarrow.parquet.write_table(pa.table({"user": [1]}), f"{folder}/table.parquet")
         patch.setattr(pyarrow.parquet, "ParquetFile", fail)
-        read_table(f"{folder}/table.parquet", ["user"], "utf-8", "double", "interactions")
+        read_table(f"{folder}/table.parquet", ["user"])
 
 
 def lacks_memory_in_a_damaged_file() -> None:

@@ -95,7 +95,7 @@ def test_harmless_edits_change_nothing(tmp_path, name, edit):
 
 
 @pytest.mark.slow
-def test_much_damage_is_read_or_refused(tmp_path):
+def test_much_damage_is_read_or_refused(tmp_path, record_property):
     counts = Counter()
     for name in FILES:
         for change in harmful(name).values():
@@ -103,6 +103,7 @@ def test_much_damage_is_read_or_refused(tmp_path):
                 counts[name, outcome(tmp_path, name, change, seed)] += 1
     print(dict(counts))
     assert counts.total() >= 400
+    record_property("cases", counts.total())
 
 
 def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
@@ -114,7 +115,8 @@ def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
 
 
 @pytest.mark.parametrize(("name", "edit"), [pair for pair in edits(harmful) if pair[0] != "r.parquet"])
-def test_damaged_text_in_parts_is_read_as_the_whole_or_refused(tmp_path, monkeypatch, name, edit):
+def test_damaged_text_in_parts_is_read_as_the_whole_or_refused(tmp_path, monkeypatch, record_property, name, edit):
+    record_property("cases", 3)
     for seed in range(3):
         random = np.random.default_rng([seed, zlib.crc32(f"{name} {edit}".encode())])
         path = tmp_path / name

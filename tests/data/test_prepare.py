@@ -327,7 +327,7 @@ for calls in range(int(sys.argv[3]), 1000, int(sys.argv[4])):
 
 
 @pytest.mark.parametrize(("first", "step"), [(0, 6), pytest.param(1, 1, marks=pytest.mark.slow)])
-def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, first, step):
+def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, record_property, first, step):
     config = config_of(table).with_absolute_paths()
     prepare_dataset(config, tmp_path / "whole")
     settings = {name: value for name, value in vars(config).items() if name != "synthetic"}
@@ -336,6 +336,7 @@ def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, 
     *deaths, last = [line.split() for line in run.stdout.splitlines()]
     assert last == ["0", "True"]
     assert len(deaths) >= 4
+    record_property("cases", len(deaths))
     assert all(death == ["9", "False"] for death in deaths)
     assert files_of(tmp_path / "prepared") == files_of(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -48,9 +48,7 @@ def request(draw: random.Random, odd: float) -> dict:
     actions = ("v", "v", "b" * 40, "c" * 70)
     return {
         "user": {"city": value("Bonn")},
-        "history": rows(
-            7, item=items, kind=("k", "ü"), action=("v", "v", "b" * 40, "c" * 70), seconds=numbers, age=numbers
-        ),
+        "history": rows(7, item=items, kind=("k", "ü"), action=actions, seconds=numbers, age=numbers),
         "candidates": rows(7, item=items, **{"a long name: of a price": numbers}),
     }
 

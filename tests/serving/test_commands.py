@@ -24,7 +24,8 @@ from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import CppCompileError, InductorError
 
 from jfi.serving.artifact import ArtifactError, identity, read, writing
-from jfi.training.cli import run_cli
+from jfi.training import ConfigError
+from jfi.utils.exit_codes import run_command
 
 from .conftest import ROOT, load_script
 
@@ -218,7 +219,7 @@ def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     """The exit code of a script run in this process, and its stderr."""
     script = load_script(name)
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    code = run_cli(script.main) if name == "export" else script.main()
+    code = run_command(script.main, (ArtifactError, ConfigError))
     return code, capsys.readouterr().err
 
 

@@ -86,7 +86,8 @@ def damage(run: Path, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.slow)], ids=len)
-def test_a_damaged_run_is_refused_in_one_line_or_ends_with_the_same_bits(runs, tmp_path, capfd, seeds):
+def test_a_damaged_run_is_refused_in_one_line_or_ends_with_the_same_bits(runs, tmp_path, capfd, record_property, seeds):
+    record_property("cases", len(seeds))
     whole, died = runs
     ends = Counter()
     for seed in seeds:
@@ -120,7 +121,8 @@ def assert_same_scores(one: SavedRun, other: SavedRun) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.slow)], ids=len)
-def test_a_damaged_run_predicts_as_before_or_is_refused_in_one_line(runs, tmp_path, capfd, seeds):
+def test_a_damaged_run_predicts_as_before_or_is_refused_in_one_line(runs, tmp_path, capfd, record_property, seeds):
+    record_property("cases", len(seeds))
     whole, loaded, ends = load_run(runs[0]), [], Counter()
     for seed in seeds:
         run = tmp_path / f"{seed}"

@@ -50,7 +50,10 @@ def assert_finishes(server: ForkedRuns, config: Path, run: Path, whole: Path) ->
 
 
 @pytest.mark.parametrize("points", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_write_is_continued_to_the_same_bits(server, config, whole, tmp_path, points):
+def test_a_run_killed_at_any_write_is_continued_to_the_same_bits(
+    server, config, whole, tmp_path, record_property, points
+):
+    record_property("cases", points)
     path, calls = whole
     assert calls > 60
     for point in sorted({round(i * (2 * calls - 1) / (points - 1)) for i in range(points)}):
@@ -60,7 +63,10 @@ def test_a_run_killed_at_any_write_is_continued_to_the_same_bits(server, config,
 
 
 @pytest.mark.parametrize("points", [3, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(server, config, whole, tmp_path, points):
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
+    server, config, whole, tmp_path, record_property, points
+):
+    record_property("cases", points)
     path, calls = whole
     for point in sorted(
         {round(i * (calls - 2) / (points - 1)) for i in range(points)}

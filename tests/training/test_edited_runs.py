@@ -122,7 +122,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.__name__)
-def test_a_file_that_was_edited_is_named_or_not_read(folder, tmp_path, capfd, command):
+def test_a_file_that_was_edited_is_named_or_not_read(folder, tmp_path, capfd, record_property, command):
     def ends(change: Callable[[Path], object] = lambda run: None) -> tuple[int, str, list]:
         """The exit code, what stderr says, and the result of the command on a copy of the run after a change."""
         run, result = tmp_path / "run", []
@@ -138,6 +138,7 @@ def test_a_file_that_was_edited_is_named_or_not_read(folder, tmp_path, capfd, co
     assert code == 0 and wanted
     names = [str(path.relative_to(folder / "run")) for path in (folder / "run").rglob("*") if path.is_file()]
     assert len(names) > 15
+    record_property("cases", len(names) + len(FIELDS))
     refused = set()
     for name in set(names) - {"config.yaml"}:
         code, errors, result = ends(lambda run, name=name: flip(run / name) if (run / name).stat().st_size else None)

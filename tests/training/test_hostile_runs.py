@@ -147,9 +147,11 @@ def write_config(run: Path, tree: dict) -> None:
 
 
 @pytest.mark.parametrize("few", MANY)
-def test_no_value_of_config_yaml_runs_code(run, marker, commands, few):
+def test_no_value_of_config_yaml_runs_code(run, record_property, marker, commands, few):
     tree = yaml.safe_load((run / "config.yaml").read_text())
-    assert attack(marker, tree, lambda tree: write_config(run, tree), commands, few) >= 5
+    count = attack(marker, tree, lambda tree: write_config(run, tree), commands, few)
+    record_property("cases", count)
+    assert count >= 5
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ FILES = {
 
 @pytest.mark.parametrize("few", MANY)
 @pytest.mark.parametrize("name", FILES)
-def test_no_value_of_a_file_of_a_run_runs_code(run, marker, commands, name, few):
+def test_no_value_of_a_file_of_a_run_runs_code(run, record_property, marker, commands, name, few):
     path = max(run.glob(name))
     tree, write = FILES[name](path)
 
@@ -236,14 +238,16 @@ def test_no_value_of_a_file_of_a_run_runs_code(run, marker, commands, name, few)
         write(tree)
         seal(run)
 
-    assert attack(marker, tree, write_and_seal, commands, few) >= 5
+    count = attack(marker, tree, write_and_seal, commands, few)
+    record_property("cases", count)
+    assert count >= 5
 
 
 @pytest.mark.parametrize("few", FEW)
 @pytest.mark.parametrize(
     "name", ["manifest.json", "schema.json", "fingerprint.json", "summary.json", "codec.safetensors"]
 )
-def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, marker, name, few):
+def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, record_property, marker, name, few):
     folder = tmp_path / "prepared"
     shutil.copytree(made / "prepared", folder)
     kind = {"manifest.json": plain, "summary.json": plain, "codec.safetensors": codec_of}.get(name, checked)
@@ -261,11 +265,13 @@ def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, marker, name, 
 
     seal_prepared(tree)
     load_dataset(DataConfig(prepared=str(folder)))
-    assert attack(marker, tree, seal_prepared, [lambda: load_dataset(DataConfig(prepared=str(folder)))], few) >= 5
+    count = attack(marker, tree, seal_prepared, [lambda: load_dataset(DataConfig(prepared=str(folder)))], few)
+    record_property("cases", count)
+    assert count >= 5
 
 
 @pytest.mark.parametrize("few", FEW)
-def test_no_value_of_a_codec_or_a_policy_runs_code(made, tmp_path, marker, few):
+def test_no_value_of_a_codec_or_a_policy_runs_code(made, tmp_path, record_property, marker, few):
     for name, kind, load in (
         ("sids.codec/codec.safetensors", codec_of, Codec.load),
         ("policy.json", plain, Policy.load),
@@ -274,4 +280,6 @@ def test_no_value_of_a_codec_or_a_policy_runs_code(made, tmp_path, marker, few):
         shutil.copy(made / name, path)
         tree, write = kind(path)
         load(path)
-        assert attack(marker, tree, write, [lambda path=path, load=load: load(path)], few) >= 5
+        count = attack(marker, tree, write, [lambda path=path, load=load: load(path)], few)
+        record_property("cases", count)
+        assert count >= 5
