@@ -124,7 +124,7 @@ def num_events(dataset: InteractionDataset) -> int:
     owners = dataset.arrays().samples["train"].astype(np.int64)
     if dataset.chooser is None:
         return int(dataset.arrays().events.histories(owners, dataset.schema.max_history)[1].sum())
-    return int(dataset.chooser.histories(owners)[1].sum())
+    return int(dataset.chooser.histories(owners).lengths.sum())
 
 
 class Seed:

@@ -226,12 +226,12 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
         seen_by = first_seen(of, *times)
         packed = torch.from_numpy(cells[history_rows]), torch.tensor(segments)
         wanted = select_events(policy.tables, *packed, of, seen_by)
-        found, counts, weights = dataset.chooser.timelines(rows, offsets)
-        assert np.array_equal(found, history_rows[wanted.rows.numpy()])
-        assert np.array_equal(counts, wanted.lengths.numpy())
-        assert (weights is None) == (wanted.weights is None)
-        assert weights is None or np.array_equal(weights, wanted.weights.numpy())
-        kept, total = kept + len(found), total + len(history_rows)
+        found = dataset.chooser.timelines(rows, offsets)
+        assert np.array_equal(found.events, history_rows[wanted.rows.numpy()])
+        assert np.array_equal(found.lengths, wanted.lengths.numpy())
+        assert (found.weights is None) == (wanted.weights is None)
+        assert found.weights is None or np.array_equal(found.weights, wanted.weights.numpy())
+        kept, total = kept + len(found.events), total + len(history_rows)
     assert order.num_batches > 2
     assert kept < total or options["newest"] == 1
 

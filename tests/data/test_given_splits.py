@@ -25,7 +25,7 @@ def load(write, lines: list[str], **settings: object):
 
 def times(dataset, split: str) -> list[int]:
     """The times of a split's samples."""
-    return dataset._events.time[dataset._samples[split]].astype(int).tolist()
+    return dataset.arrays().events.time[dataset.arrays().samples[split]].astype(int).tolist()
 
 
 def test_a_column_gives_the_split(write):
@@ -94,7 +94,10 @@ def test_users_are_in_one_split_that_their_id_and_the_seed_decide():
 
 def test_no_user_is_in_two_splits(write):
     dataset = load(write, rows(600, user=lambda i: i % 60), split="user")
-    users = {split: set(dataset._events.user[dataset._samples[split]]) for split in ("train", "validation", "test")}
+    users = {
+        split: set(dataset.arrays().events.user[dataset.arrays().samples[split]])
+        for split in ("train", "validation", "test")
+    }
     assert sum(map(len, users.values())) == 60 == len(set.union(*users.values()))
 
 
@@ -123,8 +126,8 @@ def test_leave_one_out_leaves_the_last_groups_out(write):
     dataset = load(write, lines + other, split="leave_one_out", group="request")
     by_user = {split: [[], []] for split in ("train", "validation", "test")}
     for split, found in by_user.items():
-        for row in dataset._samples[split]:
-            found[dataset._events.user[row]].append(int(dataset._events.time[row]))
+        for row in dataset.arrays().samples[split]:
+            found[dataset.arrays().events.user[row]].append(int(dataset.arrays().events.time[row]))
     assert by_user["test"] == [[39], [36, 37, 38, 39]]
     assert by_user["validation"] == [[36, 37], [32, 33, 34, 35]]
     assert by_user["train"] == [list(range(36)), list(range(32))]

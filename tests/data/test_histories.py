@@ -130,8 +130,8 @@ def test_histories_share_the_array_of_events():
     """Memory grows with the events: 2,000 events of one user make two million history entries, and no array of them."""
     rows = [(0, t % 4, t, "12"[t % 2]) for t in range(2000)]
     dataset = load(rows, label="rating >= 2", max_history=2000)
-    arrays = [value for value in vars(dataset._events).values() if hasattr(value, "size")]
-    arrays += [column.ids for column in dataset._columns]
+    arrays = [value for value in vars(dataset.arrays().events).values() if hasattr(value, "size")]
+    arrays += [column.ids for column in dataset.arrays().columns]
     assert max(array.size for array in arrays) <= 2000
     batch = next(dataset.batches("test", 200))
     assert batch.sparse_features["history_item_id"].lengths().tolist() == list(range(1800, 2000))

@@ -107,7 +107,10 @@ def table(tmp_path_factory) -> SimpleNamespace:
 
 def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     """For the samples that have a history the request that a client would make, and which samples these are."""
-    events, order = table.dataset._events, sorted(table.rows, key=lambda r: (str(r["user"]).zfill(3), r["time"]))
+    events, order = (
+        table.dataset.arrays().events,
+        sorted(table.rows, key=lambda r: (str(r["user"]).zfill(3), r["time"])),
+    )
     split = lambda text: text.split("|") if text else []  # noqa: E731
     number = lambda value: None if value == "" else value  # noqa: E731
 
@@ -116,7 +119,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
         return {"item": name, "genres": split(found["genres"])}
 
     requests, samples = [], []
-    everything = np.concatenate([table.dataset._samples[name] for name in ("train", "validation", "test")])
+    everything = np.concatenate([table.dataset.arrays().samples[name] for name in ("train", "validation", "test")])
     for sample, start, length in zip(everything, *events.histories(everything, table.config.max_history), strict=True):
         end = start + length
         if not length:
@@ -194,7 +197,7 @@ def assert_served(table: SimpleNamespace, trained: SequenceDLRM, reads_history: 
     inputs = inputs_of(scoring)
     encoded = [read(json.loads(json.dumps(request))) for request in requests]
     arguments = batch_inputs(encoded, inputs, FloatTables(*tables_of(trained, inputs.keys)), torch.device("cpu"))
-    events = dataset._events
+    events = dataset.arrays().events
     with torch.no_grad():
         found = scoring(*arguments)
         # The second candidate of every user is item i3 with other values, so the first is the sample itself.
@@ -248,7 +251,7 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     widths = artifact.read(paths["int8"])[0]["table_widths"]
     assert set(widths.values()) > {4, 6, 12} and len(widths) > 6
     with torch.no_grad():
-        wanted = logits(trained, table.dataset.batch_of(samples, table.dataset._events.item[samples]))
+        wanted = logits(trained, table.dataset.batch_of(samples, table.dataset.arrays().events.item[samples]))
     for kind, tolerance in (("float32", 1e-4), ("int8", 0.1)):
         scorer = Scorer(paths[kind])
         scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
@@ -345,7 +348,7 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
-    events = table.dataset._events
+    events = table.dataset.arrays().events
     with torch.no_grad():
         batch = table.dataset.batch_of(samples, events.item[samples])
         wanted = logits(trained.cpu(), batch)

@@ -35,8 +35,8 @@ def samples(exported):
     category = items.column("category").to_numpy()
     order = np.lexsort((columns["item"], columns["timestamp"], columns["user"]))
     columns = {name: values[order] for name, values in columns.items()}
-    events = dataset._events
-    rows = np.concatenate([dataset._samples["test"], dataset._samples["train"]])
+    events = dataset.arrays().events
+    rows = np.concatenate([dataset.arrays().samples["test"], dataset.arrays().samples["train"]])
     rows = rows[events.histories(rows, dataset.schema.max_history)[1] > 0][:SAMPLES]
     requests = []
     for row, start, length in zip(rows, *events.histories(rows, dataset.schema.max_history), strict=True):
@@ -76,7 +76,7 @@ def test_scores_are_those_of_the_model(scorer, samples):
 def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, samples, monkeypatch):
     run = load_run(exported.run)
     dataset = load_dataset(run.config.data, run.schema)
-    rows, events = dataset._samples["train"], dataset._events
+    rows, events = dataset.arrays().samples["train"], dataset.arrays().events
     rows = rows[events.histories(rows, dataset.schema.max_history)[1] == 0][:20]
     batch = dataset.batch_of(rows, events.item[rows])
     with torch.no_grad():

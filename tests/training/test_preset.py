@@ -78,10 +78,11 @@ def test_statistics_for_pilots_are_those_without_test_rows():
     assert (events.time[test].min() < events.time[rows]).any()
     changed = dataclasses.replace(events, label=np.where(test, 1 - events.label, events.label))
     changed = dataclasses.replace(changed, item=np.where(test, 0, events.item))
-    dataset._events = changed
+    dataset._arrays = dataclasses.replace(dataset.arrays(), events=changed)
     for name, values in statistics_of(dataset, names, rows).items():
         np.testing.assert_array_equal(values, found[name])
-    dataset._events = dataclasses.replace(events, label=np.where(test, events.label, 1 - events.label))
+    changed = dataclasses.replace(events, label=np.where(test, events.label, 1 - events.label))
+    dataset._arrays = dataclasses.replace(dataset.arrays(), events=changed)
     assert not np.array_equal(statistics_of(dataset, names, rows)["past_item_rate"], found["past_item_rate"])
 
 

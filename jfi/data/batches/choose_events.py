@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, index_type, user_blocks
+from jfi.data.batches.events import Events, Histories, index_type, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.coded import blocks
@@ -56,18 +56,14 @@ class EventChooser:
         self._segments = _segments(policy, events, known, max_history)
         self._index = PolicyIndex(policy, self._cells if events.rows is None else self._cells[events.rows])
 
-    def histories(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns what stays of samples' histories: events `[M]`, their numbers `[B]` and, if any, weights `[M]`.
-
-        Args:
-            owners: `[B]` int64, the samples.
-        """
+    def histories(self, owners: np.ndarray) -> Histories:
+        """Returns what stays of the histories of samples `[B]` int64."""
         start, length = self._events.histories(owners, self._max_history)
-        places, counts, weights = self._index.select(start, length, self._segments[owners])
-        return self._rows_of(places), counts, weights
+        index, counts, weights = self._index.select(start, length, self._segments[owners])
+        return Histories(counts, events=self._events.rows_at(index), weights=weights)
 
-    def timelines(self, rows: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns what stays of the events of U timelines, as `histories`.
+    def timelines(self, rows: np.ndarray, offsets: np.ndarray) -> Histories:
+        """Returns what stays of the events of U timelines.
 
         Args:
             rows: `[R]` int64, the samples, by timeline and time.
@@ -90,8 +86,8 @@ class EventChooser:
         count = np.empty(len(of), np.int64)  # of histories to choose from
         count[:-1], count[-1] = first[1:] - first[:-1], len(at) - first[-1]
         segments = self._segments.take(of).repeat(count)
-        places, counts, weights = self._index.select(start, end - start, segments, stop - end)
-        return self._rows_of(places), np.add.reduceat(counts, first), weights
+        index, counts, weights = self._index.select(start, end - start, segments, stop - end)
+        return Histories(np.add.reduceat(counts, first), events=self._events.rows_at(index), weights=weights)
 
     @cached_property
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,10 +97,6 @@ class EventChooser:
             ends[begin:end] = np.add(*events.histories(np.arange(begin, end), 1))
         firsts = events.first[:-1]
         return firsts if events.rows is None else np.searchsorted(events.rows, firsts.astype(events.rows.dtype)), ends
-
-    def _rows_of(self, places: np.ndarray) -> np.ndarray:
-        """`[M]` int64, the events at places among those of histories."""
-        return places if self._events.rows is None else self._events.rows[places].astype(np.int64, copy=False)
 
 
 def load_policy(config: DataConfig) -> Policy | None:

@@ -53,9 +53,9 @@ def timeline_ranges(
     events: Events, first: np.ndarray, last: np.ndarray, max_history: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """`start, length [U]` of the events that the rows from `first` to `last` see, `[U]` each and of one user."""
-    start, _ = events.histories(first.astype(np.int64, copy=False), max_history)
-    end, length = events.histories(last.astype(np.int64, copy=False), max_history)
-    return start, end + length - start
+    start, length = events.histories(np.concatenate([first, last], dtype=np.int64), max_history)
+    start, end = start[: len(first)], (start + length)[len(first) :]
+    return start, end - start
 
 
 def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
@@ -131,7 +131,9 @@ class ChunkOrder:
         first = self._chunks.first[chunks]
         sizes = self._chunks.first[chunks + 1] - first
         places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
-        samples = ranges(places * self._per_row, np.full(len(places), self._per_row))
+        samples = places
+        if self._per_row > 1:
+            samples = (places[:, None] * self._per_row + np.arange(self._per_row)).ravel()
         return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
 
     def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:

@@ -1,50 +1,32 @@
 """Samples with histories, assembled into batches."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jfi.data.batches.assemble import Arrays, Dense, assemble
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.candidates import Candidates, Kind
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events
+from jfi.data.batches.events import Events, Histories
 from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart, SampleOrder, Shuffled
-from jfi.data.batches.unknown import UnknownIds
 from jfi.data.config import Batching
-from jfi.data.prepared.checksums import Verification
-from jfi.data.prepared.summary import Summary
-from jfi.data.schema.columns import Categorical, ranges
-from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.data.schema.targets import WEIGHT
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.schema import DataSchema
 from jfi.history import Policy
-from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.suggest import suggest
-from jfi.utils.timelines import Timelines
 
-#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
-#: each. The arrays of events stay apart, since each may be the map of a file.
-Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """All arrays of a dataset, as `InteractionDataset` takes them."""
-
-    events: Events
-    columns: list[Categorical]
-    dense: Dense
-    samples: dict[str, np.ndarray]
-    negatives: NegativeSampler | None
-    engagement: Engagement | None = None
+if TYPE_CHECKING:
+    from jfi.data.prepared.checksums import Verification
+    from jfi.data.prepared.summary import Summary
 
 
 class InteractionDataset:
@@ -89,12 +71,7 @@ class InteractionDataset:
         self.summary: Summary | None = None
         self.schema = schema
         self.features = schema.features
-        self._events = events
-        self._columns = columns
-        self._dense_users, self._dense_items, self._dense_contexts = dense
-        self._samples = samples
-        self._negatives = negatives
-        self._engagement = engagement
+        self._arrays = Arrays(events, columns, dense, samples, negatives, engagement)
         #: Chooses among the events of a history; None keeps all.
         self.chooser: EventChooser | None = None
         if policy is not None:
@@ -107,8 +84,7 @@ class InteractionDataset:
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
-        dense = self._dense_users, self._dense_items, self._dense_contexts
-        return Arrays(self._events, self._columns, dense, self._samples, self._negatives, self._engagement)
+        return self._arrays
 
     @property
     def policy(self) -> Policy | None:
@@ -153,7 +129,7 @@ class InteractionDataset:
             shuffled = Shuffled(count, seed, epoch) if shuffle else None
             return SampleOrder(count, batch_size, shuffled, partial(self._num_events, rows))
         if split not in self._chunks:
-            self._chunks[split] = cut_chunks(self._events, rows, self.schema.max_history, self._max_timeline)
+            self._chunks[split] = cut_chunks(self._arrays.events, rows, self.schema.max_history, self._max_timeline)
         # All chunks are ordered at once, for which a permutation in memory is the smallest and the fastest.
         shuffled = partial(Shuffled, seed=seed, epoch=epoch, large=sys.maxsize) if shuffle else None
         return ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffled)
@@ -238,14 +214,14 @@ class InteractionDataset:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
-        unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
+        dropout = OovDropout(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
 
-        def assemble(number: int) -> Batch:
+        def assemble_number(number: int) -> Batch:
             part = order.part(number, rank, world_size)
-            batch = self._assemble(part, *self.draw(split, part.samples, seed, epoch), unknown)
-            return batch.pin_memory() if pin_memory else batch
+            drawn = self.draw(split, part.samples, seed, epoch)
+            return assemble(self._arrays, self.schema, part, drawn, self._histories, dropout, pin_memory)
 
-        return assemble
+        return assemble_number
 
     def draw(
         self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0
@@ -260,19 +236,20 @@ class InteractionDataset:
             seed: of the sampled negatives, together with `epoch`.
             epoch: number of the epoch.
         """
+        table, negatives = self._arrays.events, self._arrays.negatives
         events = self._rows(split)[samples // self._samples_per_row].astype(np.int64, copy=False)
-        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
-        if self._negatives is not None:
+        item, label = table.item[events].astype(np.int64, copy=False), table.label[events]
+        if negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
-            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
-            item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
+            user, time = table.user[events[drawn]].astype(np.int64), table.time[events[drawn]]
+            item[drawn] = negatives.draw(user, time, samples[drawn], seed, epoch)
             label[drawn] = 0.0
         return events, item, label
 
     @property
     def is_implicit(self) -> bool:
         """Returns whether every row is a positive and negatives are sampled."""
-        return self._negatives is not None
+        return self._arrays.negatives is not None
 
     def candidates(self, split: str, kind: Kind, limit: int | None, num_sampled: int) -> Candidates:
         """The items that positives of a split are ranked among, for implicit feedback.
@@ -286,10 +263,10 @@ class InteractionDataset:
         rows = self._rows(split)
         if limit is not None and limit < len(rows):
             rows = rows[np.arange(limit) * len(rows) // limit]
-        rows, events = rows.astype(np.int64), self._events
+        rows, events = rows.astype(np.int64), self._arrays.events
         user, item = events.user[rows].astype(np.int64, copy=False), events.item[rows].astype(np.int64, copy=False)
         positives = rows, user, item, events.time[rows]
-        return Candidates(*positives, self._negatives, kind, num_sampled)
+        return Candidates(*positives, self._arrays.negatives, kind, num_sampled)
 
     def batch_of(self, rows: np.ndarray, item: np.ndarray, pin_memory: bool = False) -> Batch:
         """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0.
@@ -300,121 +277,30 @@ class InteractionDataset:
         if self.batching == "user":
             offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
         part = BatchPart(np.arange(len(rows)), len(rows), offsets)
-        batch = self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
-        return batch.pin_memory() if pin_memory else batch
+        drawn = rows, item, np.zeros(len(rows), np.float32)
+        return assemble(self._arrays, self.schema, part, drawn, self._histories, pin_memory=pin_memory)
 
     @property
     def _samples_per_row(self) -> int:
-        return 1 if self._negatives is None else 1 + self._negatives.per_positive
+        return 1 if self._arrays.negatives is None else 1 + self._arrays.negatives.per_positive
 
     def _rows(self, split: str) -> np.ndarray:
-        if split not in self._samples:
-            raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
-        return self._samples[split]
+        if split not in self._arrays.samples:
+            raise ValueError(f"split is '{split}'; {suggest(split, self._arrays.samples)}")
+        return self._arrays.samples[split]
 
     def _num_events(self, rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """`[B]` int64, the events of the histories of samples of a split with these rows."""
         events = rows[samples // self._samples_per_row].astype(np.int64, copy=False)
-        if self.chooser is None:
-            return self._events.histories(events, self.schema.max_history)[1]
-        return self.chooser.histories(events)[1]
+        return self._histories(events).lengths
 
-    def _history(
-        self, events: np.ndarray, offsets: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The events of the histories of samples, or of timelines, their numbers, and their weights, if any."""
-        table, max_history = self._events, self.schema.max_history
+    def _histories(self, events: np.ndarray, offsets: np.ndarray | None = None) -> Histories:
+        """The histories of samples `[B]`, or of the timelines at offsets `[U + 1]` of them."""
         if self.chooser is not None:
             return self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)
+        table, max_history = self._arrays.events, self.schema.max_history
         if offsets is None:
             start, lengths = table.histories(events, max_history)
         else:
             start, lengths = timeline_ranges(table, events[offsets[:-1]], events[offsets[1:] - 1], max_history)
-        history = ranges(start, lengths)
-        if table.rows is not None:
-            history = table.rows[history].astype(np.int64, copy=False)
-        return history, lengths, None
-
-    def _assemble(
-        self,
-        part: BatchPart,
-        events: np.ndarray,
-        item: np.ndarray,
-        label: np.ndarray,
-        unknown: UnknownIds | None = None,
-    ) -> Batch:
-        table, max_history = self._events, self.schema.max_history
-        samples, offsets, count = part.samples, part.offsets, len(events)
-        if not count:
-            events = samples = np.zeros(1, np.int64)
-            item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
-        history, history_lengths, weights = self._history(events, offsets)
-        history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
-        user = table.user[events].astype(np.int64, copy=False)
-        rows = {
-            ("user", "user"): user if offsets is None else user[offsets[:-1]],
-            ("item", "item"): item,
-            ("context", "event"): events,
-            ("history", "item"): history_item,
-            ("history", "event"): history,
-        }
-
-        # A timeline has at least one sample, so its keys have room for as many as there are samples.
-        specs = self.features if offsets is None else self.features[:-1]
-        lengths = np.zeros((len(specs), len(events)), np.int64)
-        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
-            of = rows[spec.role, spec.of]
-            counts = history_lengths if spec.role == "history" else ids.counts(of)
-            lengths[i, : len(counts)] = counts
-        if offsets is None:
-            lengths[-1] = history_lengths
-        length_per_key = lengths.sum(axis=1)
-        ends = np.cumsum(length_per_key)
-        values = np.empty(ends[-1], np.int64)
-        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
-            values_of = values[ends[i] - length_per_key[i] : ends[i]]
-            ids.fill(rows[spec.role, spec.of], values_of)
-            is_known = spec.column in self.schema.encodings.vocabularies and not spec.semantic
-            if unknown is not None and is_known:
-                # An event is unknown to all samples of the epoch, another value of a sample to this one, and by user a
-                # value of the user to those who share a timeline.
-                own = samples[offsets[:-1]] if offsets is not None and spec.role == "user" else samples
-                place = history if spec.role == "history" else np.repeat(own, lengths[i, : len(own)])
-                values_of[unknown(i, place)] = UNKNOWN
-        times = None
-        if offsets is None:
-            now = np.repeat(table.time[events], history_lengths)
-            ages = age_buckets(now - table.time[history], self.schema.num_age_buckets)
-            values[ends[-1] - length_per_key[-1] :] = ages
-        else:
-            target_times, event_times = (torch.from_numpy(table.time[one]) for one in (events, history))
-            times = Timelines(torch.from_numpy(offsets), target_times, event_times, max_history)
-
-        sparse = KeyedJaggedTensor(
-            keys=[spec.key for spec in specs],
-            values=torch.from_numpy(values),
-            weights=None if weights is None else _spread(weights, specs, length_per_key),
-            lengths=torch.from_numpy(lengths.ravel()),
-            stride=len(events),
-            # Without it the first split of the tensor would synchronize with the device to compute it.
-            length_per_key=length_per_key.tolist(),
-        )
-        contexts = [column[events, None] for column in self._dense_contexts]
-        dense = np.concatenate([self._dense_users[user], self._dense_items[item], *contexts], axis=1)
-        if not self.schema.dense_names:
-            dense = np.zeros((len(events), 1), np.float32)
-        further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
-        if further:
-            label = np.stack([label, *further], axis=1)
-        weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
-        arrays = (label, user[:count], samples[:count])
-        return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times, weight)
-
-
-def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:
-    """The weights of the events for every history key and the age, and 1 for the other keys."""
-    found, end = np.empty(length_per_key.sum(), np.float32), 0
-    for spec, count in zip(specs, length_per_key.tolist(), strict=True):
-        found[end : end + count] = weights if spec.role in ("history", "bucket") else 1
-        end += count
-    return torch.from_numpy(found)
+        return Histories(lengths, start)

@@ -1,9 +1,12 @@
 """All events of a table, sorted so that every history is a range of them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+
+from jfi.utils.ranges import ranges
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Events:
             rows: `[B]` int64.
             max_history: no history is longer.
         """
-        start = self.first[self.user[rows]]
+        start = self.first.take(self.user.take(rows))
         end = self._first_of_the_moment(start, rows)
         if self.rows is not None:
             # Values of another type would convert all of the array.
@@ -60,11 +63,15 @@ class Events:
         start = np.maximum(start, end - max_history)
         return start, end - start
 
+    def rows_at(self, index: np.ndarray) -> np.ndarray:
+        """Returns the rows `[M]` int64 that have the indices `[M]` int64 among the rows of histories."""
+        return index if self.rows is None else self.rows.take(index).astype(np.int64, copy=False)
+
     def _first_of_the_moment(self, start: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The first row of the same user and time as each of `rows`, whose users' rows begin at `start`."""
         end = np.array(rows, np.int64)
         before = np.maximum(end - 1, 0)
-        tied = np.flatnonzero((end > start) & (self.time[before] == self.time[end]))
+        (tied,) = ((end > start) & (self.time.take(before) == self.time.take(end))).nonzero()
         if len(tied):
             time = self.time[end[tied]]
             low, high = start[tied], before[tied]
@@ -74,6 +81,45 @@ class Events:
                 low, high = np.where(older, middle + 1, low), np.where(older, high, middle)
             end[tied] = low
         return end
+
+
+@dataclass(frozen=True)
+class Histories:
+    """The S events of the histories of B samples, or of B timelines.
+
+    Args:
+        lengths: `[B]` int64.
+        start: `[B]` int64: the histories are ranges of the rows of histories that begin there; None with `events`.
+        events: `[S]` int64, the events of the histories, or None.
+        weights: `[S]` float32, the weights of the events, or None.
+    """
+
+    lengths: np.ndarray
+    start: np.ndarray | None = None
+    events: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    def blocks(self, events: Events, size: int) -> Iterator[tuple[slice, slice, np.ndarray]]:
+        """Yields whole histories, of at most `size` events together or a longer one.
+
+        Args:
+            events: all events.
+            size: number of events.
+
+        Returns:
+            The range of the B histories and that of the S events, and these events, int64.
+        """
+        ends = self.lengths.cumsum()
+        first = begin = 0
+        while first < len(ends):
+            last = max(first + 1, int(ends.searchsorted(begin + size, side="right")))
+            end, own = int(ends[last - 1]), slice(first, last)
+            if self.events is None:
+                found = events.rows_at(ranges(self.start[own], self.lengths[own]))
+            else:
+                found = self.events[begin:end]
+            yield own, slice(begin, end), found
+            first, begin = last, end
 
 
 def first_rows(user: np.ndarray) -> np.ndarray:

@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.batches.assemble import Dense
 from jfi.data.batches.choose_events import load_policy
-from jfi.data.batches.dataset import Dense, InteractionDataset
+from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.events import Events
 from jfi.data.batches.negatives import NegativeSampler

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.dataset import Arrays, InteractionDataset
+from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.events import Events
 from jfi.data.config import DataConfig
 from jfi.data.prepared.source import RawColumns

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.dataset import Arrays, InteractionDataset
+from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.events import index_type
 from jfi.data.config import DataConfig
 from jfi.data.prepared.checksums import write_checksums

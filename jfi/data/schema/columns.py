@@ -45,9 +45,9 @@ class Categorical:
             rows = ranges(self.offsets[rows], self.counts(rows))
         # mode="clip" skips the bounds check, and lets NumPy write to `out` without a buffer.
         if self.ids.dtype == out.dtype:
-            np.take(self.ids, rows, out=out, mode="clip")
+            self.ids.take(rows, out=out, mode="clip")
         else:
-            out[:] = np.take(self.ids, rows, mode="clip")
+            out[:] = self.ids.take(rows, mode="clip")
 
     def slots(self, num_slots: int) -> list["Categorical"]:
         """A multi-valued column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.dataset import Dense
+from jfi.data.batches.assemble import Dense
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.source import RawColumns

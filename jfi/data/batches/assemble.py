@@ -1,0 +1,154 @@
+"""Arrays of a dataset -> a batch, in blocks of events that stay in the cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jfi.data.batches.batch import Batch
+from jfi.data.batches.engagement import Engagement
+from jfi.data.batches.events import Events, Histories
+from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.batches.oov_dropout import OovDropout
+from jfi.data.batches.order import BatchPart
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.schema import DataSchema, FeatureSpec
+from jfi.data.schema.targets import WEIGHT
+from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.timelines import Timelines
+
+#: Events that are gathered together.
+_BLOCK = 1 << 16
+
+#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
+#: each. The arrays of events stay apart, since each may be the map of a file.
+Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All arrays of a dataset, which may be maps of files.
+
+    Args:
+        events: all events; every history is a range of them.
+        columns: by key of `DataSchema.features`, except the age, the ids of each user, item or event.
+        dense: the dense features of users, of items and of contexts.
+        samples: by split the events that are its samples, ordered by (timestamp, user, item).
+        negatives: draws the negatives of implicit feedback; None for a table with labels.
+        engagement: dwell and surface of the events, or None.
+    """
+
+    events: Events
+    columns: list[Categorical]
+    dense: Dense
+    samples: dict[str, np.ndarray]
+    negatives: NegativeSampler | None
+    engagement: Engagement | None = None
+
+
+def assemble(
+    arrays: Arrays,
+    schema: DataSchema,
+    part: BatchPart,
+    drawn: tuple[np.ndarray, np.ndarray, np.ndarray],
+    find: Callable[[np.ndarray, np.ndarray | None], Histories],
+    dropout: OovDropout | None = None,
+    pin_memory: bool = False,
+) -> Batch:
+    """Returns a batch.
+
+    Args:
+        arrays: of the dataset.
+        schema: of the dataset.
+        part: the samples, and the timelines that they share.
+        drawn: the events, the target items and the labels of the samples, `[B]` each.
+        find: gives the histories of events `[B]` that are samples, or of the timelines at offsets `[U + 1]` of these.
+        dropout: which known ids become unknown, or None.
+        pin_memory: whether all tensors are in pinned memory.
+    """
+    (events, item, label), table = drawn, arrays.events
+    samples, offsets, count = part.samples, part.offsets, len(events)
+    if not count:
+        events = samples = np.zeros(1, np.int64)
+        item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
+    histories = find(events, offsets)
+    user = table.user[events].astype(np.int64, copy=False)
+    owners = slice(None) if offsets is None else offsets[:-1]  # of the samples, those that a user's values belong to
+    rows = {"user": user[owners], "item": item, "context": events}
+
+    # A timeline has at least one sample, so its keys have room for as many as there are samples. By user there is no
+    # age, which follows from the times.
+    specs = schema.features if offsets is None else schema.features[:-1]
+    lengths = np.zeros((len(specs), len(events)), np.int64)
+    for own, spec, ids in zip(lengths, specs, [*arrays.columns, None], strict=False):
+        counts = ids.counts(rows[spec.role]) if spec.role in rows else histories.lengths
+        own[: len(counts)] = counts
+    length_per_key = lengths.sum(axis=1).tolist()
+    ends = list(accumulate(length_per_key))
+    if pin_memory:
+        values = torch.empty(ends[-1], dtype=torch.int64, pin_memory=True)
+    else:
+        values = torch.from_numpy(np.empty(ends[-1], np.int64))  # NumPy asks for huge pages: fewer page faults
+    ids_of_keys = values.numpy()
+    parts = [ids_of_keys[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    known = schema.encodings.vocabularies if dropout is not None else {}
+    of_events = []
+    for key, (spec, ids, out) in enumerate(zip(specs, arrays.columns, parts, strict=False)):
+        drops = spec.column in known and not spec.semantic
+        if spec.role == "history":
+            of_events.append((key, spec.of, ids, out, drops))
+            continue
+        ids.fill(rows[spec.role], out)
+        if drops:
+            # By user a value of the user is unknown to all samples of the timeline.
+            own = samples[owners] if spec.role == "user" else samples
+            out[dropout(key, own.repeat(lengths[key, : len(own)]))] = UNKNOWN
+
+    times = None
+    if offsets is not None:
+        event_times = np.empty(int(histories.lengths.sum()))
+        target_times = torch.from_numpy(table.time[events])
+        times = Timelines(torch.from_numpy(offsets), target_times, torch.from_numpy(event_times), schema.max_history)
+    for owner, place, event in histories.blocks(table, _BLOCK):
+        of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
+        for key, entity, ids, out, drops in of_events:
+            ids.fill(of[entity], out[place])
+            if drops:
+                out[place][dropout(key, event)] = UNKNOWN  # to all samples of the epoch
+        time = table.time.take(event, mode="clip")
+        if times is None:
+            now = table.time[events[owner]].repeat(histories.lengths[owner])
+            parts[-1][place] = age_buckets(np.subtract(now, time, out=now), schema.num_age_buckets)
+        else:
+            event_times[place] = time
+
+    sparse = KeyedJaggedTensor(
+        keys=[spec.key for spec in specs],
+        values=values,
+        weights=None if histories.weights is None else _weights(histories.weights, specs, parts),
+        lengths=torch.from_numpy(lengths.ravel()),
+        stride=len(events),
+        # Without it the first split of the tensor would synchronize with the device to compute it.
+        length_per_key=length_per_key,
+    )
+    users, items, contexts = arrays.dense
+    dense = np.zeros((len(events), 1), np.float32)
+    if schema.dense_names:
+        dense = np.concatenate([users[user], items[item], *(column[events, None] for column in contexts)], axis=1)
+    further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
+    if further:
+        label = np.stack([label, *further], axis=1)
+    weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
+    fields = map(torch.from_numpy, (label, user[:count], samples[:count]))
+    batch = Batch(torch.from_numpy(dense), sparse, *fields, part.total, times, weight)
+    return batch.pin_memory() if pin_memory else batch
+
+
+def _weights(weights: np.ndarray, specs: list[FeatureSpec], parts: list[np.ndarray]) -> torch.Tensor:
+    """The weights of the events for every history key and the age, and 1 for the values of other keys."""
+    of_events = {"history": weights, "bucket": weights}
+    ones = (of_events.get(spec.role, np.ones(len(part), np.float32)) for spec, part in zip(specs, parts, strict=True))
+    return torch.from_numpy(np.concatenate([*ones], dtype=np.float32))
