@@ -32,6 +32,7 @@ from benchmarks.quality.run import environment
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.engagement import training_log
+from jfi.data.batches.events import Histories
 from jfi.data.prepared.source import column_settings, read_tables
 from jfi.data.schema.columns import sort_ids
 from jfi.history import Policy, fit
@@ -108,15 +109,15 @@ class OtherRemoval:
         sums = np.array([np.minimum(lengths, cap).sum() for cap in caps])
         self._cap = int(caps[np.argmin(np.abs(sums - kept * lengths.sum()))])
 
-    def histories(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
+    def histories(self, owners: np.ndarray) -> Histories:
         start, length = self._events.histories(owners, self._longest)
         if self._how == "random":
             rows = ranges(start, length)
             stays = self._stays[rows]
             counts = np.bincount(np.repeat(np.arange(len(owners)), length)[stays], minlength=len(owners))
-            return rows[stays], counts, None
+            return Histories(counts, events=rows[stays])
         kept = np.rint(length * self._kept).astype(np.int64) if self._how == "oldest" else np.minimum(length, self._cap)
-        return ranges(start + length - kept, kept), kept, None
+        return Histories(kept, start=start + length - kept)
 
 
 def num_events(dataset: InteractionDataset) -> int:
