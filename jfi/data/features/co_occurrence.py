@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.batches.events import Events
+from jfi.data.batches.events import Events, Histories
 from jfi.data.features.past import Past
-from jfi.data.schema.coded import blocks
 from jfi.data.schema.columns import ranges
 
-#: Pairs that are in memory together beside the log of all pairs, and pairs that the log has, about.
-_AT_ONCE, _LARGEST_LOG = 1 << 22, 1 << 24
+#: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
+_AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
 _LONGEST, _SHORTEST = 128, 8
 _FEW_PAIRS = 10.0
 
@@ -71,40 +70,58 @@ def co_occurrence(
     """
     # Multiples of 2**-10, so that sums of products are exact.
     surprise = np.rint(surprise * 1024) / 1024
+    item_of, label = np.asarray(events.item, np.int64), np.nan_to_num(events.label)
+    of_event = np.stack([~np.isnan(events.label), label, surprise])
+    num_items = int(max(item_of.max(), item.max(initial=0))) + 1
     in_history = np.arange(len(events)) if events.rows is None else np.asarray(events.rows, np.int64)
-    later, earlier = _with_history(events, in_history, window)
-    later = in_history[later]
-    item_of = np.asarray(events.item, np.int64)
-    num_items = int(item_of.max()) + 1
-    pairs = Past(_pair(item_of[later], item_of[earlier], num_items), moment[later])
-    total = pairs.prefix(surprise[later] * surprise[earlier])
+    in_history = in_history[np.argsort(moment[in_history], kind="stable")]
+    histories = _newest(events, in_history, window)
+    count = int(histories.lengths.sum())
+    (key, when), product = np.empty((2, count), np.int64), np.empty(count)
+    for own, place, event in histories.blocks(events, _AT_ONCE):
+        later = in_history[own].repeat(histories.lengths[own])
+        when[place] = moment[later]
+        key[place] = _pair(item_of[later], item_of[event], num_items)
+        product[place] = surprise[later] * surprise[event]
+    pairs = Past(key, when)
+    made = pairs.of_each_row(product)
     alone = Past(item_of[in_history], moment[in_history])
     of_target = alone.older(item, moment[rows]).count
-    label = np.nan_to_num(events.label)
-    has_label = ~np.isnan(events.label)
-    sums = np.zeros((4, len(rows)))
-    for begin, end in blocks(len(rows), max(1, _AT_ONCE // window)):
-        part = slice(begin, end)
-        sample, event = _with_history(events, rows[part], window)
-        now, target, other = moment[rows[part]][sample], item[part][sample], item_of[event]
-        older = pairs.older(_pair(target, other, num_items), now)
-        count = older.count
-        weight = count / np.sqrt(np.maximum(of_target[part][sample] * alone.older(other, now).count, 1))
-        agreement = (total[older.end] - total[older.first]) / (count + _FEW_PAIRS)
-        for i, values in enumerate(
-            (weight, weight * has_label[event], weight * label[event], agreement * surprise[event])
-        ):
-            sums[i, part] = np.bincount(sample, weights=values, minlength=end - begin)
+    # A sample that is an event of histories, with its own item, asks for the pairs that it made.
+    place = np.full(len(events), -1)
+    place[in_history] = np.arange(len(in_history))
+    place = np.where(item_of[rows] == item, place[rows], -1)
+
+    first, sums = histories.lengths.cumsum() - histories.lengths, np.zeros((4, len(rows)))
+    for is_own in (True, False):
+        chosen = np.flatnonzero((place >= 0) == is_own)
+        if not len(chosen):
+            continue
+        chosen = chosen[np.argsort(moment[rows[chosen]], kind="stable")]
+        asked = _newest(events, rows[chosen], window)
+        total = None if is_own else pairs.prefix(product)
+        for own, _, event in asked.blocks(events, _AT_ONCE):
+            part, count = chosen[own], asked.lengths[own]
+            now, other = moment[rows[part]].repeat(count), item_of[event]
+            if is_own:
+                own_pairs = ranges(first[place[part]], count)
+                found, agreed = (one.take(own_pairs) for one in made)
+            else:
+                older = pairs.older(_pair(item[part].repeat(count), other, num_items), now)
+                found, agreed = older.count, total[older.end] - total[older.first]
+            weight = found / np.sqrt(np.maximum(of_target[part].repeat(count) * alone.older(other, now).count, 1))
+            agreement = agreed / (found + _FEW_PAIRS)
+            labeled, liked, surprising = of_event.take(event, axis=1)
+            sample = np.arange(len(part)).repeat(count)
+            for i, values in enumerate((weight, weight * labeled, weight * liked, agreement * surprising)):
+                sums[i, part] = np.bincount(sample, weights=values, minlength=len(part))
     return CoOccurrence(*sums)
 
 
-def _with_history(events: Events, rows: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The places in `rows` and the events of their histories, for all pairs of a row and an event of its history."""
-    start, length = events.histories(rows, window)
-    history = ranges(start, length)
-    if events.rows is not None:
-        history = events.rows[history].astype(np.int64, copy=False)
-    return np.repeat(np.arange(len(rows)), length), history
+def _newest(events: Events, rows: np.ndarray, window: int) -> Histories:
+    """The newest `window` events of the histories of rows `[N]`."""
+    start, lengths = events.histories(rows, window)
+    return Histories(lengths, start)
 
 
 def _pair(one: np.ndarray, other: np.ndarray, num_items: int) -> np.ndarray:

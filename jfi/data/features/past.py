@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Keys up to this many times the number of rows are their own codes.
-_DENSE = 4
+#: What places stay below.
+_LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -50,31 +50,47 @@ class Past:
 
     def __init__(self, key: np.ndarray, moment: np.ndarray) -> None:
         self._keys, code = None, key
-        if len(key) and key.max() > _DENSE * len(key):
-            self._keys, code = np.unique(key, return_inverse=True)
         self._moments = int(moment.max()) + 1 if len(moment) else 1
-        # The codes are below a few times N, and so are the moments, so that the product does not overflow.
-        place = code * self._moments + moment
+        if len(key) and int(key.max()) >= _LARGEST // (self._moments + 1):
+            self._keys, code = np.unique(key, return_inverse=True)
         #: `[N]` the rows in the order of (key, moment).
-        self.order = np.argsort(place, kind="stable")
-        self._places = place[self.order]
-        self._starts = np.append(0, np.cumsum(np.bincount(code)))
+        self.order, self._sorted, self._places = _sort(code, moment, self._moments)
+        # [N], where the rows of each row's key begin.
+        self._starts = _first_of_equal(self._sorted)
 
     def older(self, key: np.ndarray, moment: np.ndarray) -> Older:
-        """The rows with a key that are strictly older than a moment, `[B]` int64 each; none with a key below 0."""
-        code = self._codes(key)
-        known = code >= 0
-        # Beyond the last moment of the rows all of them are older.
-        place = code * self._moments + np.minimum(moment, self._moments)
-        # Searches in the order of the places find most of the way in the cache: 4 times faster, the sort included.
-        order, end = np.argsort(place), np.empty(len(place), np.int64)
-        end[order] = np.searchsorted(self._places, place[order])
-        return Older(np.where(known, self._starts[code], 0), np.where(known, end, 0))
+        """The rows with a key that are strictly older than a moment, `[B]` int64 each; none with a key below 0.
+
+        Questions in the order of their moments take half of the time.
+        """
+        if not len(self.order):
+            return Older(np.zeros_like(key), np.zeros_like(key))
+        # Searches in the order of the places find most of the way in the cache. One more than the last moment of the
+        # rows is the first place of the next key: all rows of the key are older.
+        order, code, place = _sort(self._codes(key), np.minimum(moment, self._moments), self._moments)
+        found = np.searchsorted(self._places, place)
+        last = np.maximum(found - 1, 0)
+        some = (found > 0) & (self._sorted.take(last) == code)
+        first, end = np.empty(len(place), np.int64), np.empty(len(place), np.int64)
+        first[order], end[order] = np.where(some, self._starts.take(last), 0), np.where(some, found, 0)
+        return Older(first, end)
+
+    def of_each_row(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each of the N rows those of its key that are strictly older: `[N]` int64 their number, and the sum.
+
+        Args:
+            values: `[N]`, what is summed.
+        """
+        end, prefix = _first_of_equal(self._places), self.prefix(values)
+        count, total = np.empty(len(end), np.int64), np.empty(len(end))
+        count[self.order] = end - self._starts
+        total[self.order] = prefix.take(end) - prefix.take(self._starts)
+        return count, total
 
     def _codes(self, key: np.ndarray) -> np.ndarray:
         """The codes of keys, -1 for one that no row has."""
         if self._keys is None:
-            return np.where((key >= 0) & (key < len(self._starts) - 1), key, -1)
+            return np.minimum(key, self._sorted[-1] + 1)
         code = np.minimum(np.searchsorted(self._keys, key), len(self._keys) - 1)
         return np.where(self._keys[code] == key, code, -1)
 
@@ -113,3 +129,31 @@ class Past:
         last = older.end[some] - 1
         result[some] = total[last] * np.exp2((seconds[last] - now[some]) / half_life)
         return result
+
+
+def _sort(key: np.ndarray, moment: np.ndarray, moments: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sorts rows by (key, moment), equal ones in their order.
+
+    Returns:
+        The order `[N]` int64, and in this order the keys and key * moments + moment, `[N]` int64 each.
+    """
+    # A number that has the key and the row is sorted several times faster than rows by their keys.
+    bits = len(key).bit_length()
+    if len(key) and int(key.max()) < _LARGEST >> bits and (moment[1:] >= moment[:-1]).all():
+        packed = key.astype(np.int64)
+        packed <<= bits
+        packed |= np.arange(len(key))
+        packed.sort()
+        order = packed & ((1 << bits) - 1)
+        packed >>= bits
+        return order, packed, packed * moments + moment.take(order)
+    place = key * moments + moment
+    order = np.argsort(place, kind="stable")
+    return order, key.take(order).astype(np.int64, copy=False), place.take(order)
+
+
+def _first_of_equal(values: np.ndarray) -> np.ndarray:
+    """`[N]` int64, for sorted values the index of the first one that is equal."""
+    first = np.arange(len(values))
+    first[1:][values[1:] == values[:-1]] = 0
+    return np.maximum.accumulate(first, out=first)
