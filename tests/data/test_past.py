@@ -11,18 +11,25 @@ ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(-3, 
 ASKED = st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 9)), min_size=1, max_size=10)
 
 
-@pytest.mark.parametrize("scale", [1, 10**9], ids=["small keys", "large keys"])
+@pytest.mark.parametrize("by_time", [False, True])
+@pytest.mark.parametrize("scale", [1, 10**9, 2**59], ids=["small keys", "large keys", "keys too large to be packed"])
 @settings(max_examples=60)
 @given(rows=ROWS, asked=ASKED)
-def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, rows, asked):
+def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, asked):
     table, asked = np.array(rows, np.int64).reshape(-1, 3), np.array(asked, np.int64)
     table[:, 0], asked[:, 0] = table[:, 0] * scale, asked[:, 0] * scale
+    if by_time:
+        table, asked = (one[np.argsort(one[:, 1], kind="stable")] for one in (table, asked))
     key, moment, value = table.T
     past = Past(key, moment)
     older = past.older(*asked.T)
     chosen = [[i for i in range(len(key)) if key[i] == k and moment[i] < m] for k, m in asked]
     assert older.count.tolist() == [len(one) for one in chosen]
     assert past.sum(value, older).tolist() == [value[one].sum() for one in chosen]
+    before = [(key == k) & (moment < m) for k, m in zip(key, moment, strict=True)]
+    count, total = past.of_each_row(value)
+    assert count.tolist() == [one.sum() for one in before]
+    assert total.tolist() == [value[one].sum() for one in before]
     newest = [sorted(one, key=lambda i: moment[i])[-2:] for one in chosen]  # stable, as the order of equal moments is
     assert past.sum(value, older.newest(2)).tolist() == [value[one].sum() for one in newest]
 
