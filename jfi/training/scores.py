@@ -49,7 +49,7 @@ class Scores:
             a file.
         labels: the L labels.
         user: `[N]` int64, equal for rows of one user; the map of a file.
-        unknown: how much of what describes the rows training does not know.
+        unknown: shares of the rows without a known user, item or value.
         positives: against sampled negatives, where implicit feedback is evaluated.
         calibration: applied to probabilities and metrics, not to `score`; None for none.
     """

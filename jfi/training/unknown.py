@@ -1,4 +1,4 @@
-"""Shares of samples whose user, item or values training does not know: the model scores them by the rest."""
+"""Shares of samples without a known user, item or value of a column."""
 
 import logging
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class UnknownShares:
-    """How much of what describes scored rows training does not know.
+    """Shares of scored rows without a known user, item or value.
 
     Args:
         rows: the number of rows.
-        shares: by column the share of rows without a known value: each is missing, or training has not seen it, or it
-            was too rare. Columns of the user, the item and the context that the model has tables of are listed, the
-            user's id if it is a feature.
+        shares: by column the share of rows without a known value: it is missing, training has not seen it, or it was
+            too rare there. The columns are the categories of the user, the item and the context; the user's id is one
+            of them if it is a feature.
 
     Example:
         >>> print(UnknownShares(200, {"item_id": 0.25, "country": 0.0}))
