@@ -86,6 +86,10 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
         return "sharding.compute_kernel is 'fused_uvm_caching', and attention reads rows in device memory"
     if sharding.dedup:
         return "sharding.dedup is true, which is for rows that travel"
+    bags = model.embedding_bag_collection
+    widths = {} if bags is None else {table.name: table.embedding_dim for table in bags.embedding_bag_configs()}
+    if len({*widths.values()}) > 1:
+        return f"tables of users and contexts have several widths, {widths}"
     tables, replicated = _tables(model, sharding)
     for feature in arch.features:
         if unknown := [key for key in feature.sequence_keys if key not in tables]:

@@ -26,7 +26,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from worker import do, without_pictures
 
-from jfi.data import Batch, load_dataset
+from jfi.data import Batch, FeatureConfig, load_dataset
 from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.schema.schema import CODEC
 from jfi.sid import DiscretePCA
@@ -354,6 +354,27 @@ def test_parts_of_a_batch_are_pipelined_and_the_losses_stay(folder, alone, one_l
     )
     assert len(ours) == 23
     assert [r["loss"] for r in ours[:22]] == pytest.approx([r["loss"] for r in theirs[:22]], abs=ROUNDING)
+
+
+def test_tables_of_several_widths_are_sharded_and_the_losses_stay(folder, one_launched, monkeypatch):
+    """Events have a width, and country and user_id each their own."""
+    widths = {"item_id": 12, "rating": 12, "country": 4, "user_id": 16}
+    configs = [tiny(folder, f"widths-{name}", sharding="row_wise", epochs=1) for name in ("launched", "alone")]
+    for config in configs:
+        config.data.features.append(FeatureConfig("item_id", "item"))
+        for one in config.data.features:
+            one.width = widths.get(one.name)
+    with without_pictures():
+        train(configs[0])
+    refused = dataclasses.replace(configs[1], sharding=dataclasses.replace(configs[1].sharding, exchange="attention"))
+    with pytest.raises(ConfigError, match=r"sharding.exchange: got 'attention', but tables of users and contexts have"):
+        train(refused)
+    torch.distributed.destroy_process_group()
+    for name in environment(0, 1):
+        monkeypatch.delenv(name)
+    with without_pictures():
+        train(configs[1].with_training(run_dir=str(folder / "widths-one")))
+    assert_same_metrics(folder / "widths-launched", folder / "widths-one", steps=21)
 
 
 def test_a_launched_run_does_not_take_up_another(alone, one_launched):
