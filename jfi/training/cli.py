@@ -74,6 +74,7 @@ def parse_config(
             with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
                 _check_size(value, option)
                 _collect_removed(removed, option, value)
+                _check_entries(option, value)
             if argument.startswith("--") and not _removed(option):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
         check_removed(removed)
@@ -230,6 +231,14 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
                 _check_keys(element, values[0], path, f"{prefix}{key}.{name}.")
 
 
+def _check_entries(option: str, value: str) -> None:
+    """Raises ConfigError for a list whose entries are no mappings or have unknown keys, as `_check_keys` of a file."""
+    section, _, name = option.removeprefix("--").removesuffix("+").partition(".")
+    hint = _fields(_fields(Config)[section]).get(name) if section in _SECTIONS else None
+    if typing.get_origin(hint) is list and _dataclass_of(hint)[0] is not None and value:
+        _check_keys({section: {name: yaml.safe_load(value)}}, Config, option, "")
+
+
 def _check_option(option: str, others: list[str]) -> None:
     """Raises ConfigError for an option that is neither a field of the config nor in `others`."""
     section: type | None = Config
@@ -262,6 +271,10 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
             yield from _leaves(inner, f"{prefix}{name}.")
 
 
+def _must_be_one_of(found: re.Match) -> str:
+    return f"got '{found[2]}', must be one of {found[1].replace(chr(39), '')}"
+
+
 #: jsonargparse's message about a value that may be of several types.
 _UNION = re.compile(
     r'"([\w.]+)":\s+Does not validate against any of the Union subtypes\s+Subtypes: \[(.*?)\]\s+Errors:.*'
@@ -270,8 +283,16 @@ _UNION = re.compile(
 )
 
 
+#: jsonargparse's message about a value of an entry in a list.
+_ENTRY = re.compile(r"""^"([\w.]+)":\s+Problem with given class_path '[\w.]+':\s+(?:"(\w+)":\s+)?(.*)$""", re.DOTALL)
+
+
 def _tidy(message: str) -> str:
     message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", "")
+    if found := _ENTRY.match(message):
+        name, field, what = found.groups()
+        message = f"{name}: an entry's {field}: {what}" if field else f"{name}: an entry: {what}"
+    message = re.sub(r"Expected a Literal\[(.*?)\]\.\s+Got value: (.*)$", _must_be_one_of, message)
     if found := _UNION.match(message):
         name, kinds, value = found.groups()
         kinds = re.sub(r"Literal\[(.*?)\]", r"\1", kinds).replace("NoneType", "null")

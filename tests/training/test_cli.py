@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.training import Config, ConfigError
 from jfi.training.cli import load_config, parse_config, run_cli, save_config
 from jfi.utils.options import OptionError, OptionParser, at_least_zero
@@ -110,7 +112,7 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--training.patience", "x"], ["training.patience: got 'x', must be one of int, null"]),
         (["--training.epochs", "0"], ["training.epochs", "0", "at least 1"]),
         (["--training.epochs"], ["--training.epochs", "expected one argument"]),
-        (["--model.pooling", "max"], ["model.pooling", "'attention', 'mean', 'sum', 'none'", "max"]),
+        (["--model.pooling", "max"], ["model.pooling", "one of attention, mean, sum, none", "max"]),
         (["--model.dropout", "1"], ["model.dropout", "[0, 1)"]),
         (["--model.over_arch", "[]"], ["model.over_arch", "at least one size"]),
         (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
@@ -130,13 +132,13 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--optimizer.embeddings.learning_rate", ".nan"], ["optimizer.embeddings.learning_rate", "nan", "positive"]),
         (["--optimizer.embeddings.weight_decay", "-1"], ["optimizer.embeddings.weight_decay", "-1", "0 or more"]),
         (["--optimizer.dense.name", "rowwise_adagrad"], ["optimizer.dense.name", "adagrad, adam or adamw"]),
-        (["--sharding.type", "rowwise"], ["sharding.type", "'row_wise'", "rowwise"]),
+        (["--sharding.type", "rowwise"], ["sharding.type", "row_wise", "'rowwise'"]),
         (["--sharding.min_partition", "6"], ["sharding.min_partition", "6", "a positive multiple of 4"]),
         (
             ["--sharding.type", "column_wise", "--model.embedding_dim", "40"],
             ["sharding.min_partition", "16", "a divisor of model.embedding_dim"],
         ),
-        (["--sharding.compute_kernel", "uvm"], ["sharding.compute_kernel", "'fused_uvm_caching'", "uvm"]),
+        (["--sharding.compute_kernel", "uvm"], ["sharding.compute_kernel", "fused_uvm_caching", "'uvm'"]),
         (["--sharding.cache_load_factor", "0"], ["sharding.cache_load_factor", "0", "(0, 1]"]),
         (["--training.seed", "-1"], ["training.seed", "-1", "[0, 2**32)"]),
         (["--training.seed", "4294967296"], ["training.seed", "4294967296", "[0, 2**32)"]),
@@ -328,3 +330,64 @@ def assert_one_line(errors: str, part: str, folder: Path) -> None:
     assert len(lines) == 1 and part in lines[0], errors
     assert "Traceback" not in errors
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "entries"),
+    [
+        (
+            {"item_categorical": ["a", "b"], "separators": {"a": "|"}},
+            "{name: a, of: item, separator: '|'}, {name: b, of: item}",
+        ),
+        ({"hash_buckets": {"item_id": 9}}, "{name: item_id, of: item, hash_buckets: 9}"),
+        ({"event_dense": ["s"], "min_count": {}}, "{name: s, of: event, type: number}"),
+        ({"impression_categorical": ["s"], "min_count": {"s": 3}}, "{name: s, of: context, min_count: 3}"),
+        ({"event_crosses": [["a", "b"]]}, "{name: a_x_b, of: event, cross: [a, b]}"),
+    ],
+)
+def test_settings_that_features_have_replaced_show_the_entries(settings, entries, yaml_file):
+    what = f"is no setting any more; declare each feature: data.features: [{entries}]"
+    expected = f"data.{next(iter(settings))} {what}"
+    arguments = [word for name, value in settings.items() for word in (f"--data.{name}", yaml.safe_dump(value))]
+    assert fault(*arguments) == expected
+    path = yaml_file(yaml.safe_dump({"data": settings}, sort_keys=False))
+    assert fault("--config", path) == f"{path}: {expected}"
+    with pytest.raises(DataError) as refused:
+        DataConfig(**settings)
+    assert str(refused.value) == expected
+    with pytest.raises(DataError):
+        dataclasses.replace(DataConfig(), **settings)
+
+
+def test_a_column_of_a_removed_mapping_may_be_named_by_the_option():
+    entries = "[{name: a, of: item, separator: '|'}]"
+    assert fault("--data.item_categorical=[a]", "--data.separators.a", "|").endswith(f"data.features: {entries}")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[{name: a, of: usr}]", "data.features: an entry's of: got 'usr', must be one of user, item, event, context"),
+        ("[{name: a}]", "data.features: an entry: the following arguments are required: of"),
+        ("[{nam: a}]", "--data.features: unknown key data.features.nam; did you mean 'data.features.name'?"),
+        ("[os.system]", "--data.features: data.features must be a mapping of keys, got 'os.system'"),
+    ],
+)
+def test_entries_of_features_are_checked(entries, message):
+    assert fault("--data.features", entries) == message
+
+
+def test_features_are_entries_on_the_command_line():
+    entries = "[{name: price, of: item, type: number}, {name: x, of: event, cross: [item_id, a], hash_buckets: 9}]"
+    assert parse("--data.features", entries).data.features == [
+        FeatureConfig("price", "item", "number"),
+        FeatureConfig("x", "event", cross=["item_id", "a"], hash_buckets=9),
+    ]
+
+
+@pytest.mark.parametrize(("version", "found"), [("", "there is no version"), ("version: 1\n", "version is 1")])
+def test_a_config_of_an_earlier_version_is_refused(version, found, yaml_file):
+    """Its settings mean something else: `data.fractions` were of all rows."""
+    path = yaml_file(f"{version}data:\n  fractions: [0.5, 0.25, 0.25]\n  item_categorical: [genres]\n")
+    with pytest.raises(ConfigError, match=rf"{found}, must be 2: an earlier version of jfi, .* wrote it$"):
+        load_config(path)
