@@ -128,7 +128,7 @@ def load_config(path: str | Path) -> Config:
 
 def save_config(config: Config, path: str | Path) -> None:
     """Writes all fields, including defaults, as YAML; whole or not at all."""
-    tree = {"version": VERSION, **dataclasses.asdict(dataclasses.replace(config, data=config.data.without_tables()))}
+    tree = {"version": VERSION, **config.as_dict()}
     write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 

@@ -192,6 +192,10 @@ class Config:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
+    def as_dict(self) -> dict:
+        """The fields as JSON and YAML can hold them: tables in memory are named by their SHA-256."""
+        return dataclasses.asdict(dataclasses.replace(self, data=self.data.without_tables()))
+
     def __post_init__(self) -> None:
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")

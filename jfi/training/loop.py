@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -170,7 +170,7 @@ class Trainer(RunState):
     def _recorder(self, run: RunFolder, data: str, logger: Logger | None) -> Recorder | SilentRecorder:
         if not self.world.is_first:
             return SilentRecorder()
-        tracker = Tracker(self.config.training, asdict(self.config), logger)
+        tracker = Tracker(self.config.training, self.config.as_dict(), logger)
         return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
     def _log_so_far(self, run: RunFolder) -> list[dict]:

@@ -207,7 +207,7 @@ class RunState:
             state = self._state()
             self.check_finite(state["window"][0].item())
             progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
-            progress.config = asdict(self.config)
+            progress.config = self.config.as_dict()
             name = checkpoint_name(progress.epoch, progress.batch)
             try:
                 save_checkpoint(run.checkpoints, name, state, asdict(progress), self.world)

@@ -5,6 +5,7 @@ import pytest
 from jfi.serving.requests import BadRequestError, RequestReader, parse
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.values import columns_of
+from jfi.utils.encoding import HashBuckets, Vocabulary
 
 SCHEMA = Schema(
     user=[Field("city", "category", ["city"]), Field("income", "number", mean=10.0, deviation=2.0)],
@@ -145,3 +146,32 @@ def test_an_object_without_fields_is_an_object(row):
     assert columns_of([{}], [], lambda _: "user") == {}
     with pytest.raises(BadRequestError, match="user must be an object, got"):
         columns_of([row], [], lambda _: "user")
+
+
+@pytest.mark.parametrize("buckets", [0, 7])
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_a_value_has_one_text(buckets, has_lists):
+    """Read from the bytes of a request without lists, and by the JSON parser of one with them."""
+    texts = ["7", "0.5", "true", "10000000000000000", "007", "1e3"]
+    fields = [Field("item", "category", ["item"], num_buckets=buckets)]
+    fields += [Field("tags", "categories", ["tags"], num_buckets=buckets)] if has_lists else []
+    schema = Schema(user=[], candidate=fields, event=[], vocabularies={"item": texts, "tags": texts})
+    read = RequestReader(schema, Limits(max_candidates=100, max_history=1))
+    known = HashBuckets(buckets) if buckets else Vocabulary(texts)
+    same = {
+        "7": ["7", "7.0", '"7"', '"7.0"', '"7.00"', "7e0"],
+        "0.5": ["0.5", "0.50", '"0.50"', "5e-1"],
+        "true": ["true", '"true"', '"True"', '"TRUE"'],
+        "10000000000000000": ["10000000000000000", "1e16", '"1e+16"', "1e+16"],
+        "007": ['"007"'],
+        "1e3": ['"1e3"'],
+        None: ["null", '""', '"\\ud800"', '"a\\ud800"'],
+    }
+    for text, written in same.items():
+        for value in written:
+            row = f'{{"item": {value}' + (f', "tags": [{value}]' if has_lists else "") + "}"
+            for rows in (row, f"{row}, {row}"):
+                found = read.read(f'{{"user": {{}}, "candidates": [{rows}]}}'.encode())
+                (expected,) = known.ids([text])
+                assert set(found.ids["item"].tolist()) == {expected}, value
+                assert not has_lists or set(found.ids["tags"].tolist()) == ({expected} - {0}), value

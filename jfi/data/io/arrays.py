@@ -143,11 +143,14 @@ def as_float64(column: pa.Array) -> pa.Array:
         else:
             values = encoded.dictionary.cast(pa.string()).cast(pa.float64())
         return values.take(encoded.indices)
-    if kind == TEXT:
-        lower = pc.utf8_lower(column) if pc.any(pc.is_in(column, BOOLEANS)).as_py() else column
-        column = pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", column))
-    return column.cast(pa.float64(), safe=False)  # a safe cast would refuse integers beyond 2^53
+    try:
+        return column.cast(pa.float64(), safe=False)  # a safe cast would refuse integers beyond 2^53
+    except pa.ArrowInvalid:
+        if kind != TEXT:
+            raise
+    texts = pc.utf8_trim_whitespace(column)
+    numbers = pa.array(["1", "0"] * 3, TEXT).take(pc.index_in(texts, _BOOLEANS))
+    return pc.coalesce(numbers, texts).cast(pa.float64())
 
 
-#: Texts of booleans.
-BOOLEANS = pa.array([text for name in ("true", "false") for text in (name, name.title(), name.upper())], TEXT)
+_BOOLEANS = pa.array(["true", "false", "True", "False", "TRUE", "FALSE"], TEXT)

@@ -1,7 +1,8 @@
 """The files that a config names -> tables of some rows each, so that a source may be longer than memory."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,12 @@ def _add_partitions(table: Table, file: File, wanted: Collection[str]) -> Table:
 
 def _alike(source: _Source) -> Iterator[tuple[File, Table]]:
     """Yields tables with the same columns, in which each column has lists in all tables or in none."""
-    lists, first = _find_lists(source), None
-    for file, table in source:
+    tables, first = iter(source), None
+    begin = [next(tables)]
+    lists, is_known = _find_lists(source, begin)
+    if not is_known:
+        lists, _ = _find_lists(source, source)
+    for file, table in chain(begin, tables):
         for name, has_lists in lists.items():
             if name in table.known or file.layout.format == "json":
                 table = _with_kind(table, name, has_lists)
@@ -133,14 +138,14 @@ def _alike(source: _Source) -> Iterator[tuple[File, Table]]:
         yield file, table
 
 
-def _find_lists(source: _Source) -> dict[str, bool]:
-    """Returns by column whether it has lists, as far as the rows tell it.
+def _find_lists(source: _Source, tables: Iterable[tuple[File, Table]]) -> tuple[dict[str, bool], bool]:
+    """Returns by column whether it has lists, and whether the tables tell it of all columns.
 
     A file of JSON Lines may name a column, or give it a value, in a late row only: then it is read up to there.
     """
     found: dict[str, bool] = {}
     rows, empty, is_json = 0, set(), source.has("json")
-    for _, table in source:
+    for _, table in tables:
         rows += len(table)
         for name in set(source.wanted).intersection(table.data.column_names) - found.keys():
             column = table.data.column(name)
@@ -149,10 +154,10 @@ def _find_lists(source: _Source) -> dict[str, bool]:
             else:
                 found[name] = is_list(column.type)
         if not (set(source.wanted) if is_json else empty) - found.keys():
-            return found
+            return found, True
     if not rows and is_json:  # a file without rows has no names
         empty |= set(source.wanted)
-    return dict.fromkeys(empty, False) | found
+    return dict.fromkeys(empty, False) | found, False
 
 
 def _with_kind(table: Table, name: str, has_lists: bool) -> Table:

@@ -112,7 +112,7 @@ class Table:
             return as_text(column, partial(self._known_values, name))
         except pa.ArrowException:
             if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-                row = _first_fault(lambda count: column[:count].cast(pa.string()), len(column))
+                _, row = _convert(lambda values: values.cast(pa.string()), column)
                 raise self.fault(row, f"'{name}' has type {kind}, and this value is not UTF-8 text") from None
             raise DataError(f"{self.name}: column '{name}' has type {kind}, which has no text") from None
 
@@ -132,7 +132,7 @@ class Table:
         """Returns the column as `strings` does; a missing value raises DataError."""
         column = self.strings(name)
         if column.null_count:
-            raise self.fault(_first(column.is_null()), f"empty '{name}'")
+            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
         return column
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
@@ -159,22 +159,20 @@ class Table:
             DataError: there is no such column, or a value is not a number.
         """
         column = self._present(name)
-        return self._as_numbers(name, column, column)
-
-    def _present(self, name: str) -> pa.Array:
-        """Returns the column with null for the values that mean a missing one."""
-        column, missing = self.column(name), self.reading.missing_values
-        if column.type == TEXT:
-            is_missing = pc.is_in(column, pa.array(["", *missing], TEXT))
-            return pc.if_else(is_missing, None, column) if pc.any(is_missing).as_py() else column
-        return column
-
-    def _as_numbers(self, name: str, column: pa.Array, shown: pa.Array) -> np.ndarray:
-        if (row := _first_fault(lambda count: _as_float64(column[:count]), len(column))) is not None:
-            raise self.fault(row, f"'{name}' is '{_show(shown[row])}', not a number")
-        numbers = _as_float64(column).to_numpy(zero_copy_only=False)
+        numbers, row = _convert(as_float64, column)
+        if row is not None:
+            raise self.fault(row, f"'{name}' is '{_show(column[row])}', not a number")
+        numbers = numbers.to_numpy(zero_copy_only=False)
         missing = [float(value) for value in self.reading.missing_values if _is_number(value)]
         return np.where(np.isin(numbers, missing), np.nan, numbers) if missing else numbers
+
+    def _present(self, name: str) -> pa.Array:
+        """Returns the column with null for texts that mean a missing value."""
+        column = self.column(name)
+        if column.type == TEXT:
+            is_missing = pc.is_in(column, pa.array(["", *self.reading.missing_values], TEXT))
+            column = pc.if_else(is_missing, None, column) if pc.any(is_missing).as_py() else column
+        return column
 
     def times(self, name: str, unit: str) -> np.ndarray:
         """Returns the column as `[N]` float64 seconds, from numbers in `unit` or from dates.
@@ -185,32 +183,32 @@ class Table:
         Raises:
             DataError: there is no such column, a value is missing, is no time, or is of another kind than the first.
         """
-        column = self._present(name)
+        column, kind = self._present(name), _NUMBER
         if column.null_count:
-            raise self.fault(_first(column.is_null()), f"empty '{name}'")
-        kind, shown, kinds = _NUMBER, column, self.reading.time_kinds
-        if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
+        if not len(column):
+            return np.zeros(0)
+        if column.type == TEXT:
+            kind = _kind(column[:1]) or _NUMBER
+        elif pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             kind = _ZONED if pa.types.is_timestamp(column.type) and column.type.tz else _MOMENT
-            if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-                column = pc.floor_temporal(column, unit="microsecond")
-        if column.type == TEXT and len(column):
-            column = pc.utf8_trim_whitespace(column)
-            if kinds.get(name, _NUMBER) != _NUMBER or _kind(column[:1]) != _NUMBER:
-                column = _iso(column)
-            kind = kinds.get(name) or _kind(column[:1]) or _NUMBER
-            if (row := _first_fault(lambda count: column[:count].cast(kind), len(column))) is not None:
-                alone = _kind(_iso(column[row : row + 1]))
+        first = self.reading.time_kinds.setdefault(name, kind)
+        if _NUMBER in (first, kind) and first != kind:
+            raise self.fault(0, f"'{name}' is '{_show(column[0])}', but the first value is of another kind")
+        if kind == _NUMBER and column.type != TEXT:
+            seconds = self.numbers(name) * _SECONDS[unit]
+        else:
+            times, row = _convert(partial(_as_time, kind=first), column)
+            if row is not None:
+                alone = _kind(column[row : row + 1])
                 what = "neither a number nor a date" if alone is None else "but the first value is of another kind"
-                raise self.fault(row, f"'{name}' is '{_show(shown[row])}', {what}")
-        if len(column) and (kinds.setdefault(name, kind) == _NUMBER) != (kind == _NUMBER):
-            raise self.fault(0, f"'{name}' is '{_show(shown[0])}', but the first value is of another kind")
-        if kind != _NUMBER:
-            return column.cast(kind, safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) * 1e-6
-        seconds = self._as_numbers(name, column, shown) * _SECONDS[unit]
+                raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
+            times = times.to_numpy(zero_copy_only=False)
+            seconds = times * (_SECONDS[unit] if kind == _NUMBER else 1e-6)
         wrong = ~np.isfinite(seconds)
         if wrong.any():
             row = int(wrong.argmax())
-            raise self.fault(row, f"'{name}' is '{_show(shown[row])}', which is no time")
+            raise self.fault(row, f"'{name}' is '{_show(column[row])}', which is no time")
         return seconds
 
 
@@ -278,41 +276,37 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _first(where: pa.Array) -> int:
-    return pc.index(where, True).as_py()
-
-
 def _show(value: pa.Scalar) -> str:
     text = str(value.as_py())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _as_float64(column: pa.Array) -> pa.Array:
-    try:
-        return as_float64(column)
-    except pa.ArrowInvalid:
-        if column.type != TEXT:
-            raise
-        return as_float64(pc.utf8_trim_whitespace(column))
-
-
-def _iso(texts: pa.Array) -> pa.Array:
-    """Returns times as Arrow parses them: at most six digits of the fraction, and Z for UTC."""
-    texts = pc.replace_substring_regex(texts, r"(\.[0-9]{6})[0-9]{1,3}($|[^0-9])", r"\1\2")
-    return pc.replace_substring_regex(texts, r" ?(?:UTC|GMT|Z)$", "Z")
+def _as_time(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns numbers as float64, and dates as int64 microseconds."""
+    if kind == _NUMBER:
+        return column.cast(kind)
+    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+        column = pc.floor_temporal(column, unit="microsecond")
+    if column.type == TEXT and not _works(partial(column.cast, kind)):
+        # At most six digits of a fraction, and Z for UTC, which is all that Arrow takes.
+        column = pc.replace_substring_regex(column, r"(\.[0-9]{6})[0-9]{1,3}($|[^0-9])", r"\1\2")
+        column = pc.replace_substring_regex(pc.utf8_trim_whitespace(column), r" ?(?:UTC|GMT|Z)$", "Z")
+    return column.cast(kind, safe=False).cast(pa.int64())
 
 
 def _kind(value: pa.Array) -> pa.DataType | None:
     """Returns the kind of a single text: a number, a time, a time with an offset, or None."""
-    return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _works(partial(value.cast, kind))), None)
+    return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _works(partial(_as_time, value, kind))), None)
 
 
-def _first_fault(convert: Callable[[int], pa.Array], count: int) -> int | None:
-    """Returns the first row that does not convert, or None; `convert` converts the given number of rows."""
-    if _works(lambda: convert(count)):
-        return None
-    # A prefix converts as long as it ends before the first fault.
-    return bisect_left(range(count), True, key=lambda i: not _works(lambda: convert(i + 1)))
+def _convert(convert: Callable[[pa.Array], pa.Array], column: pa.Array) -> tuple[pa.Array | None, int | None]:
+    """Returns the converted column, or the first row that does not convert."""
+    try:
+        return convert(column), None
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        # A prefix converts as long as it ends before the first fault.
+        prefixes = range(1, len(column) + 1)
+        return None, bisect_left(prefixes, True, key=lambda count: not _works(partial(convert, column[:count])))
 
 
 def _works(convert: Callable[[], pa.Array]) -> bool:

@@ -86,7 +86,7 @@ class _Block:
 
     def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
         self.path, self.layout, self.names, self._before, self._is_last = path, layout, names, before, is_last
-        self._delimiter, self._records = layout.delimiter, None
+        self._delimiter, self._records, self._first_lines = layout.delimiter, None, []
         #: The number of bytes of whole rows.
         self.end = 0
         self._text = text
@@ -99,7 +99,10 @@ class _Block:
 
     def line(self, row: int) -> int:
         """Returns the line of the file on which a row starts."""
-        return self._before + int(self._first_lines[row])
+        lines = self._first_lines
+        return self._before + (
+            lines[row] if lines else int(np.searchsorted(self._ends, self._starts[row], "right")) + 1
+        )
 
     def _find_rows(self) -> bool:
         """Finds where rows and lines end, if each quote opens or closes a field or doubles one."""
@@ -130,16 +133,16 @@ class _Block:
         self.end = int(row_ends[-1]) if len(row_ends) else 0
         self.num_lines = int(np.searchsorted(ends, self.end, side="right"))
         starts = np.append(0, row_ends[:-1])[: len(row_ends)]
-        starts = starts[~np.isin(content[starts], _LINE_ENDS)]  # blank lines are no rows
-        self._first_lines = np.searchsorted(ends, starts, side="right") + 1
+        first = content[starts]
+        self._starts, self._ends = starts[(first != 10) & (first != 13)], ends  # blank lines are no rows
         return True
 
     def parse(self, used: list[str]) -> pa.Table:
         """Returns some columns as texts."""
-        if self._records is None and len(self._first_lines):
+        if self._records is None and len(self._starts):
             try:
                 data = self._parse(used)
-                if len(data) == len(self._first_lines):
+                if len(data) == len(self._starts):
                     return data
             except pa.ArrowInvalid:
                 pass
@@ -151,7 +154,9 @@ class _Block:
         return pa.table([pa.array([record[i] for record in records], TEXT) for i in places], used)
 
     def _parse(self, used: list[str]) -> pa.Table:
-        text, delimiter = self._text[: self.end], self._delimiter
+        text, delimiter, quote = self._text[: self.end], self._delimiter, self.layout.quote
+        if quote is not None and quote.encode() not in text:
+            quote = None
         if len(delimiter) > 1:
             text, delimiter = text.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
         return pyarrow.csv.read_csv(
@@ -159,7 +164,7 @@ class _Block:
             # In one block, since Arrow loses the LF of a CR LF in quotes where a block ends between them.
             read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=self.names, block_size=len(text) + 1),
             parse_options=pyarrow.csv.ParseOptions(
-                delimiter=delimiter, quote_char=self.layout.quote or False, newlines_in_values=bool(self.layout.quote)
+                delimiter=delimiter, quote_char=quote or False, newlines_in_values=quote is not None
             ),
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(used, TEXT),
@@ -199,7 +204,7 @@ class _Block:
         self.end = len(self._text) if self._is_last else len("".join(lines[:start]).encode())
         self.num_lines = start
         self._records = [record for _, _, record in found if record]
-        self._first_lines = np.array([first + 1 for first, _, record in found if record], np.int64)
+        self._first_lines = [first + 1 for first, _, record in found if record]
 
     def _check(self, lines: list[str], first: int, delimiter: str, count: int) -> None:
         """Raises DataError if a row has not as many fields as there are names, or a quote takes in other rows."""
