@@ -132,6 +132,7 @@ def arrow_column(values: list, table: Table) -> pa.Array:
         return pa.array(texts, pa.string()).cast(kind)
     values = [None if one is None and table.random.integers(2) else one for one in values]
     if pa.types.is_floating(kind):
+        values = [None if one is None else float(one) for one in values]
         values = [float("nan") if one is None and table.random.integers(2) else one for one in values]
         if kind == pa.float16():
             mask = np.array([one is None for one in values])

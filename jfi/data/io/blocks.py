@@ -1,7 +1,8 @@
 """The files that a config names -> tables of some rows each, so that a source may be longer than memory."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,18 @@ class _Source:
                 iterate = iterate_json if layout.format == "json" else iterate_text
                 tables = iterate(file.path, layout, self.wanted, reading)
             for table in tables:
-                whole = _add_partitions(table, file, self.wanted)
-                for start in range(0, max(len(whole), 1), self.size):
-                    yield whole if len(whole) <= self.size else whole.slice(start, self.size)
+                yield from cut_table(_add_partitions(table, file, self.wanted), self.size)
+
+
+def cut_table(table: Table, size: int | None = None) -> Iterator[Table]:
+    """Yields a table of one file as tables of at most `size` (None: BLOCK) rows, at least one."""
+    size = BLOCK if size is None else size
+    for start in range(0, max(len(table), 1), size):
+        yield replace(table, data=table.data.slice(start, size), line=partial(_shifted, table.line, start))
+
+
+def _shifted(line: Callable[[int], int], start: int, row: int) -> int:
+    return line(start + row)
 
 
 def _of_memory(file: File, wanted: Collection[str], reading: Reading) -> Table:

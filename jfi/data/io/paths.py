@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO, Any
 from urllib.parse import unquote
 
@@ -69,40 +69,102 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
     listed = list(paths) if isinstance(paths, list | tuple) else [paths]
     if not listed:
         raise DataError(f"{setting} is an empty list; it must name at least one file")
-    files = [replace(file, setting=setting) for path in listed for file in _expand(path, setting, delimiter)]
+    files: list[File] = []
     seen: dict[str, str] = {}
-    for file in files:
-        real = file.path if is_url(file.path) else os.path.realpath(file.path)
-        if real in seen and file.table is None:
-            also = "" if seen[real] == file.path else f", also as {seen[real]}"
-            raise DataError(f"{file.path}: {setting} names this file twice{also}")
-        seen[real] = file.path
+    for source in listed:
+        if not isinstance(source, str | os.PathLike):
+            files.append(File("the table", Layout("arrow"), table=_as_table(source, setting), setting=setting))
+            continue
+        first: dict[str, File] = {}  # by folder
+        for folder, path in _expand(os.fspath(source), setting):
+            file = File(path, _layout(path, delimiter), _partitions(path, folder), setting=setting)
+            other = file if folder is None else first.setdefault(folder, file)
+            if file.layout != other.layout:
+                names = " and ".join(os.path.relpath(one.path, folder) for one in (other, file))
+                advice = f"name those to read, as in {os.path.join(folder, '*.parquet')}"
+                raise DataError(f"{folder}: the folder holds files of several kinds, {names}; {advice}")
+            real = path if is_url(path) else os.path.realpath(path)
+            if real in seen:
+                also = "" if seen[real] == path else f", also as {seen[real]}"
+                raise DataError(f"{path}: {setting} names this file twice{also}")
+            seen[real] = path
+            files.append(file)
     return files
 
 
-def _expand(path: Any, setting: str, delimiter: str | None) -> list[File]:
-    if not isinstance(path, str | os.PathLike):
-        return [File("the table", Layout("arrow"), table=_as_table(path, setting))]
-    path = os.fspath(path)
+def _expand(path: str, setting: str) -> list[tuple[str | None, str]]:
+    """Returns the files of a path, each after the folder that stands for it, or None."""
     if not path:
         raise DataError(f"{setting} is ''; it must name a file, a folder or a glob")
     if "\0" in path:
         raise DataError(f"{path}: {setting} holds the character NUL, which no path can hold")
     if is_url(path):
-        return _expand_url(path, setting, delimiter)
+        return _expand_url(path, setting)
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        return _folder(path, delimiter)
-    if os.path.exists(path) or not glob.has_magic(path):
-        return [_file(path, delimiter)]
+        return [(path, one) for one in _files_below(path)]
+    if os.path.exists(path):
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: not a regular file")
+        return [(None, path)]
+    if not glob.has_magic(path):
+        if not os.path.splitext(path)[1]:  # meant as a folder
+            raise DataError(f"{path}: no such file or directory")
+        return [(None, path)]  # reading it says that it is not there
     found = sorted(glob.glob(path, recursive=True), key=by_number)
     # `**` also gives the folders of the files that it gives.
     found = [one for one in found if not (os.path.isdir(one) and any(x.startswith(one + os.sep) for x in found))]
     if not found:
         raise DataError(f"{path}: no file matches; {setting} is read as a glob, since no file has this name")
-    return [
-        file for one in found for file in (_folder(one, delimiter) if os.path.isdir(one) else [_file(one, delimiter)])
-    ]
+    return [pair for one in found for pair in _expand(one, setting)]
+
+
+def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
+    if url.startswith(_IN_MEMORY):
+        raise DataError(f"{setting} was a table in memory, which no file holds; set it again")
+    try:
+        system, path = fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{url}: {setting}: {error}") from error
+    if system.isfile(path):
+        return [(None, url)]
+    is_glob = glob.has_magic(path)
+    found = system.glob(path) if is_glob else system.find(path)
+    skipped = ("/.",) if is_glob else ("/.", "/_")
+    found = [one for one in found if not any(sign in one.removeprefix(path) for sign in skipped) and system.isfile(one)]
+    if not found:
+        raise DataError(f"{url}: {'no file matches' if is_glob else 'no such file or directory'}")
+    folder = None if is_glob else system.unstrip_protocol(path)
+    return [(folder, system.unstrip_protocol(one)) for one in sorted(found, key=by_number)]
+
+
+def _layout(path: str, delimiter: str | None) -> Layout:
+    layout = find_layout(path, delimiter)
+    if layout is None:
+        advice = "; for other text files set data.delimiter"
+        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
+    return layout
+
+
+def _files_below(folder: str) -> list[str]:
+    def refuse(error: OSError) -> None:
+        with reading_file(error.filename, DataError):
+            raise error
+
+    if all(os.path.isfile(os.path.join(folder, name)) for name in _PREPARED):
+        raise DataError(f"{folder}: a prepared dataset, not a table; train on it with data.prepared")
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        for name in folders:
+            _check_loop(os.path.join(parent, name), folder)
+        found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
+    if not found:
+        raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
+    for path in found:
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: not a regular file")
+    return sorted(found, key=by_number)
 
 
 def name_tables(source: Any) -> Any:
@@ -133,78 +195,6 @@ def _as_table(table: Any, setting: str) -> pa.Table:
         raise DataError(f"{setting} must be {what}: {error}") from error
 
 
-def _expand_url(url: str, setting: str, delimiter: str | None) -> list[File]:
-    if url.startswith(_IN_MEMORY):
-        raise DataError(f"{setting} was a table in memory, which no file holds; set it again")
-    try:
-        system, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{url}: {setting}: {error}") from error
-    if glob.has_magic(path):
-        found, folder = [name for name in system.glob(path) if system.isfile(name) and "/." not in name], None
-    elif system.isdir(path):
-        found, folder = system.find(path), path
-    else:
-        return [_file(url, delimiter, is_there=system.isfile(path))]
-    found = sorted(found, key=by_number)
-    if folder is not None:
-        names = {name: os.path.relpath(name, folder).split("/") for name in found}
-        found = [name for name in found if not any(part.startswith((".", "_")) for part in names[name])]
-    files = [
-        _file(system.unstrip_protocol(name), delimiter, _partitions(os.path.relpath(name, folder)) if folder else None)
-        for name in found
-    ]
-    if not files:
-        raise DataError(f"{url}: {'the folder holds no files' if folder else 'no file matches'}; {setting} is read so")
-    return files if folder is None else _of_one_kind(url, files)
-
-
-def _file(
-    path: str, delimiter: str | None, partitions: dict[str, str | None] | None = None, is_there: bool | None = None
-) -> File:
-    layout = find_layout(path, delimiter)
-    exists = is_there if is_there is not None else is_url(path) or os.path.exists(path)
-    if not exists and (is_url(path) or (layout is None and not os.path.splitext(path)[1])):  # meant as a folder
-        raise DataError(f"{path}: no such file or directory")
-    if layout is None:
-        advice = "; for other text files set data.delimiter"
-        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
-    if exists and not is_url(path) and not os.path.isfile(path):
-        raise DataError(f"{path}: not a regular file")
-    return File(path, layout, partitions or {})
-
-
-def _folder(folder: str, delimiter: str | None) -> list[File]:
-    def refuse(error: OSError) -> None:
-        with reading_file(error.filename, DataError):
-            raise error
-
-    if all(os.path.isfile(os.path.join(folder, name)) for name in _PREPARED):
-        raise DataError(f"{folder}: a prepared dataset, not a table; train on it with data.prepared")
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        for name in folders:
-            _check_loop(os.path.join(parent, name), folder)
-        found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
-    files = [
-        _file(path, delimiter, _partitions(os.path.relpath(path, folder))) for path in sorted(found, key=by_number)
-    ]
-    if not files:
-        raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
-    return _of_one_kind(folder, files)
-
-
-def _of_one_kind(folder: str, files: list[File]) -> list[File]:
-    for file in files[1:]:
-        if file.layout != files[0].layout:
-            raise DataError(
-                f"{folder}: the folder holds files of several kinds, {os.path.relpath(files[0].path, folder)} and "
-                f"{os.path.relpath(file.path, folder)}; name those to read, as in {os.path.join(folder, '*.parquet')}"
-            )
-    return files
-
-
 def _check_loop(path: str, folder: str) -> None:
     """Raises DataError if `path`, below `folder`, is a link to a folder that it is in."""
     if not os.path.islink(path):
@@ -216,7 +206,8 @@ def _check_loop(path: str, folder: str) -> None:
             raise DataError(f"{path}: a link to {above}, the folder that it is in; remove it")
 
 
-def _partitions(path: str) -> dict[str, str | None]:
+def _partitions(path: str, folder: str | None) -> dict[str, str | None]:
     """Returns the columns of Hive's folders `name=value` in a path below the folder of the table."""
-    pairs = [part.split("=", 1) for part in path.split(os.sep)[:-1] if "=" in part]
+    below = [] if folder is None else os.path.relpath(path, folder).split(os.sep)[:-1]
+    pairs = [part.split("=", 1) for part in below if "=" in part]
     return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, value in pairs}

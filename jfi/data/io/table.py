@@ -65,11 +65,6 @@ class Table:
     def __len__(self) -> int:
         return self.data.num_rows
 
-    def slice(self, start: int, length: int) -> "Table":
-        """Returns some consecutive rows of a table of one file."""
-        line = self.line
-        return replace(self, data=self.data.slice(start, length), line=lambda row: line(start + row))
-
     def place(self, row: int, beside: int | None = None) -> str:
         """Returns `file:line` of a row; with `beside`, a row of the same file is only `line 7`."""
         name, line = self._origin(row)

@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -86,10 +86,11 @@ class _Block:
 
     def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
         self.path, self.layout, self.names, self._before, self._is_last = path, layout, names, before, is_last
-        self._delimiter, self._records, self._first_lines = layout.delimiter, None, []
-        #: The number of bytes of whole rows.
-        self.end = 0
-        self._text = text
+        self._text, self._delimiter = text, layout.delimiter
+        #: Bytes and lines of whole rows.
+        self.end = self.num_lines = 0
+        #: The fields of the rows, if Python's csv has read them.
+        self._records: list[list[str]] | None = None
         if not self._find_rows():
             self._read_slowly()
 
@@ -99,10 +100,9 @@ class _Block:
 
     def line(self, row: int) -> int:
         """Returns the line of the file on which a row starts."""
-        lines = self._first_lines
-        return self._before + (
-            lines[row] if lines else int(np.searchsorted(self._ends, self._starts[row], "right")) + 1
-        )
+        if self._records is None:
+            return self._before + 1 + int(np.searchsorted(self._ends, self._starts[row], side="right"))
+        return self._before + self._first_lines[row]
 
     def _find_rows(self) -> bool:
         """Finds where rows and lines end, if each quote opens or closes a field or doubles one."""
@@ -146,8 +146,7 @@ class _Block:
                     return data
             except pa.ArrowInvalid:
                 pass
-            self._text = self._text[: self.end]
-            self._is_last = True
+            self._text, self._is_last = self._text[: self.end], True
             self._read_slowly()
         records = self._records or []
         places = [self.names.index(name) for name in used]
@@ -224,15 +223,8 @@ class _Block:
             raise self.fault(first + opened.line, f"{what}; {_UNQUOTE}")
 
 
-@dataclass(frozen=True)
-class _Quoted:
-    """A quoted field of a row that holds a delimiter or a line end, or that is never closed.
-
-    Args:
-        line: of its first quote, counted from 0 in the row.
-        closed: line of its closing quote, or None.
-        goes_on: whether text follows the closing quote.
-    """
+class _Quoted(NamedTuple):
+    """Lines of a quoted field, from 0 in its row (`closed` is None without an end), and whether text follows."""
 
     line: int
     closed: int | None
@@ -240,7 +232,7 @@ class _Quoted:
 
 
 def _open_quote(row: str, quote: str | None, delimiter: str) -> _Quoted | None:
-    """Returns the first such field of a row, or the one that is never closed."""
+    """Returns the first quoted field of a row that holds a delimiter or a line end, or the one that is never closed."""
     if quote is None:
         return None
     quoted = re.compile(r"%s(?:[^%s]|%s%s)*+(%s|\Z)" % ((re.escape(quote),) * 5))
