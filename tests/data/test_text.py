@@ -111,7 +111,7 @@ UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this fil
 
 OPEN = f"the quote that opens a field here is never closed; {UNQUOTE}"
 TAKES = "the quote that opens a field here takes in text up to a quote within line"
-FIELDS = "expected 3; the quote that opens a field on line"
+FIELDS = "expected 3; the quote that opens a field here"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ FIELDS = "expected 3; the quote that opens a field on line"
         # Three rows become one with the right number of fields.
         (RAW[1:6], f"r.tsv:3: {TAKES} 5; {UNQUOTE}"),
         ([*RAW[1:4], "u4\ty\t4", 'u5\t"Q\t5'], f"r.tsv:3: {TAKES} 6; {UNQUOTE}"),
-        ([*RAW[1:3], 'u3\tx\t3"'], f"r.tsv:3: 2 fields, {FIELDS} 3 takes in text up to line 4; {UNQUOTE}"),
-        (['u1\t"a\tb"'], f"r.tsv:2: 2 fields, {FIELDS} 2 takes in a delimiter; {UNQUOTE}"),
+        ([*RAW[1:3], 'u3\tx\t3"'], f"r.tsv:3: 2 fields, {FIELDS} takes in text up to line 4; {UNQUOTE}"),
+        (['u1\t"a\tb"'], f"r.tsv:2: 2 fields, {FIELDS} takes in a delimiter; {UNQUOTE}"),
         (['u1\t"a"\t1', "u2\tx"], "r.tsv:3: 2 fields, expected 3"),
     ],
 )

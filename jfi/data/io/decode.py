@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-import numpy as np
 import pyarrow as pa
 
 from jfi.data.errors import DataError
@@ -15,7 +14,6 @@ from jfi.data.io.paths import open_file
 UTF8 = "utf-8"
 #: Bytes of a part of a file, of which memory holds a few.
 PART = 1 << 24
-_CACHED = 1 << 17
 _MAGIC = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it",
     b"PAR1": "a Parquet file; let its name end in .parquet",
@@ -53,10 +51,7 @@ def stream_utf8(path: str, encodings: Sequence[str]) -> Iterator[bytes]:
 
 def count_lines(text: bytes | bytearray) -> int:
     """Returns the number of line ends: LF, CR LF or CR."""
-    # In blocks that fit a CPU's cache NumPy counts three times as fast as bytes.count.
-    content = np.frombuffer(text, np.uint8)
-    feeds = sum(np.count_nonzero(content[i : i + _CACHED] == 10) for i in range(0, len(content), _CACHED))
-    return feeds + (text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else 0)
+    return text.count(b"\n") + (text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else 0)
 
 
 class UndecodableError(DataError):

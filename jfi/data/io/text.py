@@ -7,7 +7,6 @@ import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +26,8 @@ _MAX_NAME = 1000
 _UNIT_SEPARATOR = "\x1f"
 _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
 _LINE_ENDS = [10, 13]
+#: The error of Python's csv for a quote that is never closed.
+_OPEN = "unexpected end of data"
 
 
 def iterate_text(path: str, layout: Layout, wanted: Container[str], reading: Reading) -> Iterator[Table]:
@@ -184,7 +185,7 @@ class _Block:
         if len(delimiter) > 1:
             text, delimiter = text.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
         lines = list(io.StringIO(text, newline=""))
-        quoting = csv.QUOTE_NONE if self.layout.quote is None else csv.QUOTE_MINIMAL
+        quoting = _quoting(self.layout.quote)
         found: list[tuple[int, int, list[str]]] = []  # the lines before and up to the end of each row, and its fields
         with _long_fields():
             reader, start = csv.reader(iter(lines), delimiter=delimiter, quoting=quoting), 0
@@ -194,65 +195,46 @@ class _Block:
                     start = reader.line_num
             except csv.Error as error:
                 raise self.fault(reader.line_num, str(error)) from error
-        if not self._is_last:
-            start = found.pop()[0] if found else 0
-        for i, (first, last, record) in enumerate(found):
-            # A blank line gives a record without fields.
-            if record and (len(record) != len(self.names) or last > first + 1 or i == len(found) - 1):
-                self._check(lines[first:last], first + 1, delimiter, len(record))
+            if not self._is_last:
+                start = found.pop()[0] if found else 0
+            for i, (first, last, record) in enumerate(found):
+                # A blank line gives a record without fields.
+                if record and (len(record) != len(self.names) or last > first + 1 or i == len(found) - 1):
+                    self._check(lines[first:last], first + 1, delimiter, record)
         self.end = len(self._text) if self._is_last else len("".join(lines[:start]).encode())
         self.num_lines = start
         self._records = [record for _, _, record in found if record]
         self._first_lines = [first + 1 for first, _, record in found if record]
 
-    def _check(self, lines: list[str], first: int, delimiter: str, count: int) -> None:
+    def _check(self, lines: list[str], first: int, delimiter: str, record: list[str]) -> None:
         """Raises DataError if a row has not as many fields as there are names, or a quote takes in other rows."""
-        opened = _open_quote("".join(lines), self.layout.quote, delimiter)
-        if opened is not None and opened.closed is None:
-            raise self.fault(first + opened.line, f"the quote that opens a field here is never closed; {_UNQUOTE}")
-        if count != len(self.names):
-            what = f"{count} fields, expected {len(self.names)}"
-            if opened is not None:
-                line, closed = (self._before + first + number for number in (opened.line, opened.closed))
-                taken = f"text up to line {closed}" if closed > line else "a delimiter"
-                what += f"; the quote that opens a field on line {line} takes in {taken}; {_UNQUOTE}"
+        fault, end = _quote_fault(lines, delimiter, self.layout.quote)
+        if fault == _OPEN:
+            raise self.fault(first, f"the quote that opens a field here is never closed; {_UNQUOTE}")
+        if len(record) != len(self.names):
+            what = f"{len(record)} fields, expected {len(self.names)}"
+            if len(lines) > 1 or any(delimiter in field for field in record):
+                taken = f"text up to line {self._before + first + len(lines) - 1}" if len(lines) > 1 else "a delimiter"
+                what += f"; the quote that opens a field here takes in {taken}; {_UNQUOTE}"
             raise self.fault(first, what)
-        if opened is not None and opened.goes_on and len(lines) > 1:
-            closed = self._before + first + opened.closed
-            what = f"the quote that opens a field here takes in text up to a quote within line {closed}"
-            raise self.fault(first + opened.line, f"{what}; {_UNQUOTE}")
+        if fault is not None and len(lines) > 1:
+            line = self._before + first + end - 1
+            what = f"the quote that opens a field here takes in text up to a quote within line {line}"
+            raise self.fault(first, f"{what}; {_UNQUOTE}")
 
 
-class _Quoted(NamedTuple):
-    """Lines of a quoted field, from 0 in its row (`closed` is None without an end), and whether text follows."""
-
-    line: int
-    closed: int | None
-    goes_on: bool
-
-
-def _open_quote(row: str, quote: str | None, delimiter: str) -> _Quoted | None:
-    """Returns the first quoted field of a row that holds a delimiter or a line end, or the one that is never closed."""
-    if quote is None:
-        return None
-    quoted = re.compile(r"%s(?:[^%s]|%s%s)*+(%s|\Z)" % ((re.escape(quote),) * 5))
-    rest = re.compile(r"[^%s\r\n]*+(%s|\r\n|\r|\n|\Z)" % ((re.escape(delimiter),) * 2))
-    position, found = 0, None
-    while position < len(row):
-        start = position
-        if (match := quoted.match(row, start)) is not None:
-            position, line = match.end(), _breaks(row[:start])
-            if not match[1]:
-                return _Quoted(line, None, False)
-            if found is None and (_breaks(match[0]) or delimiter in match[0]):
-                goes_on = row[position : position + 1] not in ("", "\r", "\n", delimiter)
-                found = _Quoted(line, line + _breaks(match[0]), goes_on)
-        position = max(rest.match(row, position).end(), start + 1)
-    return found
+def _quote_fault(lines: list[str], delimiter: str, quote: str | None) -> tuple[str | None, int]:
+    """Returns what Python's csv finds wrong with the quotes of a row, and the number of lines up to there."""
+    reader = csv.reader(iter(lines), delimiter=delimiter, quoting=_quoting(quote), strict=True)
+    try:
+        next(reader)
+    except csv.Error as error:
+        return str(error), reader.line_num
+    return None, 0
 
 
-def _breaks(text: str) -> int:
-    return len(re.findall(r"\r\n|\r|\n", text))
+def _quoting(quote: str | None) -> int:
+    return csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
 
 
 def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
@@ -266,12 +248,11 @@ def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, 
     delimiter = layout.delimiter
     if len(delimiter) > 1:
         line, delimiter = line.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
-    opened = _open_quote(line, layout.quote, delimiter)
-    if opened is not None and (opened.closed is None or opened.closed > 0):
-        raise DataError(f"{place}: the quote of a column's name is not closed on the line; {_UNQUOTE}")
-    quoting = csv.QUOTE_NONE if layout.quote is None else csv.QUOTE_MINIMAL
+    lines = [line.strip("\r\n")]
     with _long_fields():
-        names = next(csv.reader([line.strip("\r\n")], delimiter=delimiter, quoting=quoting))
+        if _quote_fault(lines, delimiter, layout.quote)[0] == _OPEN:
+            raise DataError(f"{place}: the quote of a column's name is not closed on the line; {_UNQUOTE}")
+        names = next(csv.reader(lines, delimiter=delimiter, quoting=_quoting(layout.quote)))
     longest = max(map(len, names))
     if longest > _MAX_NAME:
         raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
