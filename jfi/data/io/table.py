@@ -27,7 +27,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Reading:
-    """What the tables of one source, read a block after another, have in common.
+    """State that the tables of one source, read a block after another, share.
 
     Args:
         missing_values: texts that mean a missing value.
