@@ -1,15 +1,18 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
 
 from jfi.data import DataError, DataSchema
 from jfi.data.batches.choose_events import load_policy
+from jfi.data.io.paths import as_table
 from jfi.data.prepared.load import check_fits
 from jfi.data.prepared.scoring import Sources
 from jfi.data.prepared.source import column_settings
@@ -167,7 +170,7 @@ class SavedRun:
         values that training has not seen count as unknown. The column of the label may be missing.
 
         Args:
-            interactions: the rows, a file or an Arrow table with the columns of the run's interactions.
+            interactions: the rows, a file, an Arrow table or a DataFrame with the columns of the run's interactions.
             history: the log before them; its rows are only part of histories.
             users: table of users; by default that of the run's config.
             items: table of items; by default that of the run's config.
@@ -273,10 +276,7 @@ class SavedRun:
         self.check_output(output)
         config = column_settings(self.config.data)
         named = (None, None, config.users, config.items, config.semantic_ids)
-        paths = [
-            given if isinstance(given, pa.Table) else given or own for given, own in zip(tables, named, strict=True)
-        ]
-        paths = [one if one is None or isinstance(one, pa.Table) else _text(one) for one in paths]
+        paths = [_source(given, own) for given, own in zip(tables, named, strict=True)]
         folder = None if out is None else out.parent
         sources = Sources(*paths)
         read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
@@ -287,8 +287,13 @@ class SavedRun:
         return scored(self.model, sources, self.schema, config, **options)
 
 
-def _text(paths: Paths) -> str | list[str]:
-    return [str(one) for one in paths] if isinstance(paths, (list, tuple)) else str(paths)
+def _source(given: Any, own: str | list[str] | None) -> str | list[str] | pa.Table | None:
+    """The files or the table that a caller gives, or else those of the config; DataFrames become tables."""
+    if given is None or (isinstance(given, str | list | tuple) and not given):
+        return own
+    if isinstance(given, list | tuple):
+        return [str(one) for one in given]
+    return str(given) if isinstance(given, str | os.PathLike) else as_table(given, "the table")
 
 
 def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str = "run") -> SavedRun:

@@ -1,6 +1,7 @@
 """Sources beyond the files of this machine, and settings that say how files are read."""
 
 import datetime
+import json
 import logging
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def test_tables_of_python_are_read_as_files(tmp_path, table):
         with pytest.raises(DataError, match=rf"^the table:2: '{name}_id' \w+ is already on line 1$"):
             load_dataset(replace_data(config, **{f"{name}s": pa.table({f"{name}_id": ids})}))
     assert message({"user_id": [1]}).startswith("data.interactions must be a path, a pyarrow.Table or a DataFrame ")
+
+
+def test_a_table_in_memory_is_named_by_its_content(table):
+    first, same, other = (
+        DataConfig(interactions=one).without_tables().interactions for one in (table, table.combine_chunks(), table[1:])
+    )
+    assert first == same != other and json.dumps(first)
+    assert message(first) == "data.interactions was a table in memory, which no file holds; set it again"
 
 
 @pytest.mark.parametrize("module", ["pandas", "polars"])

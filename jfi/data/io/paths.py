@@ -73,7 +73,7 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
     seen: dict[str, str] = {}
     for source in listed:
         if not isinstance(source, str | os.PathLike):
-            files.append(File("the table", Layout("arrow"), table=_as_table(source, setting), setting=setting))
+            files.append(File("the table", Layout("arrow"), table=as_table(source, setting), setting=setting))
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
@@ -176,14 +176,19 @@ def name_tables(source: Any) -> Any:
     if isinstance(source, os.PathLike):
         return os.fspath(source)
     digest = hashlib.sha256()
-    table = _as_table(source, "the data").combine_chunks()
+    table = as_table(source, "the data").combine_chunks()
     digest.update(str(table.schema).encode())
     for batch in table.to_batches():
         digest.update(batch.serialize())
     return f"{_IN_MEMORY}{digest.hexdigest()}"
 
 
-def _as_table(table: Any, setting: str) -> pa.Table:
+def as_table(table: Any, setting: str) -> pa.Table:
+    """Returns a `pyarrow.Table`, or a DataFrame of pandas or Polars, as a table of Arrow.
+
+    Raises:
+        DataError: it is another object; the message names the setting.
+    """
     try:
         if isinstance(table, pa.Table):
             return table
