@@ -31,10 +31,9 @@ from benchmarks import report
 from benchmarks.quality.run import environment
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.batches.choose_events import EventChooser
-from jfi.data.batches.engagement import training_log
 from jfi.data.batches.events import Histories
-from jfi.data.prepared.source import column_settings, read_tables
-from jfi.data.schema.columns import sort_ids
+from jfi.data.prepared.sources import open_tables
+from jfi.data.prepared.training_log import training_log
 from jfi.history import Policy, fit
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
@@ -135,11 +134,14 @@ class Seed:
         arguments = ["--config", str(ROOT / "configs/dwell.yaml"), f"--data.synthetic.seed={seed}", *more]
         self.seed, self.config = seed, parse_config([*arguments, f"--training.seed={seed}"], "")[0]
         self._log = training_log(self.config.data)
-        tables = read_tables(self.config.data)
-        users, index = sort_ids(tables.interactions.ids(column_settings(self.config.data).user))
+        tables = open_tables(self.config.data)
+        ids, active = (
+            np.concatenate([part.numbers(name) for part in tables.blocks()]) for name in (tables.config.user, "active")
+        )
+        users, index = np.unique(ids, return_inverse=True)
         #: `[U]` bool, which users are active in truth.
         self.active = np.zeros(len(users), bool)
-        self.active[index] = tables.interactions.numbers("active") == 1
+        self.active[index] = active == 1
 
     def policy(self, arm: Arm) -> Policy | None:
         return None if arm.fit is None else fit(*self._log, **arm.fit)
@@ -222,10 +224,10 @@ def measure_requests(run: SavedRun, config: Config, dataset: InteractionDataset,
 
 def request_bodies(config: Config, dataset: InteractionDataset, scorer: Scorer) -> list[bytes]:
     """Requests of users of the test split: their newest events and random candidates."""
-    tables, draw = read_tables(config.data), random.Random(0)
+    tables, draw = open_tables(config.data), random.Random(0)
     items = tables.items.data.to_pylist()
     names = list(scorer.reader.describe()["history"])
-    log = tables.interactions.data.to_pylist()
+    log = [row for part in tables.blocks() for row in part.data.to_pylist()]
     log.sort(key=lambda row: (str(row["user"]), row["timestamp"]))
     by_user: dict[object, list[dict]] = {}
     for row in log:

@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow.parquet
 
 from jfi.data.config_checks import check_data_config
-from jfi.data.features.statistics import add_statistics
-from jfi.data.prepared.source import column_settings, read_tables
+from jfi.data.prepared.add_statistics import add_statistics
+from jfi.data.prepared.sources import open_tables
 from jfi.training import ConfigError
 from jfi.training.cli import parse_config, run_cli
 from jfi.utils.files import writing_file
@@ -36,7 +36,8 @@ def main() -> None:
         raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
     if options.out.exists():
         raise ConfigError(f"--out: {options.out} exists")
-    table = add_statistics(read_tables(config.data).interactions, column_settings(config.data))
+    tables = open_tables(config.data)
+    table = add_statistics(tables.blocks(), tables.config)
     with writing_file(options.out) as unfinished:
         pyarrow.parquet.write_table(table, unfinished, write_page_checksum=True)
     print(f"{table.num_rows:,} rows with {', '.join(config.data.statistics_columns())} in {options.out}")

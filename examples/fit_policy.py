@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import DataError
-from jfi.data.batches.engagement import training_log
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
+from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.labels import label_columns, read_labels
 from jfi.history import EventLog, fit
 from jfi.history.describe import describe

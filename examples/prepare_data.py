@@ -17,8 +17,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from jfi.data.prepared.open_dataset import verify_dataset
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.store import verify_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError
 from jfi.training.checkpoint import latest_checkpoint

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import cut, encode, learn_edges, learn_vocabulary, moments
 from jfi.utils.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
 from jfi.utils.suggest import suggest
@@ -22,7 +23,7 @@ def test_a_vocabulary_counts_from_one():
 @given(st.lists(st.sampled_from(["a", "b", "10", "9", None]), min_size=1))
 def test_a_column_has_the_ids_of_its_vocabulary(values):
     train = np.arange(len(values)) % 2 == 0
-    column = pa.array(values, pa.string())
+    column = CodedColumn.of(pa.array(values, pa.string()))
     vocabulary = learn_vocabulary(column, train)
     assert set(vocabulary.values) == {value for value in values[::2] if value is not None}
     assert encode(column, vocabulary).ids.tolist() == vocabulary.ids(values).tolist()

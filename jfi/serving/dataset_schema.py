@@ -3,9 +3,9 @@
 from dataclasses import asdict, replace
 
 from jfi.data import DataConfig, DataSchema
-from jfi.data.batches.engagement import SECONDS
 from jfi.data.config import AGE, HISTORY
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.engagement import SECONDS
+from jfi.data.prepared.sources import column_settings
 from jfi.serving.schema import Field, PolicyFields, Schema
 
 

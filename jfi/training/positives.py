@@ -8,7 +8,7 @@ import torch
 from jfi.data import Batch, DataConfig
 from jfi.data.batches.candidates import Candidates
 from jfi.data.prepared.column_files import new_map
-from jfi.data.prepared.scoring import Part, ScoringParts
+from jfi.data.prepared.scoring import ScoringRows
 from jfi.training.config import TrainingConfig
 from jfi.training.distributed import World
 from jfi.training.ranking import Score, own_numbers, rank_positives, ranking_metrics
@@ -21,15 +21,15 @@ class Positives:
     (timestamp, user, item), has the negatives that training evaluates it with.
 
     Args:
-        parts: the rows.
+        rows: the rows.
         folder: for a file of the negatives' scores, 4 bytes each.
         config: the section `data` of the run, for the numbers of negatives.
         training: the section `training` of the run, for what `ranking` asks for.
     """
 
-    def __init__(self, parts: ScoringParts, folder: Path, config: DataConfig, training: TrainingConfig) -> None:
+    def __init__(self, rows: ScoringRows, folder: Path, config: DataConfig, training: TrainingConfig) -> None:
         #: `[M]` int64, their rows in the table.
-        self.rows = np.flatnonzero(~np.isnan(parts.labels))
+        self.rows = np.flatnonzero(~np.isnan(rows.labels))
         self.per_positive, self._num_sampled = config.negatives, config.eval_negatives
         count, limit = len(self.rows), training.ranking_positives
         #: `[M * per_positive]` float32, the logits of the negatives, by positive.
@@ -39,30 +39,31 @@ class Positives:
         self.ranked = np.arange(chosen) * count // chosen
         self._k, self._kinds = training.ranking_k, training.ranking_kinds()
         self._ranks = {kind: torch.zeros(chosen, dtype=torch.float64) for kind in self._kinds}
-        sizes = {"sampled": config.eval_negatives, "full": len(parts.known_items.values)}
+        sizes = {"sampled": config.eval_negatives, "full": len(rows.negatives.candidates)}
         per_ranked = sum(1 + sizes[kind] for kind in self._kinds)
-        #: The number of samples that `add` scores for all parts together.
+        #: The number of samples that `score` scores.
         self.num_samples = len(self.negatives) + chosen * per_ranked
 
-    def add(self, part: Part, score: Score, batch_size: int, device: torch.device) -> None:
-        """Scores the negatives and the candidates of the positives of a part.
+    def score(self, rows: ScoringRows, score: Score, batch_size: int, device: torch.device) -> None:
+        """Scores the negatives and the candidates of the positives.
 
         Args:
-            part: some users' rows.
+            rows: the rows.
             score: gives the logits of batches.
             batch_size: samples per batch.
             device: of the logits.
         """
-        number, own = _find(self.rows, part.rows)
-        arrays = part.dataset.arrays()
-        events, rows = arrays.events, arrays.samples["rows"][own]
-        positives = rows, events.user[rows], events.item[rows], events.time[rows]
-        self._score_negatives(part, positives, number, score, batch_size, device)
+        number, own = _find(self.rows, rows.rows)
+        arrays = rows.dataset.arrays()
+        events, chosen = arrays.events, arrays.samples["rows"][own].astype(np.int64)
+        user, item = events.user[chosen].astype(np.int64), events.item[chosen].astype(np.int64)
+        positives = chosen, user, item, events.time[chosen]
+        self._score_negatives(rows, positives, number, score, batch_size, device)
         place, own = _find(self.ranked, number)
         positives = [column[own] for column in positives]
         for kind, ranks in self._ranks.items():
-            candidates = Candidates(*positives, part.negatives, kind, self._num_sampled, number[own])
-            ranks[torch.from_numpy(place)] = rank_positives(part.dataset, candidates, batch_size, score, World(device))
+            candidates = Candidates(*positives, rows.negatives, kind, self._num_sampled, number[own])
+            ranks[torch.from_numpy(place)] = rank_positives(rows.dataset, candidates, batch_size, score, World(device))
 
     def ranking(self, chosen: torch.Tensor | slice) -> dict[str, float]:
         """The metrics that `training.ranking` asks for, of the ranked positives at `chosen`; NaN where there is none.
@@ -77,22 +78,22 @@ class Positives:
 
     def _score_negatives(
         self,
-        part: Part,
+        rows: ScoringRows,
         positives: tuple[np.ndarray, ...],
         number: np.ndarray,
         score: Score,
         batch_size: int,
         device: torch.device,
     ) -> None:
-        (rows, user, _, time), per = positives, self.per_positive
+        (events, user, _, time), per = positives, self.per_positive
         pairs = own_numbers(len(number) * per, batch_size, World())
 
         def assemble(pair: np.ndarray) -> Batch:
             own = pair // per
             # Training numbers a positive and its negatives together, and draws held-out ones with seed 0.
             samples = number[own] * (1 + per) + 1 + pair % per
-            item = part.negatives.draw(user[own], time[own], samples, seed=0, epoch=0)
-            return part.dataset.batch_of(rows[own], item, pin_memory=device.type == "cuda")
+            item = rows.negatives.draw(user[own], time[own], samples, seed=0, epoch=0)
+            return rows.dataset.batch_of(events[own], item, pin_memory=device.type == "cuda")
 
         for pair, logits in zip(pairs(), score(assemble, pairs()), strict=True):
             self.negatives[number[pair // per] * per + pair % per] = logits.cpu().numpy()

@@ -14,7 +14,7 @@ from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.prepared.fingerprint import NAME, Fingerprint
 from jfi.data.prepared.manifest import CHOICES, resolve
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.sources import column_settings
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import FILES as SCHEMA_FILES
 from jfi.training.checkpoint import latest_checkpoint

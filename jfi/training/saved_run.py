@@ -13,9 +13,9 @@ import torch
 from jfi.data import DataError, DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
-from jfi.data.prepared.load import check_fits
+from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.scoring import Sources
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.sources import column_settings
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model

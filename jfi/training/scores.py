@@ -20,7 +20,7 @@ from jfi.data import Batch, DataConfig, DataError, DataSchema
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.paths import find_files
 from jfi.data.prepared.column_files import new_map
-from jfi.data.prepared.scoring import ScoringParts, Source, Sources
+from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.schema.schema import LabelSpec
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
@@ -44,7 +44,7 @@ class Scores:
     """The scored rows of a table; valid while the `scored` block lasts.
 
     Args:
-        parts: the rows; their keys are read from disk.
+        rows: the rows; their keys are read from disk.
         score: `[N]` float32, or of L labels `[N, L]`, the logits or predictions, in the order of the table; the map of
             a file.
         labels: the L labels.
@@ -54,7 +54,7 @@ class Scores:
         calibration: applied to probabilities and metrics, not to `score`; None for none.
     """
 
-    parts: ScoringParts
+    rows: ScoringRows
     score: np.ndarray
     labels: list[LabelSpec]
     user: np.ndarray
@@ -68,11 +68,11 @@ class Scores:
         Under `unknown` the metadata of their schema have `UnknownShares.shares` as JSON.
         """
         start, metadata = 0, {"unknown": json.dumps(self.unknown.shares)}
-        for keys in self.parts.key_batches():
+        for keys in self.rows.key_batches():
             score = np.array(self.score[start : start + len(keys)])
             start += len(keys)
             columns, names = list(keys.columns), list(keys.schema.names)
-            score = score.reshape(len(score), -1)
+            score = score.reshape(len(score), len(self.labels))
             calibrated = self.calibrated(torch.from_numpy(score).double())
             for label, own, used in zip(self.labels, score.T, calibrated.T, strict=True):
                 columns.append(pa.array(np.ascontiguousarray(own)))
@@ -129,8 +129,8 @@ def scored(
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`.
 
-    Memory is bounded by the rows of some 500,000 interactions, the tables of users and items, and 12 bytes a row and
-    4 a negative of file cache. Temporary files in `folder` are about as large as the tables.
+    Memory grows with the distinct values and the tables of users and items, and not with the rows. Temporary files in
+    `folder` are a few times as large as the tables.
 
     Args:
         model: in evaluation mode.
@@ -156,18 +156,18 @@ def scored(
     implicit = evaluate is not None and config.label is None
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
-            parts = ScoringParts(sources, files, schema, config, by, implicit, policy)
+            rows = ScoringRows(sources, files, schema, config, by, implicit, policy)
             if evaluate is not None:
-                count = len(labeled_rows(parts, config))  # before the model runs, which takes longest
-                if implicit and count < parts.num_rows:
-                    left_out = f"{parts.num_rows - count:,} of {parts.num_rows:,} rows"
+                count = len(labeled_rows(rows, config))  # before the model runs, which takes longest
+                if implicit and count < rows.num_rows:
+                    left_out = f"{rows.num_rows - count:,} of {rows.num_rows:,} rows"
                     _log.warning("left out %s, whose items training does not know", left_out)
             width = () if len(schema.labels) == 1 else (len(schema.labels),)
-            score = new_map(files / "score.npy", np.float32, (parts.num_rows, *width))
-            user = new_map(files / "user.npy", np.int64, parts.num_rows)
-            positives = Positives(parts, files, config, evaluate) if implicit else None
+            score = new_map(files / "score.npy", np.float32, (rows.num_rows, *width))
+            user = new_map(files / "user.npy", np.int64, rows.num_rows)
+            positives = Positives(rows, files, config, evaluate) if implicit else None
         unknown = UnknownCounts()
-        users, total = 0, parts.num_rows + (0 if positives is None else positives.num_samples)
+        total = rows.num_rows + (0 if positives is None else positives.num_samples)
         with Display("predict", total, unit="rows" if positives is None else "samples") as display:
 
             def run(assemble: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[torch.Tensor]:
@@ -179,20 +179,19 @@ def scored(
                         display.update(len(logits))
                         yield logits
 
-            for part in parts:
-                arrays = part.dataset.arrays()
-                order = part.dataset.order("rows", batch_size)
-                assemble = part.dataset.assembler("rows", batch_size, pin_memory=device.type == "cuda")
+            if rows.dataset is not None:
+                samples = rows.dataset.arrays().samples["rows"]
+                order = rows.dataset.order("rows", batch_size)
+                assemble = rows.dataset.assembler("rows", batch_size, pin_memory=device.type == "cuda")
                 for number, logits in enumerate(run(assemble, range(order.num_batches))):
-                    score[part.rows[order.part(number, 0, 1).samples]] = logits.cpu().numpy()
-                unknown.add(part.dataset, "rows")
-                own = arrays.events.user[arrays.samples["rows"]]
-                user[part.rows] = users + own
-                users += int(own.max()) + 1
-                if positives is not None:
-                    positives.add(part, run, batch_size, device)
+                    chosen = order.part(number, 0, 1).samples
+                    score[rows.rows[chosen]] = logits.cpu().numpy()
+                    user[rows.rows[chosen]] = rows.dataset.arrays().events.user[samples[chosen]]
+                unknown.add(rows.dataset, "rows")
+            if positives is not None:
+                positives.score(rows, run, batch_size, device)
         unknown.shares().warn(expected or {})
-        yield Scores(parts, score, schema.labels, user, unknown.shares(), positives, calibration)
+        yield Scores(rows, score, schema.labels, user, unknown.shares(), positives, calibration)
 
 
 def check_out(out: str | Path | None) -> Path | None:
@@ -241,22 +240,22 @@ def check_place(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path}: is a folder; name a file")
 
 
-def labeled_rows(parts: ScoringParts, config: DataConfig) -> np.ndarray:
+def labeled_rows(rows: ScoringRows, config: DataConfig) -> np.ndarray:
     """`[M]` int64, the rows that have a label; of implicit feedback, the positives whose item training knows.
 
     Raises:
         DataError: none has; of implicit feedback, training knows no row's item.
     """
-    labels = parts.labels
-    rows = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
-    if not len(rows) and config.label is None:
+    labels = rows.labels
+    found = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
+    if not len(found) and config.label is None:
         raise DataError("no row to evaluate has an item that training knows")
-    if not len(rows):
-        raise DataError(parts.no_label or f"no row to evaluate has a label: label '{config.label}'")
+    if not len(found):
+        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.label}'")
     for place, one in enumerate(config.targets()[1:], 1):
-        if np.isnan(labels[rows, place]).all():
-            raise DataError(parts.no_label or f"no row to evaluate has a label: label '{one.label}'")
-    return rows
+        if np.isnan(labels[found, place]).all():
+            raise DataError(rows.no_label or f"no row to evaluate has a label: label '{one.label}'")
+    return found
 
 
 def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:
@@ -279,9 +278,9 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
     Raises:
         DataError: no row has a label.
     """
-    labels, positives = scores.parts.labels, scores.positives
+    labels, positives = scores.rows.labels, scores.positives
     weights = [one.weight for one in config.targets()]
-    rows = labeled_rows(scores.parts, config)
+    rows = labeled_rows(scores.rows, config)
     logits = torch.from_numpy(np.array(scores.score[rows])).double()
     label, user = torch.from_numpy(labels[rows]).double(), torch.from_numpy(np.array(scores.user[rows]))
     of, ranked = torch.arange(len(rows)), torch.empty(0, dtype=torch.int64)  # each sample's and ranked positive's row
@@ -306,7 +305,7 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
     result["deciles"] = deciles if len(deciles) > 1 else deciles[scores.labels[0].name]
     result["by"] = {}
     for name in by:
-        values = pa.chunked_array([batch.column(name) for batch in scores.parts.key_batches()])
+        values = pa.chunked_array([batch.column(name) for batch in scores.rows.key_batches()])
         groups = values.cast(pa.string()).combine_chunks().take(pa.array(rows)).dictionary_encode("encode")
         group = torch.from_numpy(groups.indices.to_numpy().astype(np.int64))
         count = len(groups.dictionary)

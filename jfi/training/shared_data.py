@@ -1,14 +1,8 @@
 """One copy of a dataset for all processes of a host."""
 
-import dataclasses
-from pathlib import Path
-
 from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
-from jfi.data.prepared.open_dataset import open_prepared
-from jfi.data.prepared.source import column_settings
-from jfi.data.prepared.write_dataset import write_prepared
+from jfi.data.prepared.load import open_temporary, prepare_into
 from jfi.training.distributed import World, shared_folder
-from jfi.utils.files import naming
 
 
 def load_shared(config: DataConfig, world: World, schema: DataSchema | None = None) -> InteractionDataset:
@@ -27,13 +21,5 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
     """
     if not world.launched or config.prepared is not None:
         return load_dataset(config, schema)
-
-    def write(folder: Path) -> None:
-        dataset = load_dataset(config, schema)
-        with naming(folder):
-            write_prepared(dataset, config, folder, temporary=True)
-
-    with shared_folder(world, "jfi-dataset-", write) as folder:
-        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=str(folder)), verify=False)
-    dataset.folder = None
-    return dataset
+    with shared_folder(world, "jfi-dataset-", lambda folder: prepare_into(config, folder, schema)) as folder:
+        return open_temporary(config, folder, schema)

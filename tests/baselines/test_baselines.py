@@ -18,8 +18,7 @@ from jfi.baselines.models import Fit, best, gradient_boosting, logistic_regressi
 from jfi.baselines.run import SMOOTHING
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.prepared.source import column_settings
-from jfi.data.prepared.write_dataset import write_prepared
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.metrics import auc, user_auc
@@ -118,8 +117,7 @@ def test_implicit_feedback_has_no_rate_of_the_user_and_negatives_by_seed(tmp_pat
 
 
 def test_a_prepared_dataset_has_the_same_results(tmp_path, synthetic, results):
-    (tmp_path / "prepared").mkdir()
-    write_prepared(synthetic, column_settings(SYNTHETIC), tmp_path / "prepared")
+    prepare_dataset(SYNTHETIC, tmp_path / "prepared", show=False)
     found = run_baselines(load_dataset(DataConfig(prepared=str(tmp_path / "prepared"))))
     assert {name: runs[0].test for name, runs in found.items()} == {
         name: runs[0].test for name, runs in results.items()

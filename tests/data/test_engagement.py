@@ -12,8 +12,8 @@ from data_configs import data_config, replace_data
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import timeline_ranges
-from jfi.data.batches.engagement import training_log
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.training_log import training_log
 from jfi.history import EventLog, Policy, fit
 from jfi.history.select import first_seen, select_events
 from jfi.utils.ranges import ranges

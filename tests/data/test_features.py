@@ -6,7 +6,9 @@ import torch
 from data_configs import data_config
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.schema.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
+from jfi.data.schema import columns
+from jfi.data.schema.coded import CodedColumn
+from jfi.data.schema.columns import cut, encode, learn_edges, learn_vocabulary, moments, sort_values
 from jfi.utils.encoding import standardize
 
 # Six rows train, two validate, two test.
@@ -14,20 +16,19 @@ FRACTIONS = [0.6, 0.2, 0.2]
 
 
 def test_ids_sort_by_number_if_all_are_numbers():
-    ids, index = sort_ids(pa.array(["10", "9", "10", "100"]))
-    assert (ids.to_pylist(), index.tolist()) == (["9", "10", "100"], [1, 0, 1, 2])
-    ids, index = sort_ids(pa.array(["10", "9", "x"]))
-    assert (ids.to_pylist(), index.tolist()) == (["10", "9", "x"], [0, 1, 2])
+    assert sort_values(pa.array(["10", "9", "100"])).tolist() == [1, 0, 2]
+    assert sort_values(pa.array(["10", "9", "x"])).tolist() == [0, 1, 2]
+    assert sort_values(pa.array(["7", "10", "07"])).tolist() == [2, 0, 1]
 
 
 def test_values_outside_training_are_zero():
-    column = pa.array(["b", None, "a", "c", "b"])
+    column = CodedColumn.of(pa.array(["b", None, "a", "c", "b"]))
     vocabulary = learn_vocabulary(column, np.array([True, True, True, False, False]))
     assert (encode(column, vocabulary).ids.tolist(), vocabulary.num_ids) == ([2, 0, 1, 0, 2], 3)
 
 
 def test_lists():
-    lists = pa.array([["b", "a"], [], None, ["c", "", "a"], ["b", None]])
+    lists = CodedColumn.of(pa.array([["b", "a"], [], None, ["c", "", "a"], ["b", None]]))
     train = np.array([True, True, True, False, True])
     column = encode(lists, learn_vocabulary(lists, train))
     assert column.ids.tolist() == [2, 1, 0, 1, 2]
@@ -41,11 +42,10 @@ def test_lists():
 
 
 def test_the_number_of_slots_comes_from_training():
-    lists = pa.array([["b", "a"], None, ["c", "", "a", "d"]])
-    assert count_slots(lists, np.array([True, True, False]), 8) == 2
-    assert count_slots(lists, np.array([False, True, True]), 8) == 3  # an empty value takes none
-    assert count_slots(lists, np.array([False, True, True]), 2) == 2
-    assert count_slots(lists, np.array([False, True, False]), 8) == 1
+    lists = CodedColumn.of(pa.array([["b", "a"], None, ["c", "", "a", "d"]]))
+    assert lists.longest(np.array([True, True, False])) == 2
+    assert lists.longest(np.array([False, True, True])) == 3  # an empty value takes none
+    assert lists.longest(np.array([False, True, False])) == 1
 
 
 def test_quantiles_come_from_training():
@@ -54,6 +54,12 @@ def test_quantiles_come_from_training():
     edges = learn_edges(values, np.array([True] * 5 + [False] * 2), 4)
     assert edges.tolist() == [0.75, 1.5, 2.25]
     assert cut(values, edges).ids.tolist() == [1, 2, 3, 4, 0, 4, 4]
+
+
+def test_quantiles_of_a_long_column_are_those_of_rows_spread_evenly(monkeypatch):
+    monkeypatch.setattr(columns, "_QUANTILE_ROWS", 10)
+    values, train = np.arange(40.0), np.arange(40) < 36
+    assert learn_edges(values, train, 3).tolist() == np.quantile(np.arange(0.0, 36.0, 4), [1 / 3, 2 / 3]).tolist()
 
 
 def test_standardize_by_the_moments_of_training_rows():

@@ -5,7 +5,7 @@ import pytest
 from data_configs import data_config
 
 from jfi.data import DataError, load_dataset
-from jfi.data.prepared.splits import split_by_time, split_users
+from jfi.data.prepared.splits import split_by_time, split_users, time_cuts
 
 HEADER = "user_id,item_id,timestamp,clicked,part,request,action"
 
@@ -62,6 +62,7 @@ def test_a_fault_in_a_splits_file_names_that_file(write):
     files = {"validation": write("v.csv", HEADER, *broken), "test": write("t.csv", HEADER, *lines[30:])}
     with pytest.raises(DataError, match=r"v\.csv:7: 'timestamp' is 'soon'"):
         load(write, lines[:20], split="files", **files)
+    files = {"validation": write("v.csv", HEADER, *lines[20:25])}
     files["test"] = write("t.csv", "user_id,item_id,timestamp", "1,1,1")
     with pytest.raises(DataError, match=r"t\.csv: no column 'clicked', which .*r\.csv has"):
         load(write, lines[:20], split="files", **files)
@@ -102,9 +103,8 @@ def test_no_user_is_in_two_splits(write):
 
 
 def test_fractions_count_labeled_rows():
-    user, time, item = np.zeros(20, np.int64), np.arange(20.0), np.zeros(20, np.int64)
-    labeled = np.arange(20) >= 10
-    split = split_by_time(user, time, item, labeled, [0.6, 0.2, 0.2])
+    labeled, cuts = np.arange(20) >= 10, time_cuts(10, [0.6, 0.2, 0.2])
+    split = np.concatenate([split_by_time(labeled[:7], 0, cuts), split_by_time(labeled[7:], 0, cuts)])
     # The ten rows without a label go with the labeled ones after them.
     assert split.tolist() == [0] * 16 + [1] * 2 + [2] * 2
 

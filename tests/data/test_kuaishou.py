@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jfi.data import load_dataset
-from jfi.data.batches.engagement import training_log
+from jfi.data.prepared.training_log import training_log
 from jfi.history import fit
 from jfi.training.cli import parse_config
 

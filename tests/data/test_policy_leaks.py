@@ -2,21 +2,17 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from data_configs import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfi.data import DataConfig
-from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.engagement import read_engagement
-from jfi.data.io.table import Table
-from jfi.data.prepared.arrange import Rows, sort_and_split
-from jfi.data.prepared.load import build_dataset
-from jfi.data.prepared.source import Columns, Tables
-from jfi.data.schema.learn import learn_schema
+from jfi.data import DataConfig, InteractionDataset, load_dataset
+from jfi.data.prepared.training_log import training_log
 from jfi.history import fit
 
 SURFACES = ["feed", "search", "story"]
@@ -56,8 +52,8 @@ POLICIES = {
 }
 
 
-def read(log: list[tuple], config: DataConfig) -> tuple[Rows, Columns]:
-    """The sorted rows of a log and their columns, as `load_dataset` reads them from a file."""
+def write(log: list[tuple], config: DataConfig, folder: Path) -> DataConfig:
+    """The config with the file of a log."""
     kinds = [pa.int64(), pa.float64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.int64()]
     columns = {
         name: pa.array(list(values), kind)
@@ -65,12 +61,11 @@ def read(log: list[tuple], config: DataConfig) -> tuple[Rows, Columns]:
     }
     columns["timestamp"] = pa.compute.multiply(columns["timestamp"], 1200.0)
     columns["part"] = pa.array(["train"] * len(log) + SPLITS)
-    table = Table("the log", pa.table(columns), list(columns), line=lambda row: row + 1)
-    rows = sort_and_split(table, config)
-    return rows, Columns(Tables(table, None, None), rows, config)
+    pyarrow.parquet.write_table(pa.table(columns), folder / "log.parquet")
+    return replace(config, interactions=str(folder / "log.parquet"))
 
 
-def views(dataset: InteractionDataset, rows: Rows, batching: str) -> dict[tuple, list]:
+def views(dataset: InteractionDataset, log: list[tuple], batching: str) -> dict[tuple, list]:
     """By user, time and item of the training samples all that a model reads of the history: ids, ages and weights."""
     (batch,) = dataset.batches("train", 10_000, batching=batching)
     sparse, timelines = batch.sparse_features, batch.timelines
@@ -92,7 +87,8 @@ def views(dataset: InteractionDataset, rows: Rows, batching: str) -> dict[tuple,
                 seen = [event for event, time in zip(shared[u], times[u], strict=True) if time < now]
                 histories.append(seen[-timelines.max_events :])
     of = dataset.arrays().samples["train"][batch.samples.numpy()]
-    users, items = (ids.to_pylist() for ids in (rows.user_ids, rows.item_ids))
+    users, items = (sorted({row[i] for row in (*log, *OTHERS)}) for i in (0, 2))
+    rows = dataset.arrays().events
     keys = [(users[rows.user[row]], rows.time[row] / 1200, items[rows.item[row]]) for row in of]
     assert len(keys) == len(histories)
     return dict(zip(keys, histories, strict=True))
@@ -108,12 +104,11 @@ def learnt(tmp_path_factory):
             surface, dwell = draw.choice(SURFACES), draw.lognormvariate(2.0, 1.5) * (1 if user % 2 else 0.2)
             buys = int(draw.random() < (0.7 if dwell > 8 and surface != "story" else 0.1))
             log.append((user, draw.randrange(13), draw.randrange(6), surface, dwell, "a", buys))
-    rows, columns = read(log, CONFIG)
-    folder, engagement = tmp_path_factory.mktemp("policies"), read_engagement(columns, CONFIG)
+    folder = tmp_path_factory.mktemp("policies")
+    config = write(log, CONFIG, folder)
     for name, options in POLICIES.items():
-        policy = fit(engagement.log(rows.user, rows.time), rows.label == 1, num_bins=4, **options)
-        policy.save(folder / name)
-    return learn_schema(columns, rows, CONFIG), folder
+        fit(*training_log(config), num_bins=4, **options).save(folder / name)
+    return load_dataset(config).schema, folder
 
 
 @pytest.mark.parametrize("session", [None, "visit"])
@@ -131,9 +126,8 @@ def test_what_happens_later_and_what_converts_change_nothing(learnt, policy, ses
     other += [(user, min(time + now, 90), *row) for user, time, *row in later]
     found = []
     for one in (log, other):
-        rows, columns = read(one, config)
-        dataset = build_dataset(columns, rows, schema, config)
-        found += [views(dataset, rows, batching) for batching in ("sample", "user")]
+        dataset = load_dataset(write(one, config, folder), schema)
+        found += [views(dataset, one, batching) for batching in ("sample", "user")]
     for before, after in zip(found[:2], found[2:], strict=True):
-        known = [(str(row[0]), float(row[1]), str(row[2])) for row in log if row[1] <= now]
+        known = [(row[0], float(row[1]), row[2]) for row in log if row[1] <= now]
         assert [before[key] for key in known] == [after[key] for key in known]

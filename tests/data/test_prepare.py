@@ -18,7 +18,7 @@ from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import prepare
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.write_dataset import write_prepared
+from jfi.data.prepared.store import write_prepared
 from jfi.data.schema import coded
 
 
@@ -293,7 +293,7 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
 KILL = """
 import os, sys
 from jfi.data import DataConfig, FeatureConfig
-from jfi.data.prepared import column_files, prepare, sort as prepare_sort, write_dataset as prepared_write
+from jfi.data.prepared import column_files, prepare, sort as prepare_sort, store
 
 calls = 0
 def counted(module, name):
@@ -310,7 +310,7 @@ for module, names in {
     prepare: ("read_rows", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
     column_files: ("sync",),
     prepare_sort: ("write_arrow", "sort_batches"),
-    prepared_write: ("write_arrow", "write_manifest", "sync"),
+    store: ("write_arrow", "write_checksums", "sync"),
 }.items():
     for name in names:
         counted(module, name)
@@ -392,7 +392,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a manifest of this version"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a file of this version of jfi"),
         (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
         (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
         (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),
@@ -422,20 +422,3 @@ def test_a_time_is_of_the_kind_of_the_first_one(tmp_path, write, monkeypatch):
     path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,1,17")
     with pytest.raises(DataError, match=r"r\.csv:22: 'timestamp' is '17', but the first value is of another kind$"):
         prepare_in_small_blocks(DataConfig(interactions=path, label="clicked"), tmp_path / "out", monkeypatch)
-
-
-def test_quantiles_in_blocks_are_those_of_numpy(monkeypatch):
-    monkeypatch.setattr(coded.blocks, "__defaults__", (25,))
-    rng = np.random.default_rng(0)
-    kinds = (
-        lambda n: rng.normal(size=n),
-        lambda n: rng.integers(-3, 3, n) * 1.0,
-        lambda n: 10.0 ** rng.integers(-300, 300, n) * rng.choice([-1, 1], n),
-    )
-    for i in range(24):
-        count = int(rng.integers(1, 60))
-        values, train = kinds[i % 3](count), rng.random(count) < 0.8
-        values[rng.random(count) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
-        known, at = values[train & np.isfinite(values)], np.linspace(0, 1, int(rng.integers(2, 8)))
-        if len(known):
-            assert coded.quantiles(values, train, at).tolist() == np.quantile(known, at).tolist()

@@ -1,7 +1,6 @@
 """The files of a prepared dataset: what a manifest may say, damage that is noticed, what a failure leaves."""
 
 import errno
-import json
 import re
 import struct
 from pathlib import Path
@@ -14,9 +13,10 @@ from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepared import prepare
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, read_columns
 from jfi.data.prepared.external_sort import MemoryLimitError
-from jfi.data.prepared.manifest import Manifest, prepared_config, resolve
-from jfi.data.prepared.open_dataset import verify_dataset
+from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.store import verify_dataset
+from jfi.data.schema.checked_json import checked_json, read_checked_json
 from jfi.training import resume, train
 from jfi.training.cli import parse_config
 from jfi.utils.files import read_sums, sha256_of, write_sums
@@ -37,49 +37,18 @@ def folder(config, tmp_path) -> Path:
 
 
 def edit(folder: Path, **changes: object) -> None:
-    tree = json.loads((folder / "manifest.json").read_text())
-    tree["data"] |= changes
-    (folder / "manifest.json").write_text(json.dumps(tree | {"complete": False}))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_history": "50"}, 'data.max_history is "50", must be an integer'),
-        ({"max_history": True}, "data.max_history is true, must be an integer"),
-        ({"label": 3}, "data.label is 3, must be str | None"),
-        ({"fractions": [0.8, "x"]}, 'data.fractions is [0.8, "x"], must be list[float]'),
-        ({"features": "action"}, 'data.features is "action", must be list'),
-        ({"features": [{"name": "a"}]}, "data.features[0] has no field 'of'"),
-        ({"features": [{"name": "a", "of": "users"}]}, 'data.features[0].of is "users", must be one of user, item,'),
-        (
-            {"features": [{"name": "a", "of": "user", "min_count": None}]},
-            "data.features[0].min_count is null, must",
-        ),
-        ({"split": "tme"}, 'data.split is "tme", must be one of time, leave_one_out, user, column, files'),
-        ({"synthetic": {"num_users": "9"}}, 'data.synthetic.num_users is "9", must be an integer'),
-        ({"synthetic": 3}, "data.synthetic is 3, must be an object"),
-        ({"lable": "clicked"}, "data has no field 'lable'; did you mean 'label'?"),
-        ({"prepared": "x"}, "data has no field 'prepared'"),
-        (
-            {"features": [{"name": "a", "of": "event", "cross": ["a", 1]}]},
-            'data.features[0].cross is ["a", 1], must be list[str]',
-        ),
-    ],
-)
-def test_a_value_of_a_wrong_type_is_named(folder, change, message):
-    edit(folder, **change)
-    with pytest.raises(DataError, match=f"^{re.escape(str(folder))}/manifest.json: {re.escape(message)}"):
-        load_dataset(DataConfig(prepared=str(folder)))
+    content = read_checked_json(folder / "manifest.json", FORMAT)
+    content["data"] |= changes
+    (folder / "manifest.json").write_text(checked_json(FORMAT, content))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "'format' is None"),
-        ('{"format": "jfi prepared dataset 2"}', "data is null, must be an object"),
-        ('{"format": "jfi prepared dataset 2", "data": {}}', "sizes is null, must be dict"),
-        ('{"format": "jfi prepared dataset 2", "data": {}, "sizes": {"a": "b"}}', 'sizes is {"a": "b"}, must be dict'),
+        ("[1]", "not a file of this version of jfi"),
+        (f'{{"format": "{FORMAT}"}}', "damaged, the content does not match its SHA-256"),
+        (checked_json(FORMAT, {}), "damaged, it lacks a setting or has one of another"),
+        (checked_json(FORMAT, {"data": {"lable": "clicked"}}), "damaged, it lacks a setting or has one of another"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
     ],
@@ -89,6 +58,13 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         Manifest.load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_an_edited_manifest_is_refused(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"max_history": 7', '"max_history": 8'))
+    with pytest.raises(DataError, match=r"manifest\.json: damaged, the content does not match its SHA-256$"):
+        load_dataset(DataConfig(prepared=str(folder)))
 
 
 def test_what_is_no_prepared_dataset_is_named_without_a_file_below_it(folder, tmp_path):
@@ -108,15 +84,11 @@ def test_a_prepared_dataset_that_is_named_as_a_table_is_said_to_be_one(folder):
     assert str(caught.value) == f"{folder}: a prepared dataset, not a table; train on it with data.prepared"
 
 
-def test_tables_of_a_manifest_are_relative_to_its_folder_and_urls_are_kept(folder, config):
-    edit(folder, interactions=["../rows.csv", "s3://bucket/rows"], users="/abs/u.csv", items=None)
-    data = Manifest.load(folder).data
-    assert data.interactions == [f"{folder}/../rows.csv", "s3://bucket/rows"]
-    assert (data.users, data.items) == ("/abs/u.csv", None)
-    assert DataConfig(interactions="s3://bucket/rows").with_absolute_paths().interactions == "s3://bucket/rows"
+def test_the_tables_of_a_manifest_are_those_of_the_dataset(folder):
     # The run's own names of tables make no difference.
     given = DataConfig(prepared=str(folder), interactions="elsewhere.csv", label="clicked")
-    assert resolve(given).interactions == data.interactions
+    assert resolve(given).interactions == Manifest.load(folder).data.interactions
+    assert DataConfig(interactions="s3://bucket/rows").with_absolute_paths().interactions == "s3://bucket/rows"
 
 
 def test_an_argument_that_is_the_default_counts_and_an_absent_one_is_as_prepared(folder):
@@ -130,7 +102,6 @@ def test_an_argument_that_is_the_default_counts_and_an_absent_one_is_as_prepared
 
 
 def test_a_malformed_memory_is_refused_before_anything_is_read(config, folder, tmp_path):
-    edit(folder)
     with pytest.raises(DataError, match=r"^--memory many: not an amount of memory such as 1GB$"):
         prepare_dataset(config, tmp_path / "other", "many")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "rows.csv"]

@@ -1,13 +1,15 @@
 import numpy as np
 
-from jfi.data.prepared.splits import leave_one_out, split_by_time
+from jfi.data import DataConfig, load_dataset
+from jfi.data.prepared.splits import leave_one_out
 
 
-def test_time_orders_by_timestamp_then_user_then_item():
-    user = np.array([0, 0, 0, 1, 1])
-    time = np.array([1.0, 5.0, 5.0, 5.0, 9.0])
-    item = np.array([3, 0, 1, 0, 2])
-    assert split_by_time(user, time, item, np.ones(5, bool), [0.4, 0.4, 0.2]).tolist() == [0, 0, 1, 1, 2]
+def test_time_orders_by_timestamp_then_user_then_item(write):
+    rows = [f"{user},{item},{time},{label}" for label in (0, 1) for user, time, item in
+            [(0, 1, 3), (0, 5, 0), (0, 5, 1), (1, 5, 0), (1, 9, 2)]]  # fmt: skip
+    path = write("r.csv", "user_id,item_id,timestamp,clicked", *rows)
+    dataset = load_dataset(DataConfig(interactions=path, label="clicked", fractions=[0.4, 0.4, 0.2]))
+    assert dataset.arrays().events.split[::2].tolist() == [0, 0, 1, 1, 2]
 
 
 def test_leave_one_out():

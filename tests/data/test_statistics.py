@@ -17,10 +17,10 @@ from jfi.baselines.samples import Samples
 from jfi.baselines.tallies import Tallies
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import STATISTICS
-from jfi.data.features.statistics import add_statistics
+from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.scoring import ScoringParts, Sources
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.sources import column_settings
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)
@@ -175,14 +175,14 @@ def test_a_table_to_score_needs_them(tmp_path):
     config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["user"])
     schema = load_dataset(config).schema
 
-    def parts(interactions: pa.Table) -> ScoringParts:
+    def parts(interactions: pa.Table) -> ScoringRows:
         folder = tmp_path / str(len(interactions.column_names))
         folder.mkdir()
-        return ScoringParts(Sources(interactions, history=table), folder, schema, column_settings(config))
+        return ScoringRows(Sources(interactions, history=table), folder, schema, column_settings(config))
 
     with pytest.raises(DataError, match=r"no column 'past_user_rate' of data.statistics; make it with examples/"):
         parts(table)
-    (part,) = parts(add_statistics(table, config))
+    part = parts(add_statistics(table, config))
     (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
     assert batch.dense_features.shape == (len(table), 5)
 
@@ -222,10 +222,17 @@ def test_wrong_settings_are_refused(changes, message):
         load_dataset(data_config(**settings))
 
 
-def test_a_prepared_dataset_does_not_make_them(tmp_path):
-    config = DataConfig(interactions="rows.csv", label="rating >= 3", statistics=["item"])
-    with pytest.raises(DataError, match=r"data.statistics is not made for a prepared dataset; add the columns"):
-        prepare_dataset(config, tmp_path / "out")
+def test_a_prepared_dataset_has_them(tmp_path):
+    pa.parquet.write_table(random_table(0).drop_columns("kind"), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["item", "user"])
+    prepare_dataset(config, tmp_path / "out", show=False)
+    here, there = load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "out")))
+    assert here.schema.dense_names == there.schema.dense_names == config.statistics_columns()
+    for one, other in zip(here.batches("train", 16), there.batches("train", 16), strict=True):
+        assert one.dense_features.tolist() == other.dense_features.tolist()
+
+
+def test_statistics_need_names_and_a_label():
     with pytest.raises(DataError, match=r"data.statistics is empty"):
         add_statistics(random_table(0), DataConfig(label="rating >= 3"))
     with pytest.raises(DataError, match=r"data.statistics counts positives, so that it needs data.label"):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.batches.engagement import training_log
 from jfi.data.features import synthetic_dwell
+from jfi.data.prepared.training_log import training_log
 from jfi.history import fit
 
 SYNTHETIC = SyntheticConfig(kind="dwell", num_users=400, num_items=60, num_categories=6, mean_length=80, labeled=20)

@@ -14,7 +14,7 @@ from history.logs import SURFACES, planted
 
 from benchmarks.online_shoppers import fit_sessions, read_sessions, share_of_entropy
 from jfi.data import DataConfig
-from jfi.data.batches.engagement import training_log
+from jfi.data.prepared.training_log import training_log
 from jfi.history import EventLog, Policy, fit
 from jfi.training.cli import run_cli
 

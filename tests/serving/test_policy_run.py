@@ -16,8 +16,8 @@ from data_configs import replace_data
 
 import jfi
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.batches.engagement import training_log
 from jfi.data.features import synthetic_dwell
+from jfi.data.prepared.training_log import training_log
 from jfi.history import Policy, fit
 from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig

@@ -12,7 +12,7 @@ import torch
 from test_run import assert_same_run, killed_after, tiny
 
 from jfi.data import DataSchema
-from jfi.data.prepared.load import check_equal
+from jfi.data.prepared.fits import check_equal
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import run_cli

@@ -11,7 +11,7 @@ from own_table import config_of, row, write_table
 from test_run import tiny
 
 from jfi.data import load_dataset
-from jfi.data.prepared import load
+from jfi.data.prepared import prepare
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import Sources
 from jfi.training.build import build_model
@@ -86,8 +86,8 @@ def shown(monkeypatch, capsys) -> Callable[[], list[str]]:
 def test_loading_writes_lines_to_a_log_while_a_file_is_read_and_while_rows_are_sorted(tmp_path, shown, monkeypatch):
     write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
     lines: list[str] = []
-    for name in ("read_tables", "sort_and_split"):
-        slow = getattr(load, name)
+    for name in ("read_rows", "sort_rows", "order_and_split", "write_prepared"):
+        slow = getattr(prepare, name)
 
         def slower(*arguments: object, slow: Callable = slow) -> object:
             lines.extend(shown())
@@ -97,10 +97,10 @@ def test_loading_writes_lines_to_a_log_while_a_file_is_read_and_while_rows_are_s
                 lines.extend(shown())
             return slow(*arguments)
 
-        monkeypatch.setattr(load, name, slower)
+        monkeypatch.setattr(prepare, name, slower)
     load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data)
     tasks = {line.split(":")[0] for line in [*lines, *shown()]}
-    assert tasks == {"read the tables", "sort and encode the rows"}
+    assert tasks == {"read", "sort", "split", "encode and write"}
 
 
 def test_prediction_and_preparation_write_lines_to_a_log(tmp_path, shown):

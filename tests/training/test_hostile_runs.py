@@ -18,9 +18,9 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import DataConfig, load_dataset
-from jfi.data.batches.engagement import training_log
 from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.checked_json import checked_json
 from jfi.history import Policy, fit
 from jfi.sid import Codec, DiscretePCA
@@ -250,7 +250,7 @@ def test_no_value_of_a_file_of_a_run_runs_code(run, record_property, marker, com
 def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, record_property, marker, name, few):
     folder = tmp_path / "prepared"
     shutil.copytree(made / "prepared", folder)
-    kind = {"manifest.json": plain, "summary.json": plain, "codec.safetensors": codec_of}.get(name, checked)
+    kind = {"summary.json": plain, "codec.safetensors": codec_of}.get(name, checked)
     tree, write = kind(folder / name)
 
     def seal_prepared(tree: dict) -> None:
@@ -259,8 +259,8 @@ def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, record_propert
             path.name: path.stat().st_size for path in folder.iterdir() if path.name not in (SUMS, "manifest.json")
         }
         if name != "manifest.json":
-            manifest = json.loads((folder / "manifest.json").read_text())
-            (folder / "manifest.json").write_text(json.dumps(manifest | {"sizes": sizes}))
+            manifest, write_manifest = checked(folder / "manifest.json")
+            write_manifest(manifest | {"sizes": sizes})
         write_sums(folder, {path: sha256_of(folder / path) for path in (*sizes, "manifest.json")})
 
     seal_prepared(tree)

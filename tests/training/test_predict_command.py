@@ -17,7 +17,7 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import Batch, InteractionDataset
-from jfi.data.prepared import scoring
+from jfi.data.schema import coded
 from jfi.training import train
 from jfi.training.cli import run_cli
 from jfi.utils.files import temporary_folder
@@ -199,7 +199,7 @@ def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypat
     """The files of the parts, the map of the scores, and the result itself; nothing is left."""
     write_table(tmp_path / "table.csv", [row(i) for i in range(9000 if size > 5000 else 300)])
     arguments = ["--run", folder / "run", "--interactions", tmp_path / "table.csv", "--out", tmp_path / "out.csv"]
-    monkeypatch.setattr(scoring, "_PART", 100)
+    monkeypatch.setattr(coded.blocks, "__defaults__", (100,))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -17,7 +17,7 @@ import jfi
 from jfi.data import DataError
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
-from jfi.data.prepared.known_items import KnownItems
+from jfi.data.schema import coded
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.training.saved_run import SavedRun
 
@@ -86,16 +86,13 @@ def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained
     assert sum(tenth["samples"] for tenth in metrics["deciles"]) == overall["samples"]
 
 
-def test_parts_and_batches_do_not_change_the_metrics(trained, monkeypatch):
+def test_blocks_and_batches_do_not_change_the_metrics(trained, monkeypatch):
     folder, run, _ = trained
     tables = {"history": folder / "log.csv", "by": ["device"]}
     whole = run.evaluate(folder / "test.csv", **tables)
-    monkeypatch.setattr(scoring, "_PART", 50)
     monkeypatch.setattr(table_blocks, "BLOCK", 13)
-    sizes, build = [], scoring.build_scoring
-    monkeypatch.setattr(scoring, "build_scoring", lambda *a: sizes.append(len(a[1].user)) or build(*a))
+    monkeypatch.setattr(coded.blocks, "__defaults__", (50,))
     parts = run.evaluate(folder / "test.csv", batch_size=50, **tables)
-    assert len(sizes) > 5
     for one, other in zip(everything(whole), everything(parts), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -150,12 +147,12 @@ def test_a_group_has_the_ranks_of_its_rows_alone(trained, tmp_path):
     assert groups[0]["ndcg@5_full"] != groups[1]["ndcg@5_full"]
 
 
-@pytest.mark.parametrize(("seen_only", "wanted"), [(True, ["5", "13"]), (False, [str(i) for i in range(ITEMS)])])
-def test_negatives_are_items_of_training_that_have_columns(trained, seen_only, wanted):
-    items = KnownItems(trained[1].schema, seen_only)
-    assert items.add(pa.chunked_array([["13", "new"]])).tolist() == [True, False]
-    assert items.add(pa.chunked_array([["5"], ["13"]])).tolist() == [True, True]
-    assert items.values.to_pylist() == wanted
+@pytest.mark.parametrize(("is_table", "wanted"), [(False, ["5", "13"]), (True, [str(i) for i in range(ITEMS)])])
+def test_negatives_are_items_of_training_that_have_columns(trained, is_table, wanted):
+    items, candidates, known = scoring._with_candidates(pa.array(["5", "13", "new"]), trained[1].schema, is_table)
+    assert items.take(pa.array(candidates)).to_pylist() == wanted
+    assert known.tolist()[:3] == [True, True, False]
+    assert items.to_pylist()[:3] == ["5", "13", "new"] and len(items) == len(known) == len(wanted) + 1
 
 
 def test_a_group_without_ranked_positives_has_no_ranking_metrics(trained):

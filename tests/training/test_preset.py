@@ -14,8 +14,7 @@ from test_semantic_id_runs import items, make_ids
 from worker import without_pictures
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.prepared.source import column_settings
-from jfi.data.prepared.write_dataset import write_prepared
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import preset, resume, train
 from jfi.training.distributed import World
 from jfi.training.evidence import Gain, auc_gain, gain_of_columns
@@ -123,8 +122,7 @@ def test_it_says_what_it_cannot_try(tmp_path, monkeypatch):
     config = tiny(None, preset="auto", epochs=1)  # with a bias of its own
     write_table(tmp_path / "table.csv", [row(i) for i in range(100)])
     own = config_of(tmp_path / "table.csv", tmp_path / "run").data
-    (tmp_path / "prepared").mkdir()
-    write_prepared(load_dataset(config.data), column_settings(config.data), tmp_path / "prepared")
+    prepare_dataset(config.data, tmp_path / "prepared", show=False)
     monkeypatch.setattr(preset, "pilot_scores", None)  # no pilot is needed
     for data, labels, statistics in (
         (

@@ -19,15 +19,11 @@ takes the most time. They enter the model like numeric features of the context, 
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 
 from jfi.data.batches.events import Events
-from jfi.data.config import STATISTICS, DataConfig
-from jfi.data.errors import DataError
+from jfi.data.config import STATISTICS
 from jfi.data.features.co_occurrence import co_occurrence
 from jfi.data.features.past import Older, Past
-from jfi.data.io.table import Table
-from jfi.data.prepared.arrange import Rows, sort_and_split
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
@@ -35,49 +31,6 @@ _SMOOTHING, _OF_FEW = 10.0, 2.0
 _WINDOW = 32
 #: Added to a sum of similarities before its logarithm is taken.
 _LEAST_SIMILARITY = 1e-3
-
-
-def add_statistics(table: pa.Table | Table, config: DataConfig) -> pa.Table:
-    """The table of interactions with the columns of `config.statistics`, as features of the context or for scoring.
-
-    Args:
-        table: with the columns that `config` names for the user, the item, the time, the label and the history; what
-            `read_tables` returns has the names of files and lines for messages.
-        config: the section `data`.
-
-    Raises:
-        DataError: a column is missing or malformed, `config.statistics` is empty, there is no label, or there is such a
-            column already.
-
-    Example:
-        >>> config = DataConfig(label="liked", statistics=["item"])
-        >>> rows = {"user_id": [1, 2, 3], "item_id": [7, 7, 7], "timestamp": [0, 5, 5], "liked": [1, 0, 1]}
-        >>> add_statistics(pa.table(rows), config)["past_item_count"].to_pylist() == [0.0, np.log(2), np.log(2)]
-        True
-    """
-    if not config.statistics:
-        raise DataError("data.statistics is empty; it must name statistics to add")
-    if config.label is None:
-        raise DataError("data.statistics counts positives, so that it needs data.label")
-    interactions = table
-    if not isinstance(table, Table):
-        interactions = Table("the table", table, table.column_names, line=lambda row: row + 1)
-    rows = sort_and_split(interactions, replace(config, split="time", group=None))
-    return with_statistics(interactions, rows, config).data
-
-
-def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Table:
-    """The interactions with a column for each of `config.statistics`; `rows` are they, sorted."""
-    data, known = interactions.data, interactions.known
-    history = None if rows.event is None else np.flatnonzero(rows.event)
-    events = Events(rows.user, rows.item, rows.time, rows.label, rows.split, history)
-    for name, values in make_statistics(events, config.statistics, config.max_history).items():
-        if name in known:
-            raise DataError(f"{interactions.name}: has a column '{name}', which data.statistics makes; rename it")
-        column = np.empty(len(values))
-        column[rows.order] = values
-        data, known = data.append_column(name, pa.array(column)), [*known, name]
-    return replace(interactions, data=data, known=known)
 
 
 def make_statistics(events: Events, names: list[str], max_history: int) -> dict[str, np.ndarray]:

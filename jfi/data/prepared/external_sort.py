@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,26 +25,35 @@ class MemoryLimitError(DataError):
 
 
 def check_memory(memory: str) -> None:
-    """Raises DataError if `memory` is not an amount that `sort_batches` takes, or DuckDB is not installed."""
+    """Raises DataError if `memory` is not an amount that `sort_batches` takes."""
     _connect({"memory_limit": memory}).close()
 
 
 def sort_batches(
-    batches: Iterable[pa.RecordBatch], schema: pa.Schema, by: list[str], memory: str, folder: Path
+    batches: Iterable[pa.RecordBatch], by: list[str], memory: str, folder: Path
 ) -> Iterator[pa.RecordBatch]:
     """The rows of all batches, sorted in ascending order.
 
+    Rows that one batch holds are sorted in memory.
+
     Args:
-        batches: of the given schema; read once, a batch at a time.
-        schema: of the batches.
-        by: the columns to sort by. The order of equal rows is undefined, so the last should number the rows.
+        batches: at least one, of equal columns of numbers or of lists of them; read once, a batch at a time.
+        by: the columns to sort by. The last should number the rows, so that no two are equal.
         memory: most that the engine holds in memory, such as "1GB"; what exceeds it is written to `folder`.
         folder: for temporary files.
 
     Raises:
-        DataError: DuckDB is not installed, `memory` is malformed, or it is too little (`MemoryLimitError`).
+        DataError: `memory` is malformed, or it is too little (`MemoryLimitError`).
         OSError: the disk is full.
     """
+    batches = iter(batches)
+    first = next(batches)
+    second = next(batches, None)
+    if second is None:
+        yield first.take(pa.array(np.lexsort([first.column(name).to_numpy() for name in reversed(by)])))
+        return
+    import duckdb
+
     settings = {
         "memory_limit": memory,
         "temp_directory": str(folder),
@@ -51,37 +61,27 @@ def sort_batches(
         # The rows' own number is a column, so the engine need not keep their order.
         "preserve_insertion_order": False,
     }
+    names = first.schema.names
     with _connect(settings) as connection:
         # DuckDB's names make no difference between upper and lower case, so columns have numbers there.
-        numbered = pa.schema([field.with_name(f"c{i}") for i, field in enumerate(schema)])
-        given = (pa.RecordBatch.from_arrays(batch.columns, schema=numbered) for batch in batches)
+        numbered = pa.schema([field.with_name(f"c{i}") for i, field in enumerate(first.schema)])
+        parts = chain([first, second], batches)
+        given = (pa.RecordBatch.from_arrays(batch.columns, schema=numbered) for batch in parts)
         connection.register("rows", pa.RecordBatchReader.from_batches(numbered, given))
-        order = ", ".join(f"c{schema.get_field_index(name)}" for name in by)
+        order = ", ".join(f"c{names.index(name)}" for name in by)
         try:
             for batch in connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK):
-                yield pa.RecordBatch.from_arrays(batch.columns, names=schema.names)
-        except Exception as error:
-            import duckdb
-
-            if isinstance(error, duckdb.IOException):
-                raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
-            if isinstance(error, duckdb.OutOfMemoryException):
-                raise MemoryLimitError(f"--memory {memory} is too little to sort the table; name more") from error
-            raise
+                yield pa.RecordBatch.from_arrays(batch.columns, names=names)
+        except duckdb.IOException as error:
+            raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
+        except duckdb.OutOfMemoryException as error:
+            raise MemoryLimitError(f"--memory {memory} is too little to sort the table; name more") from error
 
 
 def _connect(settings: dict) -> "duckdb.DuckDBPyConnection":
-    try:
-        import duckdb
-    except ImportError:
-        raise DataError("preparing a table needs DuckDB: pip install duckdb") from None
+    import duckdb
+
     try:
         return duckdb.connect(config=settings)
     except (duckdb.InvalidInputException, duckdb.ParserException, duckdb.CatalogException) as error:
         raise DataError(f"--memory {settings['memory_limit']}: not an amount of memory such as 1GB") from error
-
-
-def record_batch(columns: Mapping[str, np.ndarray | pa.Array]) -> pa.RecordBatch:
-    """A record batch of columns of equal length."""
-    arrays = [column if isinstance(column, pa.Array) else pa.array(column) for column in columns.values()]
-    return pa.RecordBatch.from_arrays(arrays, names=list(columns))

@@ -2,36 +2,37 @@
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.config import DataConfig
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.checked_json import checked_json, read_checked_json
-from jfi.data.schema.columns import Categorical
+from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import label_columns
 from jfi.data.schema.rules import parse_rule
-from jfi.data.schema.targets import WEIGHT, labels_of
+from jfi.data.schema.schema import Entity
+from jfi.data.schema.targets import LABEL, WEIGHT
 from jfi.utils.files import writing_file
 
 #: The file's name in a prepared dataset.
 NAME = "fingerprint.json"
 _FORMAT = "jfi data fingerprint 1"
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Fingerprint:
     """A digest of what a run trains on.
 
-    It is of the values as the schema encodes them, which is all that training sees: another order of the table's rows,
-    another file format or a value that is unknown before and after make no difference.
+    It is of the values as the schema encodes them, which is all that training sees: another file format, or a value
+    that is unknown before and after, makes no difference.
 
     Args:
         rows: interactions, those that are only part of histories included.
@@ -49,73 +50,33 @@ class Fingerprint:
 
     @classmethod
     def of(cls, dataset: InteractionDataset, config: DataConfig) -> "Fingerprint":
-        """The fingerprint of a dataset; reads each array once, a block at a time.
+        """The fingerprint of a dataset; reads each array once.
 
         That of a prepared dataset was computed when it was prepared.
         """
         policy = "" if dataset.policy is None else dataset.policy.fingerprint
+        samples = {name: dataset.num_samples(name) for name in SPLITS}
         if dataset.folder is not None and (dataset.folder / NAME).is_file():
-            known = cls.load(dataset.folder / NAME)
             # The number of sampled negatives and the policy may be others.
-            samples = {name: dataset.num_samples(name) for name in SPLITS}
-            return dataclasses.replace(known, samples=samples, policy=policy)
-        config = column_settings(config)
-        arrays = dataset.arrays()
-        events, names = (
-            arrays.events,
-            [*config.names("user", "number"), *config.names("item", "number"), *config.names("context", "number")],
-        )
-        # A user's or item's values are taken for each event, since the order of the items depends on their names.
-        index = {"user": events.user, "item": events.item, "event": None}
-        values: dict[str, list[Iterable[np.ndarray]]] = {
-            config.user: [_blocks(events.user)],
-            config.item: [_blocks(events.item)],
-            config.timestamp: [_blocks(events.time)],
-        }
-        if config.label is not None:
-            for one, column in zip(
-                config.trained_labels(), labels_of(config, events.label, events.targets), strict=True
-            ):
-                for name in label_columns(one.label):
-                    values.setdefault(name, []).append(_blocks(column))
-        if config.weight is not None:
-            values.setdefault(config.weight, []).append(_blocks(events.targets[WEIGHT]))
-        if events.rows is not None:
-            for name in parse_rule(config.history).columns:
-                values.setdefault(name, []).append(_blocks(events.rows))
-        if (fields := arrays.engagement) is not None:
-            for name, column in (
-                (config.dwell, fields.dwell),
-                (config.surface, fields.surface),
-                (config.session, fields.session),
-            ):
-                if name is not None:
-                    values.setdefault(name, []).append(_blocks(column))
-        for spec, column in zip(dataset.features, arrays.columns, strict=False):
-            parts = values.setdefault(spec.column, [])
-            parts.append(_id_blocks(column, index[spec.of], len(events.user)))
-        users, items, contexts = arrays.dense
-        dense = [
-            *(map(column.take, _blocks(events.user)) for column in users.T),
-            *(map(column.take, _blocks(events.item)) for column in items.T),
-            *(_blocks(column) for column in contexts),
-        ]
-        for name, blocks in zip(names, dense, strict=True):
-            values.setdefault(name, []).append(blocks)
-        return cls(
-            rows=len(events.user),
-            columns={name: _digest(itertools.chain(*parts)) for name, parts in values.items()},
-            samples={name: dataset.num_samples(name) for name in SPLITS},
-            splits={
-                name: _digest(
-                    part[block]
-                    for block in _blocks(rows)
-                    for part in (events.user, events.item, events.time, events.label)
-                )
-                for name, rows in arrays.samples.items()
-            },
-            policy=policy,
-        )
+            return dataclasses.replace(cls.load(dataset.folder / NAME), samples=samples, policy=policy)
+        config, arrays = column_settings(config), dataset.arrays()
+        events, digests = arrays.events, defaultdict(hashlib.sha256)
+        for of in ("event", "user", "item"):
+            sources = _sources(dataset, config, of)
+            for name, column in table_of(dataset, config, of).items():
+                for source in sources.get(name, []):
+                    _update(digests[source], column)
+        for name in [] if events.rows is None else parse_rule(config.history).columns:
+            _update(digests[name], events.rows)
+        splits = {}
+        for name, rows in arrays.samples.items():
+            digest = hashlib.sha256()
+            for part in (events.user, events.item, events.time, events.label):
+                for begin, end in blocks(len(rows)):
+                    digest.update(np.ascontiguousarray(part[rows[begin:end]]).data)
+            splits[name] = digest.hexdigest()
+        columns = {name: digest.hexdigest() for name, digest in digests.items()}
+        return cls(len(events), columns, samples, splits, policy)
 
     def changes(self, now: "Fingerprint") -> str | None:
         """Returns what differs in `now`, in words; None if nothing does.
@@ -138,6 +99,8 @@ class Fingerprint:
             return f"the columns in use have changed: {other}"
         other = [name for name in self.columns if self.columns[name] != now.columns[name]]
         if other:
+            # Users and items come first; with other ids the columns of users and items are in another order.
+            other = other[:1] if other[0] in list(self.columns)[:2] else other
             columns = f"column '{other[0]}'" if len(other) == 1 else "columns " + ", ".join(f"'{n}'" for n in other)
             return f"the values of {columns} have changed"
         counts = [
@@ -169,26 +132,23 @@ class Fingerprint:
         return cls(**read_checked_json(path, _FORMAT))
 
 
-def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    return (array[first : first + _BLOCK] for first in range(0, len(array), _BLOCK))
+def _sources(dataset: InteractionDataset, config: DataConfig, of: Entity) -> dict[str, list[str]]:
+    """Returns by column of a table of a prepared dataset the columns of the config that it is made of."""
+    found = {column_name(spec): [spec.column] for spec in dataset.features[:-1] if spec.of == of}
+    own = config.names("context" if of == "event" else of, "number")
+    found |= {name: [source] for name, source in zip(dense_names(config)[of], own, strict=True)}
+    if of == "event":
+        settings = {"user": config.user, "item": config.item, "time": config.timestamp, WEIGHT: config.weight}
+        settings |= {"dwell": config.dwell, "surface": config.surface, "session": config.session}
+        found |= {name: [source] for name, source in settings.items() if source is not None}
+        labels = [] if config.label is None else config.trained_labels()
+        names = ["label", *(LABEL + one.name for one in labels[1:])]
+        found |= {name: label_columns(one.label) for name, one in zip(names, labels, strict=False)}
+    return found
 
 
-def _id_blocks(column: Categorical, index: np.ndarray | None, count: int) -> Iterator[np.ndarray]:
-    """The numbers of ids and the ids of each event, whose user or item is in `index`."""
-    for first in range(0, count, _BLOCK):
-        last = min(first + _BLOCK, count)
-        rows = np.arange(first, last) if index is None else index[first:last]
-        counts = column.counts(rows)
-        ids = np.empty(int(counts.sum()), np.int64)
-        column.fill(rows, ids)
-        yield from (counts, ids)
-
-
-def _digest(blocks: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for block in blocks:
-        if block.dtype.kind == "i":
-            block = block.astype(np.int64, copy=False)  # prepared datasets have smaller types
-        digest.update(f"{block.dtype.str} {len(block)} ".encode())
-        digest.update(np.ascontiguousarray(block).data)
-    return digest.hexdigest()
+def _update(digest: "hashlib._Hash", column: np.ndarray | pa.Array) -> None:
+    parts = [column] if isinstance(column, np.ndarray) else [column.offsets.to_numpy(), column.values.to_numpy()]
+    for part in parts:
+        digest.update(f"{part.dtype.str} {len(part)} ".encode())
+        digest.update(np.ascontiguousarray(part).data)

@@ -1,8 +1,8 @@
 """Turns tables of any length into a prepared dataset, in bounded memory.
 
-The stages are: read (`prepare_read`), sort and split (`prepare_sort`), then learn the schema, encode and write. Each
-leaves its result in a folder beside the dataset, so a process that was killed continues with the stage it was in. The
-folder gets the dataset's name when all is written.
+The stages are: read (`read`), sort and split (`sort`), then learn the schema, encode and write. Each leaves its result
+in a folder beside the dataset, so a process that was killed continues with the stage it was in. The folder gets the
+dataset's name when all is written.
 """
 
 import dataclasses
@@ -18,31 +18,33 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.batches.assemble import Dense
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.engagement import read_engagement
+from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.events import Events, index_type, order_by_item
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
+from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import count_rows, input_files
-from jfi.data.prepared.arrange import Rows, members
 from jfi.data.prepared.column_files import ColumnWriter, new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.columns import SortedColumns, encode_events
+from jfi.data.prepared.columns import Columns
+from jfi.data.prepared.encode import encode_dense, encode_features, known_items
+from jfi.data.prepared.engagement import read_engagement
 from jfi.data.prepared.external_sort import MemoryLimitError, check_memory
-from jfi.data.prepared.load import check_fits, load_dataset
-from jfi.data.prepared.open_dataset import known_items
-from jfi.data.prepared.read import read_rows, read_warnings
+from jfi.data.prepared.fits import check_fits
+from jfi.data.prepared.learn import learn_schema
+from jfi.data.prepared.read import check_rows, read_rows, read_warnings
+from jfi.data.prepared.rows import Rows
 from jfi.data.prepared.samples import choose_samples
 from jfi.data.prepared.sort import order_and_split, read_ids, read_order_and_split, sort_rows
-from jfi.data.prepared.source import column_settings
+from jfi.data.prepared.sources import Tables, column_settings, open_tables
 from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.store import write_prepared
 from jfi.data.prepared.summarize import summarize
-from jfi.data.prepared.write_dataset import id_type, write_prepared
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.encode import encode_dense, encode_features
-from jfi.data.schema.learn import learn_schema
-from jfi.data.schema.schema import DataSchema, FeatureSpec, as_array
+from jfi.data.schema.schema import DataSchema, as_array
 from jfi.data.schema.targets import target_names
 from jfi.utils.display import Display
 from jfi.utils.files import naming, sync
@@ -55,11 +57,10 @@ _SCRATCH = "scratch"
 def prepare_dataset(
     config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool = True
 ) -> None:
-    """Writes the tables of a config as a prepared dataset, from which `data.prepared` trains.
+    """Writes the tables of a config as a prepared dataset, which `data.prepared` names.
 
-    The samples, ids and histories are those of `load_dataset`, bit for bit. Memory grows with the distinct ids and
-    values and with `memory`, not with the rows. Killed at any point and called again with the same arguments, it
-    continues; where the config or a file has changed, it starts over.
+    Memory grows with the distinct ids and values and with `memory`, not with the rows. Killed at any point and called
+    again with the same arguments, it continues; where the config or a file has changed, it starts over.
 
     Args:
         config: the tables and their columns.
@@ -83,11 +84,6 @@ def prepare_dataset(
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
     if config.policy is not None:
         raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
-    if config.statistics:
-        raise DataError(
-            "data.statistics is not made for a prepared dataset; add the columns with examples/add_statistics.py and "
-            "declare them in data.features, {name: ..., of: context, type: number}"
-        )
     work = out.parent / f".{out.name}.preparing"
     if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
         shutil.rmtree(work)  # killed when all was done
@@ -98,93 +94,133 @@ def prepare_dataset(
     if schema is not None:
         check_fits(schema, column_settings(config))
     with naming(work), _locked(work, config, schema), _keeping(work):
-        stages = _Stages(work, show)
-        if config.source != "synthetic":
-            _read_and_sort(config, work, stages, memory)
-        with stages.run("result", None, "encode and write") as advance:
-            if advance is not None:
-                _write(config, schema, work)
+        make_dataset(config, schema, work, Stages(work, show), memory)
         (work / "result").rename(out)
         sync(out.parent)
 
 
-def _read_and_sort(config: DataConfig, work: Path, stages: "_Stages", memory: str) -> None:
-    read, rows, order = (work / name for name in ("read", "rows", "order"))
-    with stages.run("read", count_rows(config)) as advance:
+def make_dataset(
+    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str = "1GB"
+) -> None:
+    """Writes a prepared dataset into the folder `result` of the stages.
+
+    Args:
+        config: the tables and their columns, checked.
+        schema: to encode the tables with; None learns one.
+        work: the folder of the stages.
+        stages: those that are done are not done again.
+        memory: most that the sorting engine holds in memory.
+    """
+    given = open_tables(config)
+    if schema is not None and given.sids is not None:
+        given.sids.check_codec(schema.codec, "the run")
+    read_and_sort(given, work, stages, memory)
+    with stages.run("result", None, "encode and write") as advance:
         if advance is not None:
-            read_rows(config, read, advance)
+            dataset = _encode(given, schema, work, work / _SCRATCH)
+            write_prepared(dataset, given.config, work / "result", stages.durable)
+
+
+def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
+    """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
+    read, rows, order = (work / name for name in ("read", "rows", "order"))
+    config, scratch = given.config, work / _SCRATCH
+    with stages.run("read", count_rows(config) if given.parts is None else None) as advance:
+        if advance is not None:
+            reader = read_rows(given.interactions(), config, read, given.name, advance)
+            if check:
+                check_rows(reader, given.name, given.blocks)
     count = len(read_columns(rows if stages.is_done("rows") else read)["user"])
     with stages.run("rows", 2 * count, "sort") as advance:
         if advance is not None:
-            sort_rows(read, rows, config, memory, work / _SCRATCH, advance)
+            sort_rows(read, rows, config, memory, scratch, advance)
     remove_columns(read)
     with stages.run("order", 2 * count, "split") as advance:
         if advance is not None:
-            order_and_split(rows, order, config, memory, work / _SCRATCH, advance)
+            order_and_split(rows, order, config, memory, scratch, advance, given.blocks)
 
 
-def _write(config: DataConfig, schema: DataSchema | None, work: Path) -> None:
-    if config.source == "synthetic":
-        write_prepared(load_dataset(config, schema), config, work / "result")
-        return
-    encoded = work / _SCRATCH
-    write_prepared(_encode(config, schema, work, encoded), config, work / "result")
-
-
-def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: Path) -> InteractionDataset:
-    """The dataset of the sorted rows; `folder` gets the files that its arrays map."""
-    columns = read_columns(work / "rows")
-    order, split = read_order_and_split(work / "order")
-    ids = [read_ids(work / "rows", name) for name in ("user", "item")]
+def sorted_rows(config: DataConfig, work: Path, histories: np.ndarray | None = None) -> Rows:
+    """The rows of `read_and_sort`, as maps of its files; `histories` are the rows of `data.history`, if it is set."""
+    columns, split = read_columns(work / "rows"), read_order_and_split(work / "order")[1]
     targets = {name: columns[name] for name in target_names(config)}
     own = [columns[name] for name in ("user", "item", "time", "label")]
-    rows = Rows(*ids, *own, split, order, targets=targets)
-    source = SortedColumns(work / "read", work / "rows", rows, config, folder)
-    if schema is None:
-        schema = learn_schema(source, rows, config)
-    elif source.sids is not None:
-        source.sids.check_codec(schema.codec, "the run")
+    ids = [read_ids(work / "rows", name) for name in ("user", "item")]
+    return Rows(*ids, Events(*own, split, histories, targets))
 
-    def encode_event(spec: FeatureSpec) -> Categorical:
-        path, kind = folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings)
-        return encode_events(source, spec, schema, lambda count: new_map(path, kind, count))
 
-    encoded = encode_features(source, schema, encode_event)
-    histories = None if config.history is None else write_true_rows(folder / "histories", columns["event"])
-    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories, targets)
-    items = known_items(schema, encoded, events)
-    known = members(items, len(rows.item_ids))
-    writers = {name: _split_writer(folder, name, len(order)) for name in SPLITS}
-    choose_samples(events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
-    for writer in writers.values():
-        writer.close()
-    samples = {name: read_columns(folder / name)["event"] for name in SPLITS}
+def _encode(given: Tables, schema: DataSchema | None, work: Path, folder: Path) -> InteractionDataset:
+    """The dataset of the sorted rows; `folder` gets the files that its arrays map."""
+    config, histories = given.config, None
+    if config.history is not None:
+        histories = write_true_rows(folder / "histories", read_columns(work / "rows")["event"])
+    rows, order = sorted_rows(config, work, histories), read_order_and_split(work / "order")[0]
+    computed = make_statistics(rows.events, config.statistics, config.max_history) if config.statistics else {}
+    tables = {"user": given.users, "item": given.items}
+    columns = Columns(work / "read", work / "rows", rows, config, folder, tables, given.sids, given.name, computed)
+    schema = schema or learn_schema(columns, rows, config)
+    ids, dense, engagement = encode_columns(columns, rows, schema, config, folder)
+    items = known_items(schema, ids, rows.events)
+    samples = _write_samples(rows, order, items, config, folder)
     negatives = None
     if config.label is None:
-        by_item = order_by_item(events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
-        negatives = NegativeSampler(events, by_item, items, config.negatives)
-    dense = encode_dense(
-        source, schema, config, lambda number: new_map(folder / f"dense-{number}.npy", np.float32, len(order))
-    )
-    engagement = read_engagement(source, config, lambda name, kind: new_map(folder / name, kind, len(order)))
-    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives, engagement=engagement)
-    dataset.summary = summarize(dataset, config, source)
+        by_item = order_by_item(rows.events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
+        negatives = NegativeSampler(rows.events, by_item, items, config.negatives)
+    dataset = InteractionDataset(rows.events, schema, ids, dense, samples, negatives, engagement=engagement)
+    dataset.summary = summarize(dataset, config, columns)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
     return dataset
 
 
-def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
-    (folder / name).mkdir()
-    return ColumnWriter(folder / name, {"event": index_type(count)})
+def encode_columns(
+    columns: Columns, rows: Rows, schema: DataSchema, config: DataConfig, folder: Path
+) -> tuple[list[Categorical], Dense, Engagement | None]:
+    """The columns of a dataset as the schema encodes them.
+
+    Args:
+        columns: the raw columns of the rows.
+        rows: the sorted rows.
+        schema: the encodings.
+        config: the meaning of the columns.
+        folder: gets the files that the arrays of events map.
+    """
+
+    def new_column(name: str, kind: type, count: int) -> np.ndarray:
+        return new_map(folder / f"{name}.npy", kind, count)
+
+    ids, dense = encode_features(columns, schema, new_column), encode_dense(columns, schema, config, new_column)
+    return ids, dense, read_engagement(columns, config, new_column)
 
 
-class _Stages:
-    """The stages that are finished, in a folder each."""
+def _write_samples(
+    rows: Rows, order: np.ndarray, items: np.ndarray, config: DataConfig, folder: Path
+) -> dict[str, np.ndarray]:
+    known = np.zeros(len(rows.item_ids), bool)
+    known[items] = True
+    writers = {}
+    for name in SPLITS:
+        (folder / name).mkdir()
+        writers[name] = ColumnWriter(folder / name, {"event": index_type(len(order))})
+    choose_samples(rows.events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
+    for writer in writers.values():
+        writer.close()
+    return {name: read_columns(folder / name)["event"] for name in SPLITS}
 
-    def __init__(self, work: Path, show: bool) -> None:
-        self._work, self._show = work, show
+
+class Stages:
+    """The stages that are finished, in a folder each.
+
+    Args:
+        work: the folder of all stages, which exists.
+        show: whether to show the progress.
+        durable: whether what is finished must outlive the process.
+    """
+
+    def __init__(self, work: Path, show: bool = True, durable: bool = True) -> None:
+        self._work, self._show, self.durable = work, show, durable
 
     def is_done(self, name: str) -> bool:
+        """Returns whether a stage is finished."""
         return (self._work / f"{name}.done").exists()
 
     @contextmanager
@@ -208,9 +244,11 @@ class _Stages:
         with Display(label or name, total, unit="rows", silent=not self._show, ticking=True) as display:
             yield display.update
         pa.default_memory_pool().release_unused()
-        sync(folder)
+        if self.durable:
+            sync(folder)
         (self._work / f"{name}.done").touch()
-        sync(self._work)
+        if self.durable:
+            sync(self._work)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The folder of the stage has the columns in the table's order, and a file of dist
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,11 @@ import pyarrow.compute as pc
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import fault_of_no_rows, iterate_tables, name_of
+from jfi.data.io.arrays import is_list
 from jfi.data.io.table import Table
-from jfi.data.prepared.arrange import given_splits
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
-from jfi.data.schema.codes import Codes
-from jfi.data.schema.columns import is_multi_valued
+from jfi.data.prepared.splits import named_splits
+from jfi.data.schema.coded import Dictionary, flat_lists
 from jfi.data.schema.labels import (
     AbsentValue,
     absent_values,
@@ -41,7 +40,7 @@ class RawColumn:
 
     Args:
         name: of the column in the table.
-        kind: "category" for ids, "number" for floats, "text" for titles.
+        kind: "category" for ids, "number" for floats.
     """
 
     name: str
@@ -60,56 +59,72 @@ class RawColumn:
 
 def raw_columns(config: DataConfig) -> list[RawColumn]:
     """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
-    places = [name for name in (config.surface, config.session) if name is not None]
-    of_events = dict.fromkeys([*config.names("event", "category"), *config.names("context", "category"), *places])
-    columns = [RawColumn(name, "category") for name in of_events]
-    dwell = [] if config.dwell is None else [config.dwell]
-    numbers = dict.fromkeys([*config.names("event", "number"), *config.names("context", "number"), *dwell])
-    columns += [RawColumn(name, "number") for name in numbers]
+    categories = [*config.names("event", "category"), *config.names("context", "category")]
+    categories += [name for name in (config.surface, config.session) if name is not None]
+    numbers = [*config.names("event", "number"), *config.names("context", "number")]
+    numbers += [] if config.dwell is None else [config.dwell]
     if config.users is None:
-        columns += [RawColumn(name, "category") for name in config.names("user", "category") if name != config.user]
-        columns += [RawColumn(name, "number") for name in config.names("user", "number")]
-    if config.items is None:
-        columns += [RawColumn(name, "category") for name in config.names("item", "category") if name != config.item]
-        columns += [RawColumn(name, "number") for name in config.names("item", "number")]
-        columns += [] if config.title is None else [RawColumn(config.title, "text")]
-    return columns
+        categories += [name for name in config.names("user", "category") if name != config.user]
+        numbers += config.names("user", "number")
+    if config.items is None and config.source == "table":
+        categories += [name for name in config.names("item", "category") if name != config.item]
+        numbers += config.names("item", "number")
+        categories += [] if config.title is None else [config.title]
+    made = config.statistics_columns()
+    columns = [RawColumn(name, "category") for name in dict.fromkeys(categories)]
+    return columns + [RawColumn(name, "number") for name in dict.fromkeys(numbers) if name not in made]
 
 
-def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) -> None:
-    """Reads all interactions into `folder`, which must be empty.
+def read_rows(
+    tables: Iterable[tuple[int, Table]],
+    config: DataConfig,
+    folder: Path,
+    name: str,
+    advance: Callable[[int], None],
+    lists: set[str] | None = None,
+) -> "RowReader":
+    """Reads interactions into `folder`, which must be empty.
 
     Args:
-        config: the tables and the meaning of their columns.
+        tables: the interactions in blocks of rows, each after the number of its split.
+        config: the meaning of the columns.
         folder: of the stage.
+        name: of the interactions, for messages.
         advance: called with the number of rows after each block.
+        lists: the multi-valued columns; None means those that are multi-valued in the first block.
 
     Raises:
         DataError: a fault in the files.
     """
-    stage = None
-    for setting, table in iterate_tables(config):
-        if stage is None:
-            stage = _Stage(config, table, folder)
-        stage.append(table, setting)
+    reader = None
+    for split, table in tables:
+        reader = reader or RowReader(config, table, folder, lists)
+        reader.append(table, split)
         advance(len(table))
-    if stage is None or not stage.rows:
-        raise fault_of_no_rows(config)
-    name = name_of(config)
+    if reader is None or not reader.rows:
+        raise DataError(f"{name}: no rows")
+    reader.close()
+    return reader
 
-    def tables() -> Iterator[Table]:
-        return (table for _, table in iterate_tables(config))
 
-    for one, counts in zip(config.trained_labels(), stage.labels, strict=True):
+def check_rows(reader: "RowReader", name: str, tables: Callable[[], Iterable[Table]]) -> None:
+    """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
+
+    Args:
+        reader: has read all rows.
+        name: of the table, for messages.
+        tables: gives the rows again, to show their values.
+    """
+    config, folder = reader.config, reader.folder
+    for one, counts in zip(config.trained_labels(), reader.labels, strict=True):
         check_counts(name, one.label, *counts, tables)
     if config.history is not None:
-        check_history(name, config.history, stage.rows, stage.events, tables)
-    (folder / _WARNINGS).write_text(json.dumps([one.describe(tables) for one in stage.absent or []]))
-    stage.close()
+        check_history(name, config.history, reader.rows, reader.events, tables)
+    (folder / _WARNINGS).write_text(json.dumps([one.describe(tables) for one in reader.absent or []]))
 
 
 def read_warnings(folder: Path) -> list[str]:
-    """Warnings of the rows that `read_rows` has read, a line each."""
+    """Warnings of the rows that `check_rows` has checked, a line each."""
     return json.loads((folder / _WARNINGS).read_text())
 
 
@@ -119,38 +134,39 @@ def read_values(folder: Path, column: str) -> pa.Array:
     return map_arrow(folder / f"values-{number}.arrow")["value"]
 
 
-class _Stage:
-    def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
-        self._config, self._folder, self.rows = config, folder, 0
+class RowReader:
+    """Writes blocks of rows as numbers into column files."""
+
+    def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
+        self.config, self.folder, self.rows = config, folder, 0
         self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
         self.absent: list[AbsentValue] | None = None
         self._columns = raw_columns(config)
-        self._lists = {
-            column.name
-            for column in self._columns
-            if column.kind == "category" and is_multi_valued(first.categories(column.name, config.separators()))
-        }
+        if made := next((name for name in config.statistics_columns() if name in first.known), None):
+            raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
+        categories = [column for column in self._columns if column.kind == "category"]
+        if lists is None:
+            found = {column.name: first.categories(column.name, config.separators()) for column in categories}
+            lists = {name for name, column in found.items() if is_list(column.type)}
+        self._lists = lists
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         types |= dict.fromkeys(target_names(config), np.float32)
-        if config.split in ("column", "files"):
-            types["split"] = np.int8
-        if config.history is not None:
-            types["event"] = np.int8
-        if config.group is not None:
-            types["group"] = np.int64
+        types |= {"split": np.int8} if config.split in ("column", "files") else {}
+        types |= {} if config.history is None else {"event": np.int8}
+        types |= {} if config.group is None else {"group": np.int64}
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
-            if column.name in self._lists and column.kind == "category":
+            if column.kind == "category" and column.name in lists:
                 types[column.counts] = np.int32
         self._writer = ColumnWriter(folder, types)
-        coded = ["user", "item", *(column.file for column in self._columns if column.kind != "number")]
-        self._codes = {name: Codes() for name in coded}
+        coded = ["user", "item", *(column.file for column in categories)]
+        self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
 
-    def append(self, table: Table, setting: int) -> None:
-        """Appends rows of the setting of that number, which is also the number of their split with `split: files`."""
-        config, put = self._config, self._writer.append
-        put("user", self._codes["user"].encode(table.ids(config.user)))
-        put("item", self._codes["item"].encode(table.ids(config.item)))
+    def append(self, table: Table, split: int) -> None:
+        """Appends rows of the split of that number, if the config gives the rows of each split."""
+        config, put = self.config, self._put
+        self._dictionaries["user"].add(table.ids(config.user))
+        self._dictionaries["item"].add(table.ids(config.item))
         put("time", table.times(config.timestamp, config.timestamp_unit))
         labels = read_labels(table, config.label, config.task)
         put("label", labels)
@@ -159,9 +175,9 @@ class _Stage:
             put(name, column)
         self.labels += [count_labels(column) for column in labels_of(config, labels, targets)]
         if config.split == "column":
-            put("split", given_splits(table, config.split_column))
+            put("split", _given_splits(table, config.split_column))
         elif config.split == "files":
-            put("split", np.full(len(table), setting, np.int8))
+            put("split", np.full(len(table), split, np.int8))
         if config.history is not None:
             event = read_history(table, config.history)
             self.events += int(event.sum())
@@ -174,24 +190,31 @@ class _Stage:
         for column in self._columns:
             if column.kind == "number":
                 put(column.file, table.numbers(column.name))
-            elif column.kind == "text":
-                put(column.file, self._codes[column.file].encode(table.strings(column.name)))
-            elif column.name in self._lists:
-                codes, counts = self._codes[column.file].encode_lists(
-                    table.categories(column.name, config.separators())
-                )
-                put(column.file, codes)
-                put(column.counts, counts)
             else:
-                values = table.categories(column.name, config.separators())
-                if is_multi_valued(values):
-                    raise DataError(f"{table.name}: column '{column.name}' has lists here, but single values before")
-                put(column.file, self._codes[column.file].encode(values))
+                self._append_categories(column, table)
         self.rows += len(table)
+
+    def _append_categories(self, column: RawColumn, table: Table) -> None:
+        values = table.categories(column.name, self.config.separators())
+        if column.name in self._lists:
+            if not is_list(values.type):
+                if values.null_count < len(values):
+                    raise DataError(f"{table.name}: column '{column.name}' has single values here, but lists before")
+                values = pa.nulls(len(values), pa.list_(pa.string()))
+            values, offsets = flat_lists(values)
+            self._put(column.counts, np.diff(offsets))
+        elif is_list(values.type):
+            if values.null_count < len(values):
+                raise DataError(f"{table.name}: column '{column.name}' has lists here, but single values before")
+            values = pa.nulls(len(values), pa.large_string())
+        self._dictionaries[column.file].add(values)
+
+    def _put(self, name: str, values: np.ndarray) -> None:
+        self._writer.append(name, values)
 
     def _groups(self, table: Table) -> np.ndarray:
         """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
-        encoded = table.strings(self._config.group).dictionary_encode()
+        encoded = table.strings(self.config.group).dictionary_encode()
         # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
         hashes = [
             int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 1
@@ -202,8 +225,19 @@ class _Stage:
         return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
 
     def close(self) -> None:
+        """Writes what is left, and the distinct values."""
         # Names of columns may hold any character, so files have numbers.
-        (self._folder / _VALUES).write_text(json.dumps(list(self._codes)))
-        for number, codes in enumerate(self._codes.values()):
-            write_arrow(self._folder / f"values-{number}.arrow", {"value": codes.values})
+        (self.folder / _VALUES).write_text(json.dumps(list(self._dictionaries)))
+        for number, dictionary in enumerate(self._dictionaries.values()):
+            write_arrow(self.folder / f"values-{number}.arrow", {"value": dictionary.flush()})
         self._writer.close()
+
+
+def _given_splits(table: Table, name: str) -> np.ndarray:
+    """`[N]` int8, the index in `splits.SPLITS` that the column `name` says."""
+    column = table.ids(name)
+    split = named_splits(column)
+    if (split < 0).any():
+        row = int((split < 0).argmax())
+        raise table.fault(row, f"'{name}' is '{column[row].as_py()}', must be train, validation or test")
+    return split

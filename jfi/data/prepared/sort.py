@@ -1,6 +1,6 @@
 """Second and third stage of preparing a dataset: rows sorted by (user, timestamp, item), and their order in time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,26 +8,26 @@ import pyarrow as pa
 
 from jfi.data.batches.events import first_rows, index_type, user_blocks
 from jfi.data.config import DataConfig
-from jfi.data.io.blocks import iterate_tables
+from jfi.data.errors import DataError
+from jfi.data.io.table import Table
 from jfi.data.prepared import splits
-from jfi.data.prepared.arrange import fault_of_group
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
-from jfi.data.prepared.external_sort import record_batch, sort_batches
+from jfi.data.prepared.external_sort import sort_batches
 from jfi.data.prepared.read import RawColumn, raw_columns, read_values
 from jfi.data.schema.coded import blocks
-from jfi.data.schema.columns import sort_ids
+from jfi.data.schema.columns import sort_values
 
-#: A row's place in the table.
-_ROW = "row"
+#: The column of a row's place in the table.
+ROW = "row"
+
+Advance = Callable[[int], None]
 
 
-def sort_rows(
-    source: Path, folder: Path, config: DataConfig, memory: str, scratch: Path, advance: Callable[[int], None]
-) -> None:
+def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scratch: Path, advance: Advance) -> None:
     """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
 
-    `folder` gets the same columns, users and items by the index of their sorted ids, which are in files beside them;
-    a multi-valued column has offsets instead of counts.
+    `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in files
+    beside them; a multi-valued column has offsets instead of counts.
 
     Args:
         source: folder of the first stage.
@@ -39,15 +39,15 @@ def sort_rows(
     """
     columns, ranks = read_columns(source), {}
     for name in ("user", "item"):
-        ids, ranks[name] = sort_ids(read_values(source, name))
-        ranks[name] = ranks[name].astype(np.int32)
-        write_arrow(folder / f"{name}_ids.arrow", {"id": ids})
+        values = read_values(source, name)
+        order = sort_values(values)
+        ranks[name] = np.empty(len(order), np.int32)
+        ranks[name][order] = np.arange(len(order))
+        write_arrow(folder / f"{name}_ids.arrow", {"id": values.take(pa.array(order))})
     lists = [column for column in raw_columns(config) if column.counts in columns and column.kind == "category"]
     counts = {column.counts for column in lists}
     plain = [name for name in columns if name not in counts and name not in {column.file for column in lists}]
-    types = {name: columns[name].dtype for name in plain}
-    if checks_groups(config):
-        types[_ROW] = np.dtype(np.int64)
+    types = {name: columns[name].dtype for name in plain} | {ROW: np.dtype(np.int64)}
     types |= {column.file: np.dtype(np.int32) for column in lists}
     types |= {offsets_name(column): np.dtype(np.int64) for column in lists}
 
@@ -57,25 +57,22 @@ def sort_rows(
             batch = {name: columns[name][begin:end] for name in plain}
             for name, rank in ranks.items():
                 batch[name] = rank[batch[name]]
+            batch[ROW] = np.arange(begin, end)
             for column in lists:
                 ends = np.append(0, np.cumsum(columns[column.counts][begin:end]))
                 start = starts[column.counts]
                 codes = columns[column.file][start : start + ends[-1]]
                 batch[column.file] = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(codes))
                 starts[column.counts] = start + int(ends[-1])
-            batch[_ROW] = np.arange(begin, end)
-            yield record_batch(batch)
+            yield pa.RecordBatch.from_pydict(batch)
             advance(end - begin)
 
-    item = [pa.field(name, pa.from_numpy_dtype(types[name])) for name in plain]
-    item += [pa.field(column.file, pa.list_(pa.int32())) for column in lists]
-    schema = pa.schema([*item, pa.field(_ROW, pa.int64())])
     writer = ColumnWriter(folder, types)
     ends = {column.file: 0 for column in lists}
     for column in lists:
         writer.append(offsets_name(column), np.zeros(1, np.int64))
-    for batch in sort_batches(given(), schema, ["user", "time", "item", _ROW], memory, scratch):
-        for name in types.keys() & {*plain, _ROW}:
+    for batch in sort_batches(given(), ["user", "time", "item", ROW], memory, scratch):
+        for name in (*plain, ROW):
             writer.append(name, batch.column(name).to_numpy())
         for column in lists:
             values = batch.column(column.file)
@@ -87,18 +84,19 @@ def sort_rows(
     writer.close()
 
 
-def checks_groups(config: DataConfig) -> bool:
-    """Returns whether a given split may cut a group, which is a fault."""
-    return config.group is not None and config.split in ("column", "files")
-
-
 def offsets_name(column: RawColumn) -> str:
     """The name of the offsets of a multi-valued column among the sorted column files, which are a file of their own."""
     return f"offsets {column.name}"
 
 
 def order_and_split(
-    source: Path, folder: Path, config: DataConfig, memory: str, scratch: Path, advance: Callable[[int], None]
+    source: Path,
+    folder: Path,
+    config: DataConfig,
+    memory: str,
+    scratch: Path,
+    advance: Advance,
+    tables: Callable[[], Iterable[Table]],
 ) -> None:
     """Writes the columns `order`, the rows of `sort_rows` by (timestamp, user, item), and `split`.
 
@@ -107,21 +105,22 @@ def order_and_split(
         folder: of this stage, empty.
         config: the split.
         memory, scratch, advance: as for `sort_rows`.
+        tables: gives the rows again, to name one whose group is cut.
     """
     columns = read_columns(source)
     time, count = columns["time"], len(columns["time"])
 
     def given() -> Iterator[pa.RecordBatch]:
         for begin, end in blocks(count):
-            yield record_batch({"time": time[begin:end], _ROW: np.arange(begin, end)})
+            yield pa.RecordBatch.from_pydict({"time": time[begin:end], ROW: np.arange(begin, end)})
             advance(end - begin)
 
     writer = ColumnWriter(folder, {"order": index_type(count)})
     split = new_map(folder / "split.npy", np.int8, count)
     if config.split in ("column", "files"):
         split[:] = columns["split"]
-        if checks_groups(config):
-            _check_groups(columns, split, config)
+        if config.group is not None:
+            _check_groups(columns, split, config.group, tables)
     if config.split == "user":
         of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions, config.split_seed)
         for begin, end in blocks(count):
@@ -130,20 +129,16 @@ def order_and_split(
         for begin, end, group in _users(columns):
             of_block = columns["user"][begin:end] - columns["user"][begin]
             labeled = ~np.isnan(columns["label"][begin:end])
-            if group is None:
-                split[begin:end] = splits.leave_one_out(of_block, labeled)
-            else:
-                split[begin:end] = splits.leave_one_out_groups(of_block, labeled, group)
+            split[begin:end] = splits.leave_one_out(of_block, labeled, group)
     labeled = sum(int((~np.isnan(columns["label"][begin:end])).sum()) for begin, end in blocks(count))
     cuts, place = splits.time_cuts(labeled, config.fractions), 0
     # The rows are sorted by user and item, so among equal times their number gives this order.
-    schema = pa.schema([("time", pa.float64()), (_ROW, pa.int64())])
-    for batch in sort_batches(given(), schema, ["time", _ROW], memory, scratch):
-        rows = batch.column(_ROW).to_numpy()
+    for batch in sort_batches(given(), ["time", ROW], memory, scratch):
+        rows = batch.column(ROW).to_numpy()
         writer.append("order", rows)
         if config.split == "time":
             counted = ~np.isnan(columns["label"][rows])
-            split[rows] = np.searchsorted(cuts, place + np.cumsum(counted) - counted, side="right")
+            split[rows] = splits.split_by_time(counted, place, cuts)
             place += int(counted.sum())
         advance(len(rows))
     if config.split == "time" and config.group is not None:
@@ -165,20 +160,24 @@ def _users(columns: dict[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarra
         yield begin, end, group
 
 
-def _check_groups(columns: dict[str, np.ndarray], split: np.ndarray, config: DataConfig) -> None:
+def _check_groups(
+    columns: dict[str, np.ndarray], split: np.ndarray, name: str, tables: Callable[[], Iterable[Table]]
+) -> None:
     """Raises DataError for the first row of the table whose group the given split cuts."""
     cut = []
     for begin, end, group in _users(columns):
-        row, given = columns[_ROW][begin:end], split[begin:end]
+        row, given = columns[ROW][begin:end], split[begin:end]
         cut.append(row[splits.keep_groups_whole(given, group, np.argsort(row)) != given])
     rows = np.concatenate(cut)
     if not len(rows):
         return
     row = int(rows.min())
-    for _, table in iterate_tables(config):
+    for table in tables():
         if row < len(table):
-            raise fault_of_group(table, row, config.group)
+            value = table.strings(name)[row].as_py()
+            raise table.fault(row, f"the rows of '{name}' {value} are in more than one split")
         row -= len(table)
+    raise DataError(f"the rows of a value of '{name}' are in more than one split")
 
 
 def read_order_and_split(folder: Path) -> tuple[np.ndarray, np.ndarray]:

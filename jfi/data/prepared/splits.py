@@ -23,53 +23,47 @@ _NAMES = {
 }
 
 
-def split_by_time(
-    user: np.ndarray, time: np.ndarray, item: np.ndarray, labeled: np.ndarray, fractions: list[float]
-) -> np.ndarray:
-    """`[N]` int8, the index in SPLITS of each row: the rows ordered by (timestamp, user, item) are cut in three.
-
-    The fractions count the rows where `labeled [N]` is true. A row without a label goes with the next labeled one.
-    """
-    cuts = time_cuts(int(labeled.sum()), fractions)
-    order = time_order(user, time, item)
-    counted = labeled[order]
-    split = np.empty(len(user), np.int8)
-    split[order] = np.searchsorted(cuts, np.cumsum(counted) - counted, side="right")
-    return split
-
-
 def time_cuts(count: int, fractions: list[float]) -> np.ndarray:
     """`[2]` int64, the places among `count` labeled rows in the order of time at which validation and test begin."""
     return np.rint(np.cumsum(fractions[:2]) * count).astype(np.int64)
 
 
-def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:
+def split_by_time(labeled: np.ndarray, before: int, cuts: np.ndarray) -> np.ndarray:
+    """`[N]` int8, the index in SPLITS of rows in the order of time.
+
+    A row without a label goes with the next labeled one.
+
+    Args:
+        labeled: `[N]` bool.
+        before: the number of labeled rows before these.
+        cuts: the result of `time_cuts`.
+    """
+    return np.searchsorted(cuts, before + np.cumsum(labeled) - labeled, side="right").astype(np.int8)
+
+
+def leave_one_out(user: np.ndarray, labeled: np.ndarray, group: np.ndarray | None = None) -> np.ndarray:
     """`[N]` int8, the index in SPLITS of each row: tests on a user's last labeled row, validates on the one before.
 
     All other rows train, and all rows of a user with fewer than three labeled rows. An unlabeled row goes to the
-    split of the next labeled row.
+    split of the next labeled row. A group counts as its first labeled row.
+
+    Args:
+        user: `[N]`, sorted.
+        labeled: `[N]` bool.
+        group: `[N]` int64, a number for each group; those of two users differ. None for no groups.
     """
+    if group is not None:
+        rows = np.flatnonzero(labeled)
+        first = np.zeros(len(user), bool)
+        first[rows[np.unique(group[rows], return_index=True)[1]]] = True
+        # The first rows come first in the order, so that the others follow them.
+        return keep_groups_whole(leave_one_out(user, first), group, np.argsort(~first, kind="stable"))
     counts = np.bincount(user, weights=labeled).astype(np.int64)[user]
     up_to_here = np.cumsum(labeled)
     total_up_to_user = up_to_here[np.append(user[1:] != user[:-1], True)]
     left = total_up_to_user[np.cumsum(np.append(0, user[1:] != user[:-1]))] - up_to_here + labeled
     split = np.where(left <= 1, _TEST, np.where(left == 2, _VALIDATION, _TRAIN))
     return np.where(counts >= 3, split, _TRAIN).astype(np.int8)
-
-
-def leave_one_out_groups(user: np.ndarray, labeled: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """`leave_one_out` of groups as a whole: each counts as its first labeled row.
-
-    Args:
-        user: `[N]`, sorted.
-        labeled: `[N]` bool.
-        group: `[N]` int64, a number for each group; those of two users differ.
-    """
-    rows = np.flatnonzero(labeled)
-    first = np.zeros(len(user), bool)
-    first[rows[np.unique(group[rows], return_index=True)[1]]] = True
-    # The first rows come first in the order, so that the others follow them.
-    return keep_groups_whole(leave_one_out(user, first), group, np.argsort(~first, kind="stable"))
 
 
 def split_users(ids: Sequence[str], fractions: list[float], seed: int) -> np.ndarray:
@@ -100,8 +94,3 @@ def keep_groups_whole(split: np.ndarray, group: np.ndarray, order: np.ndarray) -
     whole = np.empty_like(split)
     whole[order] = split[order][first][index]
     return whole
-
-
-def time_order(user: np.ndarray, time: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """The rows in the order of (timestamp, user, item)."""
-    return np.lexsort((item, user, time))

@@ -4,17 +4,16 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import numpy as np
-import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.events import Events
 from jfi.data.config import DataConfig
-from jfi.data.prepared.source import RawColumns
+from jfi.data.prepared.columns import Columns
 from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.summary import Summary, describe_lengths
 from jfi.data.schema.coded import CodedColumn, blocks
-from jfi.data.schema.columns import Categorical, is_multi_valued, present
+from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, Entity
 from jfi.data.schema.targets import labels_of
 from jfi.sid.packing import UNKNOWN_SID
@@ -32,14 +31,13 @@ _PARTLY = "(in part)"
 _HELD_OUT = [name for name in SPLITS if name != "train"]
 
 
-def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColumns | None = None) -> Summary:
+def summarize(dataset: InteractionDataset, config: DataConfig, columns: Columns) -> Summary:
     """The summary of a dataset, whose arrays may be maps of files.
 
     Args:
         dataset: the dataset.
         config: the section `data`.
-        columns: the raw columns. Without them nothing is known of missing and unseen values, ids aside, and of values
-            that change.
+        columns: the raw columns.
     """
     arrays, encodings = dataset.arrays(), dataset.schema.encodings
     events, samples = arrays.events, arrays.samples
@@ -58,7 +56,7 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
         known = _in_training(index, events.split, count)
         for name in _HELD_OUT:
             unseen[name][of] = _share(samples[name], lambda rows, known=known, index=index: ~known[index[rows]])
-    missing = {} if columns is None else _gaps(arrays, dataset.schema, columns, config, unseen)
+    missing = _gaps(arrays, dataset.schema, columns, config, unseen)
     return Summary(
         rows=len(events),
         users=users,
@@ -74,7 +72,7 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
         | {name: known.num_buckets for name, known in encodings.buckets.items()},
         warnings=[
             *_warn_of_time(events.time, config),
-            *([] if columns is None else _warn_of_changes(columns, config)),
+            *_warn_of_changes(columns, config),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
@@ -115,7 +113,7 @@ def _in_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarray
 
 
 def _gaps(
-    arrays: Arrays, schema: DataSchema, columns: RawColumns, config: DataConfig, unseen: dict[str, dict[str, float]]
+    arrays: Arrays, schema: DataSchema, columns: Columns, config: DataConfig, unseen: dict[str, dict[str, float]]
 ) -> dict[str, float]:
     """Shares of missing values by column; adds those of unseen values to `unseen`."""
     index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
@@ -177,22 +175,16 @@ def _unseen(
     return none / max(1, len(samples)), part / max(1, len(samples))
 
 
-def _share_of_empty(columns: RawColumns, of: Entity, counts: Callable[[np.ndarray], np.ndarray]) -> float:
+def _share_of_empty(columns: Columns, of: Entity, counts: Callable[[np.ndarray], np.ndarray]) -> float:
     count = columns.count(of)
     return sum(int((counts(np.arange(*block)) == 0).sum()) for block in blocks(count)) / max(1, count)
 
 
-def _counts(column: np.ndarray | pa.Array | CodedColumn) -> Callable[[np.ndarray], np.ndarray]:
+def _counts(column: np.ndarray | CodedColumn) -> Callable[[np.ndarray], np.ndarray]:
     """Gives the number of values of each of some rows `[B]`, 0 where it is missing or an empty list."""
     if isinstance(column, CodedColumn):
         return column.counts
-    if isinstance(column, np.ndarray):
-        return lambda rows: np.isfinite(column[rows]).astype(np.int64)
-    if is_multi_valued(column):
-        counts = np.diff(present(column)[1])
-    else:
-        counts = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
-    return lambda rows: counts[rows]
+    return lambda rows: np.isfinite(column[rows]).astype(np.int64)
 
 
 def _date(seconds: float) -> str | None:
@@ -218,7 +210,7 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
     return [f"{text}; ages of events are powers of two seconds, so set data.timestamp_unit if it is not seconds"]
 
 
-def _warn_of_changes(columns: RawColumns, config: DataConfig) -> list[str]:
+def _warn_of_changes(columns: Columns, config: DataConfig) -> list[str]:
     warnings = []
     for of, names, numeric in (
         ("user", config.names("user", "category"), False),

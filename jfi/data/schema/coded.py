@@ -1,18 +1,27 @@
-"""Columns of events that are too long for memory: what the training rows determine, computed a block at a time.
+"""Categorical columns as codes of their distinct values, read a block of rows at a time from maps of files."""
 
-The functions give the same bits as those of `jfi.data.schema.columns` do for a column in memory.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from jfi.data.io.arrays import is_list
 from jfi.utils.encoding import mix
+from jfi.utils.ranges import ranges
 
 #: Rows that are in memory together.
 BLOCK = 1 << 20
+
+
+def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """The ranges of `count` rows, `size` each and the rest.
+
+    >>> list(blocks(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 @dataclass(frozen=True)
@@ -29,26 +38,35 @@ class CodedColumn:
     codes: np.ndarray
     offsets: np.ndarray | None = None
 
+    @classmethod
+    def of(cls, column: pa.Array) -> "CodedColumn":
+        """The codes of strings, or of lists of strings, in memory; null and empty values of lists are left out."""
+        values, offsets = (column, None) if not is_list(column.type) else flat_lists(column)
+        encoded = values.cast(pa.large_string()).dictionary_encode()
+        return cls(encoded.dictionary, pc.fill_null(encoded.indices, -1).to_numpy(), offsets)
+
     def __len__(self) -> int:
         return len(self.codes) if self.offsets is None else len(self.offsets) - 1
 
-    def seen(self, train: np.ndarray) -> tuple[pa.Array, np.ndarray]:
-        """The values of the rows where `train [N]` is true, in the order of their first occurrence, and their counts.
+    @property
+    def is_list(self) -> bool:
+        """Returns whether a row has any number of values."""
+        return self.offsets is not None
 
-        The counts are numbers of rows, int64.
-        """
-        rows, found = np.zeros(len(self.values), np.int64), [np.empty(0, np.int64)]
+    def count_values(self, weights: np.ndarray) -> np.ndarray:
+        """`[V]` int64, the sums of the weights `[N]` (integers or bool) of the rows that have each value."""
+        counts = np.zeros(len(self.values), np.int64)
         for begin, end in blocks(len(self)):
-            codes, chosen = self.codes[begin:end], train[begin:end]
-            if self.offsets is not None:
+            weight = weights[begin:end]
+            if self.offsets is None:
+                codes = self.codes[begin:end]
+            else:
                 codes = self.codes[self.offsets[begin] : self.offsets[end]]
-                chosen = np.repeat(chosen, np.diff(self.offsets[begin : end + 1]))
-            codes, first, counts = np.unique(codes[chosen & (codes >= 0)], return_index=True, return_counts=True)
-            new = rows[codes] == 0
-            rows[codes] += counts
-            found.append(codes[new][np.argsort(first[new])])
-        codes = np.concatenate(found)
-        return self.values.take(pa.array(codes)), rows[codes]
+                weight = np.repeat(weight, np.diff(self.offsets[begin : end + 1]))
+            chosen = (codes >= 0) & (weight > 0)
+            codes, weight = codes[chosen], weight[chosen]
+            counts += np.bincount(codes, weight, minlength=len(counts)).astype(np.int64)
+        return counts
 
     def longest(self, train: np.ndarray) -> int:
         """The largest number of values of a row where `train [N]` is true, at least 1."""
@@ -74,82 +92,76 @@ class CodedColumn:
         """`[B]` a number for each of `rows [B]`, equal for equal values: a row's code, or a hash of its codes."""
         if self.offsets is None:
             return self.codes[rows]
-        codes, counts = self._lists(rows)
-        ends = np.cumsum(counts)
-        within = (np.arange(len(codes)) - np.repeat(ends - counts, counts)).astype(np.uint64)
-        hashes = np.append(np.uint64(0), np.cumsum(mix(mix(codes.astype(np.uint64)) + within)))
+        part = self.take(rows)
+        ends, counts = part.offsets[1:], np.diff(part.offsets)
+        within = (np.arange(len(part.codes)) - np.repeat(ends - counts, counts)).astype(np.uint64)
+        hashes = np.append(np.uint64(0), np.cumsum(mix(mix(part.codes.astype(np.uint64)) + within)))
         return hashes[ends] - hashes[ends - counts]
 
-    def _lists(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The codes of a few rows, concatenated, and `[B]` the number of each."""
-        start, counts = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
-        ends = np.cumsum(counts)
-        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-        return self.codes[np.repeat(start, counts) + within], counts
-
-    def take(self, rows: np.ndarray) -> pa.Array:
-        """The strings, or lists of strings, of a few rows."""
+    def take(self, rows: np.ndarray) -> "CodedColumn":
+        """The column of some rows `[B]` int64, in memory; row -1 is missing."""
+        absent = rows < 0
+        if not len(self):
+            return CodedColumn(self.values, np.full(len(rows), -1, np.int32), self.offsets and np.zeros(len(rows) + 1))
         if self.offsets is None:
-            codes = self.codes[rows]
-            return self.values.take(pa.array(codes, mask=codes < 0))
-        codes, counts = self._lists(rows)
-        values, ends = self.values.take(pa.array(codes)), np.append(0, np.cumsum(counts))
-        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values.cast(pa.string()))
+            return CodedColumn(self.values, np.where(absent, -1, self.codes[rows]))
+        counts = np.where(absent, 0, self.offsets[rows + 1] - self.offsets[rows])
+        offsets = np.append(0, np.cumsum(counts))
+        return CodedColumn(self.values, self.codes[ranges(self.offsets[rows], counts)], offsets)
+
+    def texts(self) -> pa.Array:
+        """`[N]` the strings of a column with one value a row, null where it is missing."""
+        return self.values.take(pa.array(self.codes, mask=self.codes < 0))
 
 
-def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """The ranges of `count` rows, `size` each and the rest.
+class Dictionary:
+    """Numbers the distinct values of a column that arrives in blocks, in the order of their first occurrence.
 
-    >>> list(blocks(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
-
-
-def quantiles(values: np.ndarray, train: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns what `np.quantile(values[train & np.isfinite(values)], at)` gives, in memory that does not grow with N.
+    Blocks wait until they have as many rows as there are values, and are numbered together then. So memory grows with
+    the distinct values alone, and the cost of a row does not grow with their number.
 
     Args:
-        values: `[N]` float64.
-        train: `[N]` bool; at least one finite value must be chosen.
-        at: `[Q]` in [0, 1].
+        write: called with the codes of rows, int32, -1 for null, in their order.
 
     Example:
-        >>> quantiles(np.array([1.0, 9.0, 3.0, np.nan]), np.array([True, True, True, True]), np.array([0.25]))
-        array([2.])
+        >>> found = []
+        >>> dictionary = Dictionary(found.extend)
+        >>> dictionary.add(pa.array(["b", "a", None, "b"]))
+        >>> dictionary.add(pa.array(["c", "a"]))
+        >>> dictionary.flush().to_pylist(), [int(code) for code in found]
+        (['b', 'a', 'c'], [0, 1, -1, 0, 2, 1])
     """
-    count = sum(len(keys) for keys in _keys(values, train))
-    place = (count - 1) * at
-    below = np.floor(place).astype(np.int64)
-    low, high = _sorted_values(values, train, below), _sorted_values(values, train, np.minimum(below + 1, count - 1))
-    # NumPy's own interpolation, so that its rounding is the same.
-    return np.array([np.quantile([a, b], p) for a, b, p in zip(low, high, place - below, strict=True)])
+
+    def __init__(self, write: Callable[[np.ndarray], None]) -> None:
+        self._write, self._values = write, pa.array([], pa.large_string())
+        self._pending: list[pa.DictionaryArray] = []
+        self._rows = 0
+
+    def add(self, column: pa.Array) -> None:
+        """Adds the strings of further rows; null is a missing value."""
+        self._pending.append(column.cast(pa.large_string()).dictionary_encode())
+        self._rows += len(column)
+        if self._rows >= max(BLOCK, len(self._values)):
+            self.flush()
+
+    def flush(self) -> pa.Array:
+        """Numbers and writes all rows so far; returns the distinct values, large_string, by code."""
+        parts = [self._values, *(encoded.dictionary for encoded in self._pending)]
+        merged = pa.concat_arrays(parts).dictionary_encode()
+        codes, start = merged.indices.to_numpy(), len(self._values)
+        for encoded in self._pending:
+            end = start + len(encoded.dictionary)
+            # Nulls, which are not in the dictionary, read the code that is appended.
+            self._write(np.append(codes[start:end], np.int32(-1))[pc.fill_null(encoded.indices, -1).to_numpy()])
+            start = end
+        self._values, self._pending, self._rows = merged.dictionary, [], 0
+        return self._values
 
 
-def _sorted_values(values: np.ndarray, train: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """`[R]` the chosen values at `ranks` of their order, found 16 bits at a time from the most significant on."""
-    prefix, rest = np.zeros(len(ranks), np.uint64), ranks.copy()
-    for shift in (48, 32, 16, 0):
-        wanted, which = np.unique(prefix, return_inverse=True)
-        counts = np.zeros((len(wanted), 1 << 16), np.int64)
-        for keys in _keys(values, train):
-            digit = (keys >> np.uint64(shift)) & np.uint64(0xFFFF)
-            upper = keys >> np.uint64(shift + 16) if shift < 48 else np.zeros_like(keys)
-            row = np.minimum(np.searchsorted(wanted, upper), len(wanted) - 1)
-            hit = wanted[row] == upper
-            cells = row[hit] * (1 << 16) + digit[hit].astype(np.int64)
-            counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
-        ends = np.cumsum(counts, axis=1)[which]
-        digits = (ends <= rest[:, None]).sum(axis=1)
-        rest -= np.where(digits > 0, ends[np.arange(len(rest)), np.maximum(digits - 1, 0)], 0)
-        prefix = (prefix << np.uint64(16)) | digits.astype(np.uint64)
-    negative = prefix < np.uint64(1 << 63)
-    return np.where(negative, ~prefix, prefix ^ np.uint64(1 << 63)).view(np.float64)
-
-
-def _keys(values: np.ndarray, train: np.ndarray) -> Iterator[np.ndarray]:
-    """The chosen finite values, a block at a time, as uint64 in the same order."""
-    for begin, end in blocks(len(values)):
-        chosen = np.array(values[begin:end])[train[begin:end]]
-        bits = chosen[np.isfinite(chosen)].view(np.uint64)
-        yield np.where(bits >> np.uint64(63) == 1, ~bits, bits ^ np.uint64(1 << 63))
+def flat_lists(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """The values of a column of lists without missing ones, and the `[N + 1]` int64 offsets of the rows."""
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    values = column.flatten()
+    present = pc.fill_null(pc.not_equal(values, ""), False)
+    offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
+    return values.filter(present), offsets

@@ -1,17 +1,22 @@
 """Columns -> what the training rows determine (vocabularies, quantiles, means), and with it columns -> ids."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.io.arrays import is_list
-from jfi.data.schema.coded import BLOCK, CodedColumn, blocks, quantiles
+from jfi.data.schema.coded import BLOCK, CodedColumn, blocks
 from jfi.data.schema.schema import Strings, as_array
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
 from jfi.utils.ranges import ranges
+
+#: Quantiles are those of at most about this many rows, spread evenly over the training rows.
+_QUANTILE_ROWS = 1 << 22
+
+#: Gives an array of a number of integers to write to, such as the map of a file.
+NewArray = Callable[[int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -60,117 +65,102 @@ class Categorical:
         return [Categorical(slot) for slot in slots]
 
 
-def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """The distinct ids of a column without nulls, by number if all are integers, and each row's index among them."""
-    encoded = column.dictionary_encode()
-    distinct = encoded.dictionary
-    order = np.argsort(_sortable(distinct), kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
-
-
-def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
-    """Returns whether a categorical column has a list of values a row."""
-    if isinstance(column, CodedColumn):
-        return column.offsets is not None
-    return is_list(column.type)
+def sort_values(values: pa.Array) -> np.ndarray:
+    """`[V]` int64, the order of distinct strings: by number if all are integers, else by text."""
+    try:
+        numbers = values.cast(pa.int64()).to_numpy()
+    except pa.ArrowInvalid:
+        return pc.array_sort_indices(values).to_numpy().astype(np.int64)
+    order = np.argsort(numbers, kind="stable")
+    if (np.diff(numbers[order]) == 0).any():  # "7" and "07"
+        by_text = pc.array_sort_indices(values).to_numpy().astype(np.int64)
+        order = by_text[np.argsort(numbers[by_text], kind="stable")]
+    return order
 
 
 def learn_vocabulary(
-    column: pa.Array | CodedColumn,
+    column: CodedColumn,
     count: np.ndarray,
     min_count: int = 1,
     max_values: int | None = None,
     default: str | None = None,
 ) -> Vocabulary:
-    """The values of a column of strings, or of lists of strings, in the training rows.
+    """The values of a column in the training rows.
 
     Args:
         column: `[N]`.
-        count: `[N]`, the training rows that have each row of the column.
+        count: `[N]` integers or bool, the training rows that have each row of the column.
         min_count: values with fewer training rows are left out.
         max_values: the most values; those with the most training rows stay, the first of as many. None is no limit.
         default: a value that the vocabulary has in any case, or None.
     """
-    if isinstance(column, CodedColumn):
-        values, rows = column.seen(count)
-        values, index = sort_ids(values)
-        return _most_frequent(values, rows[np.argsort(index)], min_count, max_values, default)
-    column, count = column.filter(pa.array(count > 0)), count[count > 0]
-    if is_multi_valued(column):
-        column, offsets = present(column)
-        count = np.repeat(count, np.diff(offsets))
-    known = column.is_valid()
-    values, index = sort_ids(column.filter(known))
-    rows = np.bincount(index, weights=count[known.to_numpy(zero_copy_only=False)], minlength=len(values))
-    return _most_frequent(values, rows, min_count, max_values, default)
-
-
-def _most_frequent(
-    values: pa.Array, rows: np.ndarray, min_count: int, max_values: int | None, default: str | None
-) -> Vocabulary:
-    """Returns the vocabulary of the values whose numbers of rows `[V]` suffice, in the order of the values."""
-    kept = rows >= min_count
-    if max_values is not None and kept.sum() > max_values:
-        kept[np.argsort(np.where(kept, -rows, 0), kind="stable")[max_values:]] = False
-    values = values.filter(pa.array(kept))
+    rows = column.count_values(count)
+    kept = np.flatnonzero(rows >= min_count)
+    values = column.values.take(pa.array(kept))
+    order = sort_values(values)
+    if max_values is not None and len(order) > max_values:
+        most = np.argsort(-rows[kept[order]], kind="stable")[:max_values]
+        order = order[np.sort(most)]
+    values = values.take(pa.array(order))
     if default is not None and not pc.is_in(pa.scalar(default, values.type), value_set=values).as_py():
-        values = sort_ids(pa.concat_arrays([values, pa.array([default], values.type)]))[0]
+        values = pa.concat_arrays([values, pa.array([default], values.type)])
+        values = values.take(pa.array(sort_values(values)))
     return Vocabulary(Strings(values))
 
 
-def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: int) -> int:
-    """The largest number of values of a row where `train [N]` is true, from 1 to `max_slots`."""
-    if isinstance(column, CodedColumn):
-        return min(max_slots, column.longest(train))
-    counts = np.diff(present(column)[1])[train]
-    return int(min(max_slots, counts.max(initial=1)))
-
-
-def encode(column: pa.Array, known: Vocabulary | HashBuckets, default: str | None = None) -> Categorical:
-    """Ids of a column of strings, or of lists of strings; a value that a vocabulary lacks gets id 0.
-
-    A missing one gets the id of `default`, or 0.
-    """
-    offsets = None
-    if is_multi_valued(column):
-        column, offsets = present(column)
-    # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
-    encoded, missing = column.dictionary_encode(), known.ids([default])
+def ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets, default: str | None = None) -> np.ndarray:
+    """`[V + 1]` int64, the id of each string, and last that of a missing value, which `default` stands for."""
     if isinstance(known, HashBuckets):
-        ids = np.append(known.ids(encoded.dictionary.to_pylist()), missing)
+        ids = np.concatenate([known.ids(values[begin:end].to_pylist()) for begin, end in blocks(len(values))] or [[]])
     else:
-        found = pc.index_in(encoded.dictionary.cast(pa.large_string()), value_set=as_array(known.values))
-        ids = np.append(pc.fill_null(found, -1).to_numpy().astype(np.int64) + 1, missing)
-    return Categorical(ids[pc.fill_null(encoded.indices, -1).to_numpy()], offsets)
+        found = pc.index_in(values.cast(pa.large_string()), value_set=as_array(known.values))
+        ids = pc.fill_null(found, -1).to_numpy() + 1
+    return np.append(ids, known.ids([default])).astype(np.int64)
 
 
-def present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """The values of a column of lists without the empty ones, and the `[N + 1]` offsets of the rows."""
-    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-    values = column.flatten()
-    present = pc.fill_null(pc.not_equal(values, ""), False)
-    offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
-    return values.filter(present), offsets
+def encode(
+    column: CodedColumn,
+    known: Vocabulary | HashBuckets,
+    slot: int | None = None,
+    new_array: NewArray | None = None,
+    default: str | None = None,
+) -> Categorical:
+    """Ids of a column; a value that a vocabulary lacks gets id 0.
+
+    Args:
+        column: `[N]`.
+        known: the encoding.
+        slot: of a multi-valued column the number of the value that is encoded, or None for all.
+        new_array: gives integers to write to, or None for memory.
+        default: the value that stands for a missing one; None gives it id 0.
+    """
+    offsets = column.offsets if slot is None else None
+    out = (new_array or _new_array)(len(column.codes) if slot is None else len(column))
+    ids = ids_of_values(column.values, known, default).astype(out.dtype)
+    for begin, end in blocks(len(out)):
+        out[begin:end] = ids[column.codes[begin:end] if slot is None else column.slot(slot, begin, end)]
+    return Categorical(out, offsets)
 
 
 def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np.ndarray:
-    """`[E]` ascending, E below `num_quantiles`: the inner quantiles of the finite values where `train [N]` is true."""
-    inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
-    if (
-        len(values) > BLOCK
-        and len(inner)
-        and any(np.isfinite(values[begin:end][train[begin:end]]).any() for begin, end in blocks(len(values)))
-    ):
-        return np.unique(quantiles(values, train, inner))
-    known = values[train & np.isfinite(values)]
-    return np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
+    """`[E]` ascending, E below `num_quantiles`: the inner quantiles of the finite values where `train [N]` is true.
+
+    Of a long column they are those of some four million rows, which are spread evenly.
+    """
+    step = max(1, len(values) // _QUANTILE_ROWS)
+    known = np.array(values[::step])[train[::step]]
+    known = known[np.isfinite(known)]
+    return np.unique(np.quantile(known, np.linspace(0, 1, num_quantiles + 1)[1:-1])) if len(known) else np.empty(0)
 
 
-def cut(values: np.ndarray, edges: np.ndarray, default: float | None = None) -> Categorical:
+def cut(
+    values: np.ndarray, edges: np.ndarray, new_array: NewArray | None = None, default: float | None = None
+) -> Categorical:
     """Ids of a numeric column by the quantile they fall in; NaN is missing, and `default` stands for it."""
-    return Categorical(quantile_ids(values, edges, default))
+    out = (new_array or _new_array)(len(values))
+    for begin, end in blocks(len(out)):
+        out[begin:end] = quantile_ids(np.array(values[begin:end]), edges, default)
+    return Categorical(out)
 
 
 def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple[float, float]:
@@ -196,8 +186,5 @@ def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple
     return float(mean), float(deviation) or 1.0
 
 
-def _sortable(values: pa.Array) -> np.ndarray:
-    try:
-        return values.cast(pa.int64()).to_numpy()
-    except pa.ArrowInvalid:
-        return values.to_numpy(zero_copy_only=False).astype(str)
+def _new_array(count: int) -> np.ndarray:
+    return np.empty(count, np.int64)

@@ -13,6 +13,7 @@ the column's numbers, every other one with its text; >=, <=, > and < also compar
 import datetime
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -22,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
-from jfi.data.schema.codes import Codes
 from jfi.utils.encoding import text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
@@ -189,16 +189,12 @@ def only_column(text: str) -> str | None:
 
 def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> str:
     """The most frequent values of a column of tables, with counts, for messages: `view (90), buy (7) and 3 more`."""
-    codes, counts = Codes(), np.zeros(0, np.int64)
+    counts: Counter[str] = Counter()
     for table in tables:
-        found = codes.encode(table.strings(column).drop_null())
-        more = np.bincount(found, minlength=len(codes.values))
-        more[: len(counts)] += counts
-        counts = more
-    values = codes.values
-    order = np.argsort(-counts, kind="stable")
-    shown = ", ".join(f"{values[int(i)].as_py()[:40]} ({counts[i]})" for i in order[:most])
-    return f"{shown or 'none'}{f' and {len(order) - most} more' if len(order) > most else ''}"
+        for pair in table.strings(column).drop_null().value_counts():
+            counts[pair["values"].as_py()] += pair["counts"].as_py()
+    shown = ", ".join(f"{value[:40]} ({count})" for value, count in counts.most_common(most))
+    return f"{shown or 'none'}{f' and {len(counts) - most} more' if len(counts) > most else ''}"
 
 
 def _moments(table: _Columns, name: str) -> np.ndarray:

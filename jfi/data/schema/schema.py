@@ -154,6 +154,10 @@ class Encodings:
     buckets: dict[str, HashBuckets] = field(default_factory=dict)
     defaults: dict[str, str | float] = field(default_factory=dict)
 
+    def scale(self, column: str) -> tuple[float, float, float | None]:
+        """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
+        return (*self.moments[column], self.defaults.get(column))
+
     def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
         """Returns what gives the values of a categorical column their ids."""
         return self.buckets[column] if column in self.buckets else self.vocabularies[column]

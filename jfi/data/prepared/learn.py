@@ -6,16 +6,16 @@ import pyarrow.compute as pc
 
 from jfi.data.config import AGE, HISTORY, SID, DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.arrange import Rows
-from jfi.data.prepared.source import RawColumns
-from jfi.data.schema.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
+from jfi.data.prepared.columns import Columns
+from jfi.data.prepared.rows import Rows
+from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.data.schema.targets import labels_of
 from jfi.utils.encoding import UNKNOWN, HashBuckets
 from jfi.utils.module_names import module_name
 
 
-def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
+def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema:
     """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
 
     A user (an item) counts as training's if it has a row there. Of a column that describes contexts alone the
@@ -65,11 +65,7 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
     _check_keys(features)
     return DataSchema(
         features=features,
-        dense_names=[
-            *config.names("user", "number"),
-            *config.names("item", "number"),
-            *config.names("context", "number"),
-        ],
+        dense_names=[name for of in ("user", "item", "context") for name in config.names(of, "number")],
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
@@ -83,14 +79,14 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
 def _learn_labels(rows: Rows, samples: np.ndarray, config: DataConfig) -> list[LabelSpec]:
     found = []
     # The predicted labels come first; auxiliary ones are no outputs of a saved model.
-    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.targets), strict=False):
+    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.events.targets), strict=False):
         scale = moments(column, samples) if one.task == "regression" else ()
         found.append(LabelSpec(one.name, one.task, *scale))
     return found
 
 
 def _learn_keys(
-    columns: RawColumns,
+    columns: Columns,
     name: str,
     of: Entity,
     train: np.ndarray,
@@ -115,13 +111,12 @@ def _learn_keys(
             column, train, feature.min_count, feature.max_values, encodings.defaults.get(name)
         )
     num_ids = encodings.ids_of(name).num_ids
-    many = is_multi_valued(column)
-    if many and feature.default is not None:
+    if column.is_list and feature.default is not None:
         raise DataError(f"data.features '{name}' has a default, but its rows are lists; a default is a single value")
     role = "context" if of == "event" else of
-    own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
-    if many:
-        slots = range(count_slots(column, train > 0, config.max_slots))
+    own = [FeatureSpec(name, role, name, module_name(name), num_ids, column.is_list, of, width=feature.width)]
+    if column.is_list:
+        slots = range(min(config.max_slots, column.longest(train > 0)))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
@@ -130,13 +125,13 @@ def _learn_keys(
     return own, history
 
 
-def _titles(columns: RawColumns, config: DataConfig, encodings: Encodings) -> Strings | None:
+def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strings | None:
     if config.item in encodings.buckets:
         return None  # items that share a bucket have no one title
     ids = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids
     # In the order of the ids, which sort by number where all of training's are integers; the items may not.
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
-    titles = columns.strings(config.title, "item").take(pa.array(by_id))
+    titles = columns.titles().take(pa.array(by_id))
     return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
 
 

@@ -1,0 +1,56 @@
+"""Adds statistics of the past to a table of interactions."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.features.statistics import make_statistics
+from jfi.data.io.blocks import read_blocks
+from jfi.data.io.table import Table
+from jfi.data.prepared.column_files import read_columns, write_true_rows
+from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_rows
+from jfi.data.prepared.sort import ROW
+from jfi.data.prepared.sources import Tables
+from jfi.utils.files import temporary_folder
+
+
+def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.Table:
+    """The table of interactions with the columns of `config.statistics`, as features of the context or for scoring.
+
+    Args:
+        table: with the columns that `config` names for the user, the item, the time, the label and the history; or
+            parts of it, which have the names of files and lines for messages.
+        config: the section `data`.
+
+    Raises:
+        DataError: a column is missing or malformed, `config.statistics` is empty, there is no label, or there is such a
+            column already.
+
+    Example:
+        >>> config = DataConfig(label="liked", statistics=["item"])
+        >>> rows = {"user_id": [1, 2, 3], "item_id": [7, 7, 7], "timestamp": [0, 5, 5], "liked": [1, 0, 1]}
+        >>> add_statistics(pa.table(rows), config)["past_item_count"].to_pylist() == [0.0, np.log(2), np.log(2)]
+        True
+    """
+    if not config.statistics:
+        raise DataError("data.statistics is empty; it must name statistics to add")
+    if config.label is None:
+        raise DataError("data.statistics counts positives, so that it needs data.label")
+    parts = list(read_blocks(table, table.column_names) if isinstance(table, pa.Table) else table)
+    own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history")
+    settings = DataConfig(**{name: getattr(config, name) for name in own})
+    given = Tables(parts[0].name if parts else "the table", None, None, None, settings, parts)
+    with temporary_folder("jfi-statistics-") as folder:
+        read_and_sort(given, folder, Stages(folder, durable=False))
+        columns, histories = read_columns(folder / "rows"), None
+        if config.history is not None:
+            histories = write_true_rows(folder / "histories", columns["event"])
+        events, data = sorted_rows(settings, folder, histories).events, pa.concat_tables([one.data for one in parts])
+        for name, values in make_statistics(events, config.statistics, config.max_history).items():
+            column = np.empty(len(values))
+            column[columns[ROW]] = values
+            data = data.append_column(name, pa.array(column))
+        return data

@@ -1,0 +1,73 @@
+"""Checks that a config, or a prepared dataset, goes with the schema of a run."""
+
+from collections.abc import Iterator
+
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.schema.schema import DataSchema
+
+
+def check_fits(schema: DataSchema, config: DataConfig) -> None:
+    """Checks that the config has the columns and the history that the schema was learnt with.
+
+    Raises:
+        DataError: it has not, as one line that names the setting.
+    """
+    roles = ("user", "item", "context", "history")
+    keys = {role: {s.column for s in schema.features if s.role == role and not s.semantic} for role in roles}
+    items = {config.item, *config.names("item", "category")}
+    moments = [*config.names("user", "number"), *config.names("item", "number"), *config.names("context", "number")]
+    events = {*config.names("event"), *config.crosses()}
+    wanted_buckets = {one.name: one.hash_buckets for one in config.features if one.hash_buckets is not None}
+    buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
+    if (schema.codec is None) != (config.semantic_ids is None):
+        which = "without" if schema.codec is None else "with"
+        raise DataError(f"data.semantic_ids: got {config.semantic_ids!r}, but the run was started {which} semantic IDs")
+    for name, learnt, wanted in (
+        ("item", schema.item_key, config.item),
+        ("features of user", keys["user"], set(config.names("user", "category"))),
+        ("features of item", keys["item"] - {schema.item_key}, items - {config.item}),
+        ("features of event", keys["history"] - keys["item"], events),
+        ("features of event and type number", set(schema.encodings.edges), set(config.names("event", "number"))),
+        ("features of context", keys["context"], set(config.names("context", "category"))),
+        ("features of type number", schema.dense_names, moments),
+        ("features with hash_buckets", buckets, wanted_buckets),
+        ("features with default", schema.encodings.defaults, config.defaults()),
+        ("max_history", schema.max_history, config.max_history),
+        ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
+        ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
+        ("auxiliary_labels", schema.num_auxiliary, len(config.auxiliary_labels)),
+    ):
+        if learnt != wanted:
+            learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
+            raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
+
+
+def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
+    """Checks that a dataset was prepared with the schema of a run.
+
+    Raises:
+        DataError: it was not, as one line that names a difference.
+    """
+    for what, learnt, now in _pairs(schema, prepared):
+        if learnt != now:
+            advice = "prepare the tables again with examples/prepare_data.py --run"
+            raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
+
+
+def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
+    """Returns what is compared, and both values of it; each only makes sense where those before are equal."""
+    yield "semantic IDs", *(None if one.codec is None else one.codec.fingerprint for one in (schema, prepared))
+    ours, theirs = schema.encodings, prepared.encodings
+    yield "keys", schema.features, prepared.features
+    yield "dense columns", schema.dense_names, prepared.dense_names
+    buckets = [{name: known.num_buckets for name, known in one.buckets.items()} for one in (ours, theirs)]
+    yield "hash buckets", *buckets
+    yield "defaults", ours.defaults, theirs.defaults
+    for name, known in ours.vocabularies.items():
+        yield f"values of '{name}'", known.values, theirs.vocabularies[name].values
+    for name, edges in ours.edges.items():
+        yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
+    yield "means and deviations", ours.moments, theirs.moments
+    yield "labels", schema.labels, prepared.labels
+    yield "auxiliary labels", schema.num_auxiliary, prepared.num_auxiliary

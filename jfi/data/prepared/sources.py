@@ -1,0 +1,72 @@
+"""The tables that a config names, or generates."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from jfi.data.config import DataConfig, FeatureConfig
+from jfi.data.features import synthetic, synthetic_dwell
+from jfi.data.features.semantic_ids import SemanticIDs
+from jfi.data.io.blocks import iterate_tables, name_of, read_table
+from jfi.data.io.table import Table
+
+#: By `data.synthetic.kind` what makes the tables.
+_SYNTHETIC = {"taste": synthetic, "dwell": synthetic_dwell}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a config.
+
+    Args:
+        name: of the interactions, for messages.
+        users, items: None where their columns are in the interactions.
+        sids: the semantic IDs of the items, or None.
+        config: the config with the meaning of the columns, see `column_settings`.
+        parts: interactions that are in memory, in blocks of rows, or None for those of the config's files.
+    """
+
+    name: str
+    users: Table | None
+    items: Table | None
+    sids: SemanticIDs | None
+    config: DataConfig
+    parts: list[Table] | None = None
+
+    def interactions(self) -> Iterator[tuple[int, Table]]:
+        """The interactions in blocks of rows, each after the number of its split with `split: files`, else 0."""
+        return iterate_tables(self.config) if self.parts is None else ((0, table) for table in self.parts)
+
+    def blocks(self) -> Iterable[Table]:
+        """The interactions in blocks of rows."""
+        return (table for _, table in self.interactions())
+
+
+def open_tables(config: DataConfig) -> Tables:
+    """Reads the tables of users and items that a config names; the interactions are read when they are asked for.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    settings = column_settings(config)
+    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, settings.item)
+    if config.source == "synthetic":
+        interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
+        return Tables(interactions.name, None, items, sids, settings, [interactions])
+    wanted, how = config.columns(), config.file_settings()
+    users, items = (
+        None if paths is None else read_table(paths, wanted, how, f"data.{of}")
+        for of, paths in (("users", config.users), ("items", config.items))
+    )
+    return Tables(name_of(config), users, items, sids, settings)
+
+
+def column_settings(config: DataConfig) -> DataConfig:
+    """The config with the meaning of the columns that the tables have.
+
+    Those of the synthetic tables are fixed. The statistics are features of the context once they are made.
+    """
+    if config.source == "synthetic":
+        config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
+    made = [name for name in config.statistics_columns() if name not in config.names("context", "number")]
+    made = [FeatureConfig(name, "context", "number") for name in made]
+    return replace(config, features=[*config.features, *made]) if made else config

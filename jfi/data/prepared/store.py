@@ -1,0 +1,199 @@
+"""A prepared dataset: a folder of Arrow files that every process maps; docs/prepared-data.md specifies it.
+
+manifest.json                            the format and the section `data` of the config that made it
+schema.json, vocabularies.parquet        the schema, see `jfi.data.schema.schema`
+codec.safetensors                        of the schema, with semantic IDs
+events.arrow                             user, item, time, label, split, a column for each key of contexts and each
+                                         history key of events, dense features, and dwell, surface and session
+                                         where the config has them
+users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
+train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
+surfaces.arrow                           with `data.dwell` or `data.surface`: the names of the events' surfaces
+histories.arrow                          with `data.history`: the events that histories consist of
+by_item.arrow                            without a label: the events in the order (user, item, timestamp)
+summary.json                             see `jfi.data.prepared.summary`
+history_lengths.arrow                    the lengths of the samples' histories without a limit, and the samples of each
+fingerprint.json                         see `jfi.data.prepared.fingerprint`
+SHA256SUMS                               the checksums of these files
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.batches.choose_events import load_policy
+from jfi.data.batches.dataset import InteractionDataset
+from jfi.data.batches.engagement import Engagement
+from jfi.data.batches.events import Events, index_type
+from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.prepared.checksums import open_checked, verify, write_checksums
+from jfi.data.prepared.column_files import map_arrow, write_arrow
+from jfi.data.prepared.encode import known_items
+from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
+from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.prepared.manifest import MANIFEST, Manifest
+from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.summarize import count_lengths
+from jfi.data.prepared.summary import Summary, describe_lengths
+from jfi.data.prepared.tables import column_name, dense_names, table_of
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.schema import CODEC, DataSchema, Entity
+from jfi.data.schema.targets import target_names
+from jfi.utils.files import is_storage_fault, naming, sync
+
+_SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
+_FILES = [
+    *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
+    *(_LENGTHS, _SUMMARY, _SURFACES, FINGERPRINT, "schema.json", "vocabularies.parquet", CODEC),
+]
+
+
+def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, durable: bool = True) -> None:
+    """Writes all files of a prepared dataset into an existing folder, the manifest last.
+
+    The arrays of the dataset may be maps of files, and no column of events is held in memory.
+
+    Args:
+        dataset: the dataset.
+        config: that it was made with, with the meaning of its columns.
+        folder: to write to; the caller renames it when all files are there.
+        durable: False for files that a process leaves to itself: neither a fingerprint nor checksums are written then.
+    """
+    arrays, kind = dataset.arrays(), index_type(len(dataset.arrays().events))
+    for of in ("event", "user", "item"):
+        write_arrow(folder / f"{of}s.arrow", table_of(dataset, config, of))
+    lengths, counts = count_lengths(arrays.events, arrays.samples)
+    write_arrow(folder / _LENGTHS, {"length": lengths, "samples": counts})
+    events = {**arrays.samples, "histories": arrays.events.rows}
+    events["by_item"] = None if arrays.negatives is None else arrays.negatives.by_item
+    for name, rows in events.items():
+        if rows is not None:
+            write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
+    if arrays.engagement is not None:
+        write_arrow(folder / _SURFACES, {"surface": pa.array(arrays.engagement.surfaces, pa.string())})
+    dataset.schema.write(folder)
+    dataset.summary.save(folder / _SUMMARY)
+    if durable:
+        Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
+    files = [path for name in _FILES if (path := folder / name).is_file()]
+    unfinished = folder / f".{MANIFEST}"
+    unfinished.write_text(Manifest(config, {path.name: path.stat().st_size for path in files}).text(), encoding="utf-8")
+    if durable:
+        for path in (*files, unfinished):
+            sync(path)
+        write_checksums(folder, {path.name: path for path in files} | {MANIFEST: unfinished})
+    unfinished.replace(folder / MANIFEST)
+    if durable:
+        sync(folder)
+
+
+def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | None = None) -> InteractionDataset:
+    """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
+
+    Args:
+        config: the result of `resolve`.
+        verify: whether to verify the checksums of the files, those above 16 MiB in the background.
+        schema: of the dataset, where it is known already.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or is damaged.
+    """
+    folder = Path(config.prepared)
+    sizes = _check_sizes(folder)
+    verification = open_checked(folder, sizes) if verify else None
+    schema = schema or dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
+    tables = {of: _read(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
+    columns = tables["event"]
+    histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
+    own = [_numpy(columns[name]) for name in ("user", "item", "time", "label", "split")]
+    events = Events(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
+    ids = _features(schema, tables)
+    negatives = None
+    if config.label is None:
+        by_item = _numpy(_read(folder / "by_item.arrow")["event"])
+        negatives = NegativeSampler(events, by_item, known_items(schema, ids, events), config.negatives)
+    engagement = None
+    if config.dwell is not None or config.surface is not None:
+        surfaces = _read(folder / _SURFACES)["surface"].to_pylist()
+        session = None if config.session is None else _numpy(columns["session"])
+        engagement = Engagement(_numpy(columns["dwell"]), _numpy(columns["surface"]), surfaces, session)
+    dense = {of: [_numpy(tables[of][name]) for name in names] for of, names in dense_names(config).items()}
+    users, items = (
+        np.stack(dense[of], axis=1) if dense[of] else np.zeros((len(next(iter(tables[of].values()))), 0), np.float32)
+        for of in ("user", "item")
+    )
+    dataset = InteractionDataset(
+        events=events,
+        schema=schema,
+        columns=ids,
+        dense=(users, items, dense["event"]),
+        samples={name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS},
+        negatives=negatives,
+        unknown_share=config.unknown_share,
+        batching=config.batching,
+        max_timeline=config.longest_timeline,
+        engagement=engagement,
+        policy=load_policy(config),
+    )
+    lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
+    dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
+    dataset.folder, dataset.verification = folder, verification
+    return dataset
+
+
+def verify_dataset(folder: Path) -> None:
+    """Verifies the SHA-256 of all files of a complete dataset, as `sha256sum -c SHA256SUMS` does.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
+    """
+    verify(folder, list(_check_sizes(folder)))
+
+
+def _check_sizes(folder: Path) -> dict[str, int]:
+    """Checks the sizes of all files, and returns them with that of the manifest."""
+    sizes = Manifest.load(folder).sizes
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise DataError(f"{folder}: damaged, {name} {what}")
+    return {MANIFEST: (folder / MANIFEST).stat().st_size, **sizes}
+
+
+def _features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:
+    """The ids of each key of the schema but the age."""
+    slots: dict[str, list[Categorical]] = {}
+    found = []
+    for spec in schema.features[:-1]:
+        column = tables[spec.of][name := column_name(spec)]
+        is_list = pa.types.is_large_list(column.type)
+        ids = Categorical(_numpy(column.values), _numpy(column.offsets)) if is_list else Categorical(_numpy(column))
+        if spec.slot is not None and spec.of != "event":
+            if name not in slots:
+                slots[name] = ids.slots(sum(s.column == spec.column and s.slot is not None for s in schema.features))
+            ids = slots[name][spec.slot]
+        found.append(ids)
+    return found
+
+
+def _read(path: Path) -> dict[str, pa.Array]:
+    """The columns of a file of a complete dataset."""
+    try:
+        with naming(path):
+            return map_arrow(path)
+    except FileNotFoundError:
+        raise DataError(f"{path.parent}: damaged, {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        if is_storage_fault(error):
+            raise
+        raise DataError(f"{path}: damaged: {error}") from None
+
+
+def _numpy(column: pa.Array) -> np.ndarray:
+    """A column without nulls, not copied."""
+    return column.to_numpy(zero_copy_only=True)

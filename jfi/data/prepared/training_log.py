@@ -1,0 +1,65 @@
+"""The log of events that a history policy is fitted to."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jfi.data.config import DataConfig
+from jfi.data.config_checks import check_data_config
+from jfi.data.errors import DataError
+from jfi.data.prepared.column_files import read_columns
+from jfi.data.prepared.columns import Columns
+from jfi.data.prepared.engagement import read_engagement
+from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_rows
+from jfi.data.prepared.sources import column_settings, open_tables
+from jfi.data.schema.targets import labels_of
+from jfi.history import EventLog
+from jfi.history.log import MOST_SURFACES
+from jfi.utils.files import temporary_folder
+
+
+def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
+    """The events of the training rows, and whether each is a conversion `[N]` bool: what a policy is fitted to.
+
+    They are the rows of histories (`data.history`) in the training split, whether they have a label or not. A
+    conversion is what `data.conversion` says, or `data.label` where it is not set; a row that leaves it open is none.
+
+    Raises:
+        DataError: a fault in the config or the tables, as one line that names it; or the config names neither dwell nor
+            surface, or neither a conversion nor a label.
+
+    Example:
+        >>> from jfi.data import DataConfig, SyntheticConfig
+        >>> config = DataConfig(source="synthetic", synthetic=SyntheticConfig(kind="dwell", num_users=50))
+        >>> log, conversion = training_log(config)
+        >>> log.surfaces, len(log) == len(conversion)
+        (['autoplay', 'feed', 'search'], True)
+    """
+    check_data_config(config)
+    if config.prepared is not None:
+        raise DataError("data.prepared is set; a policy is fitted to tables, since a prepared one has no conversions")
+    config = replace(config, statistics=[], policy=None)
+    settings = column_settings(config)
+    if settings.dwell is None and settings.surface is None:
+        raise DataError("neither data.dwell nor data.surface is set; a policy needs one of them")
+    rule = settings.conversion or (settings.label if settings.task == "binary" else None)
+    if rule is None:
+        raise DataError("data.conversion is not set, and there is no data.label; it must say which events are to count")
+    # The conversion is read like a further label.
+    given = open_tables(config)
+    config = replace(given.config, auxiliary_labels=[rule])
+    with temporary_folder("jfi-log-") as folder:
+        read_and_sort(replace(given, config=config), folder, Stages(folder, durable=False), check=False)
+        rows, columns = sorted_rows(config, folder), read_columns(folder / "rows")
+        tables = {"user": given.users, "item": given.items}
+        engagement = read_engagement(
+            Columns(folder / "read", folder / "rows", rows, config, folder, tables),
+            config,
+            lambda name, kind, count: np.empty(count, kind),
+        )
+        chosen = np.flatnonzero(rows.train if config.history is None else rows.train & (columns["event"] == 1))
+        if not 1 <= len(engagement.surfaces) <= MOST_SURFACES:
+            count = f"has {len(engagement.surfaces):,} values; it must have 1 to {MOST_SURFACES}"
+            raise DataError(f"data.surface is '{config.surface}', which {count}, so put rare ones together")
+        conversion = np.array(labels_of(config, rows.label, rows.events.targets)[-1][chosen] == 1)
+        return engagement.log(rows.events.user, rows.events.time, chosen), conversion
