@@ -143,7 +143,7 @@ class Columns:
             of_item = part in (self._config.item, *self._config.names("item", "category"))
             column = self.categories(part, "item" if of_item else "event")
             if column.is_list:
-                raise DataError(f"data.event_crosses has '{part}', whose rows are lists; a cross needs single values")
+                raise DataError(f"data.features: a cross has '{part}', whose rows are lists; it needs single values")
             parts.append((column, self._rows.events.item if of_item else None))
 
         def codes_of(number: int, begin: int, end: int) -> np.ndarray:
