@@ -15,7 +15,7 @@ from jfi.data.prepared.column_files import new_map, read_columns
 from jfi.data.prepared.read import RawColumn, read_values
 from jfi.data.prepared.rows import Rows
 from jfi.data.prepared.sort import offsets_name
-from jfi.data.schema.coded import BLOCK, CodedColumn, blocks
+from jfi.data.schema.coded import CodedColumn, blocks
 from jfi.data.schema.schema import Entity
 from jfi.utils.encoding import CROSSED
 
@@ -206,10 +206,9 @@ def _places(table: Table, key: str, ids: pa.Array, interactions: str | None) -> 
 def _first_rows(index: np.ndarray, time: np.ndarray, count: int) -> np.ndarray:
     """`[count]` int64, the first row in time of each index; of equal times the first in the order of the rows."""
     first, since = np.full(count, -1, np.int64), np.full(count, np.inf)
-    for begin, end in blocks(len(index), BLOCK):
-        by_time = np.argsort(time[begin:end], kind="stable")
-        found, place = np.unique(index[begin:end][by_time], return_index=True)
-        row = begin + by_time[place]
-        earlier = time[row] < since[found]
-        first[found[earlier]], since[found[earlier]] = row[earlier], time[row[earlier]]
+    for begin, end in blocks(len(index)):
+        np.minimum.at(since, index[begin:end], time[begin:end])
+    for begin, end in reversed(list(blocks(len(index)))):
+        rows = begin + np.flatnonzero(time[begin:end] == since[index[begin:end]])
+        first[index[rows][::-1]] = rows[::-1]  # of several rows of an index the last one that is written stays
     return first
