@@ -127,7 +127,9 @@ def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1G
     config, scratch = given.config, work / _SCRATCH
     with stages.run("read", count_rows(config) if given.parts is None else None) as advance:
         if advance is not None:
-            reader = read_rows(given.interactions(), config, read, given.name, advance)
+            reader = read_rows(given.interactions(), config, read, advance)
+            if reader is None:
+                raise DataError(f"{given.name}: no rows")
             if check:
                 check_rows(reader, given.name, given.blocks)
     count = len(read_columns(rows if stages.is_done("rows") else read)["user"])

@@ -79,17 +79,15 @@ def read_rows(
     tables: Iterable[tuple[int, Table]],
     config: DataConfig,
     folder: Path,
-    name: str,
     advance: Callable[[int], None],
     lists: set[str] | None = None,
-) -> "RowReader":
-    """Reads interactions into `folder`, which must be empty.
+) -> "RowReader | None":
+    """Reads interactions into `folder`, which must be empty; returns None if there are no rows.
 
     Args:
         tables: the interactions in blocks of rows, each after the number of its split.
         config: the meaning of the columns.
         folder: of the stage.
-        name: of the interactions, for messages.
         advance: called with the number of rows after each block.
         lists: the multi-valued columns; None means those that are multi-valued in the first block.
 
@@ -98,12 +96,12 @@ def read_rows(
     """
     reader = None
     for split, table in tables:
-        reader = reader or RowReader(config, table, folder, lists)
-        reader.append(table, split)
-        advance(len(table))
-    if reader is None or not reader.rows:
-        raise DataError(f"{name}: no rows")
-    reader.close()
+        if len(table):
+            reader = reader or RowReader(config, table, folder, lists)
+            reader.append(table, split)
+            advance(len(table))
+    if reader is not None:
+        reader.close()
     return reader
 
 

@@ -108,7 +108,6 @@ class ScoringRows:
         for path in (read, rows, self._scratch):
             path.mkdir()
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
-        name = "the table" if isinstance(sources.interactions, pa.Table) else str(sources.interactions)
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
         #: `[N]` int64, the number of each sample's row in the table of interactions.
@@ -119,7 +118,7 @@ class ScoringRows:
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
         with Display("read", None, unit="rows", ticking=True) as display:
             try:
-                reader = read_rows(self._tables(sources, wanted), self._config, read, name, display.update, lists)
+                reader = read_rows(self._tables(sources, wanted), self._config, read, display.update, lists)
             finally:
                 if self._keys is not None:
                     self._keys.close()
