@@ -16,7 +16,7 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
-from jfi.data.prepared import scoring
+from jfi.data.schema import coded
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import (
@@ -120,7 +120,7 @@ def test_predict_and_evaluate_give_what_the_trainer_gives(run, folder, wanted, t
     log = write(tmp_path / "log.csv", [row(i) for i in range(270)], without=("place", "tags", "price"))
     test = write(tmp_path / "test.csv", [row(i) for i in range(270, COUNT)])
     monkeypatch.setattr(table_blocks, "BLOCK", 7)
-    monkeypatch.setattr(scoring, "_PART", 30)
+    monkeypatch.setattr(coded.blocks, "__defaults__", (30,))
     np.testing.assert_allclose(scores(run.predict(test, history=log)), wanted[270:], atol=ROUNDING)
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][-1]
     overall = run.evaluate(test, history=log)["overall"]

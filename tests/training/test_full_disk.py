@@ -53,7 +53,7 @@ def test_a_prepared_dataset_that_has_no_space_is_one_line_and_goes_on_when_there
     assert (out / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("size", [0, 1000, 20_000])
+@pytest.mark.parametrize("size", [0, 1000, 4000])
 def test_scores_that_have_no_space_are_one_line_and_leave_no_file(config, tmp_path, capsys, size):
     schema = load_dataset(config.data).schema
     model = build_model(config.model, config.encoder, schema).eval()
