@@ -20,8 +20,8 @@ from jfi.data.schema.targets import WEIGHT
 from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.timelines import Timelines
 
-#: Events that are gathered together.
-_BLOCK = 1 << 16
+#: Events that are gathered together. Smaller blocks take less time alone, and larger ones take Python's lock less often.
+_BLOCK = 1 << 18
 
 #: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
 #: each. The arrays of events stay apart, since each may be the map of a file.
