@@ -260,7 +260,7 @@ def test_a_large_request_is_cut_and_refused_as_a_small_one(exported, scorer, req
         dict(request_body, history={}),
     ]
     bodies.append(
-        dict(request_body, history=[*request_body["history"], {"item": 1.5, "category": 1, "rating": 1, "age": 1}])
+        dict(request_body, history=[*request_body["history"], {"item": {}, "category": 1, "rating": 1, "age": 1}])
     )
 
     async def talk(client):

@@ -84,9 +84,7 @@ def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
         "unknown field 'color'": json.dumps(request_body | {"color": 1}),
         "candidates must not be empty": json.dumps(request_body | {"candidates": []}),
         "candidates must be at most 1000": json.dumps(request_body | {"candidates": [{}] * 1001}),
-        "candidates[0].item must be a string": json.dumps(
-            request_body | {"candidates": [{"item": 1.5, "category": 1}]}
-        ),
+        "candidates[0].item must be a string": json.dumps(request_body | {"candidates": [{"item": {}, "category": 1}]}),
     }
 
     async def talk(client):

@@ -17,8 +17,9 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataError
 from jfi.data.config import LabelConfig
-from jfi.training import Config, checkpoint, resume, train
+from jfi.training import Config, resume, state, train
 from jfi.training.calibration import fit_platt
+from jfi.training.checkpoint import save_checkpoint
 from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
 from jfi.training.saved_run import SavedRun
@@ -100,7 +101,7 @@ def predict(monkeypatch, capsys, *options: object) -> tuple[int, str]:
 def test_a_run_of_an_earlier_version_has_all_but_calibrated_probabilities(folder, tmp_path, monkeypatch, capsys):
     old = folder / "old"
     with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_finish", finish_without_calibration)
+        patch.setattr(state, "save_checkpoint", save_without_calibration)
         train(made(folder, "old"))
     options = ["--run", old, "--interactions", folder / "table.csv", "--out"]
     code, said = predict(monkeypatch, capsys, *options, tmp_path / "a.csv", "--output", "calibrated")
@@ -119,10 +120,11 @@ def test_a_run_of_an_earlier_version_has_all_but_calibrated_probabilities(folder
     assert found["identity"] == wanted if isinstance(wanted, str) else found["a"] == pytest.approx(wanted[0], rel=1e-3)
 
 
-def finish_without_calibration(unfinished, final, progress, sums, finish=checkpoint._finish) -> None:
+def save_without_calibration(folder, name, tensors, progress, world) -> None:
     """Writes progress.json as a version without calibration."""
     assert progress["calibration"]
-    finish(unfinished, final, {key: value for key, value in progress.items() if key != "calibration"}, sums)
+    known = {key: value for key, value in progress.items() if key != "calibration"}
+    save_checkpoint(folder, name, tensors, known, world)
 
 
 def better(evaluate):

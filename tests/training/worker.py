@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from attention_worker import as_on_a_gpu, use_stand_ins
 
-from jfi.data import load_dataset
+from jfi.data.prepared.load import prepare_into
 from jfi.distributed import CapturedShardedStep
 from jfi.training import ConfigError, Interrupted, resume, train
 from jfi.training.build import shards_of
@@ -63,9 +63,9 @@ def do(job: dict) -> dict:
 
     def read(*arguments):
         reads.append(arguments)
-        return load_dataset(*arguments)
+        return prepare_into(*arguments)
 
-    counted = mock.patch("jfi.training.shared_data.load_dataset", read)
+    counted = mock.patch("jfi.training.shared_data.prepare_into", read)
     stand_in = stand_in_graphs(outcome) if job.get("stand_in") else nullcontext()
     hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_epoch=summing_end)
     with hooks, counted, stand_in, without_pictures():

@@ -20,7 +20,7 @@ from jfi.data.schema.targets import WEIGHT
 from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.timelines import Timelines
 
-#: Events that are gathered together. Smaller blocks take less time alone, and larger ones take Python's lock less often.
+#: Events that are gathered together. Smaller blocks take less time alone, larger ones take Python's lock less often.
 _BLOCK = 1 << 18
 
 #: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
