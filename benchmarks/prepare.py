@@ -4,8 +4,8 @@
     python -m benchmarks.prepare --other ../old-tree --cases rows json
     python -m benchmarks.prepare --cases large                      50 million rows: some minutes and 10 GB of disk
 
-Each figure is of a process of its own, which imports jfi from one of the trees and prepares one file. `open` is the time
-of opening what was prepared.
+Each figure is of a process of its own, which imports jfi from one of the trees and prepares one file. `open_seconds` is
+the time of opening what was prepared.
 """
 
 import argparse
@@ -32,7 +32,8 @@ try:
     from jfi.data import FeatureConfig
     from jfi.data.prepared.prepare import prepare_dataset
     features = [FeatureConfig("action", "event")] if action == "True" else []
-    config = DataConfig(interactions=path, label="clicked", features=[*features, FeatureConfig("price", "event", "number")])
+    features.append(FeatureConfig("price", "event", "number"))
+    config = DataConfig(interactions=path, label="clicked", features=features)
 except ImportError:  # a tree of before the features
     from jfi.data.prepare import prepare_dataset
     features = {"event_categorical": ["action"] if action == "True" else [], "event_dense": ["price"]}
