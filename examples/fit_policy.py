@@ -27,7 +27,8 @@ from jfi.data import DataError
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.training_log import training_log
-from jfi.data.schema.labels import label_columns, read_labels
+from jfi.data.schema.labels import read_labels
+from jfi.data.schema.rules import label_columns
 from jfi.history import EventLog, fit
 from jfi.history.describe import describe
 from jfi.history.plots import draw_policy

@@ -4,12 +4,11 @@ import math
 
 from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.labels import label_columns
-from jfi.data.schema.rules import only_column, parse_rule
-from jfi.data.settings import MAX_COUNT
+from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.suggest import suggest
 
+MAX_COUNT = 2**31 - 1
 #: By setting its least and its greatest value.
 _BOUNDS = {
     **dict.fromkeys(("max_history", "max_slots", "num_quantiles", "num_age_buckets"), (1, MAX_COUNT)),

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
+from jfi.data.config import Task
 from jfi.data.schema.schema import LabelSpec
-from jfi.data.settings import Task
 
 METRICS = ("loss", "ne", "auc", "user_auc")
 #: Metrics of which less is better.

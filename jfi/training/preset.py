@@ -23,13 +23,13 @@ import numpy as np
 from jfi.data import DataError, InteractionDataset, load_dataset
 from jfi.data.config import AGE, HISTORY, STATISTICS
 from jfi.data.io.blocks import iterate_tables
-from jfi.data.schema.thresholds import rules_beside
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.evidence import auc_gain, gain_of_columns
 from jfi.training.metrics import Predictions
 from jfi.training.pilot import pilot_scores, statistics_of, validation_rows
 from jfi.training.saved_run import BestEpoch
+from jfi.training.thresholds import rules_beside
 from jfi.utils.operands import MAX_BUCKETS
 
 #: Training samples from which on the rates and the batch size stay as they are.

@@ -19,7 +19,6 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.schema.schema import LabelSpec
-from jfi.data.schema.thresholds import rules_beside
 from jfi.models import Heads
 from jfi.serving.dataset_schema import schema_of
 from jfi.training import Config, ConfigError, preset, resume, train
@@ -30,6 +29,7 @@ from jfi.training.objective import Objective
 from jfi.training.pilot import validation_rows
 from jfi.training.recorder import read_metrics
 from jfi.training.run_folder import RunFolder
+from jfi.training.thresholds import rules_beside
 
 RULES = ["seconds >= 15", "seconds >= 35"]
 

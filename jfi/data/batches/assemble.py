@@ -15,8 +15,8 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart
 from jfi.data.schema.columns import Categorical
+from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.data.schema.targets import WEIGHT
 from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.timelines import Timelines
 

@@ -16,10 +16,9 @@ from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 from jfi.data.schema.coded import blocks
-from jfi.data.schema.labels import label_columns
-from jfi.data.schema.rules import parse_rule
+from jfi.data.schema.labels import LABEL, WEIGHT
+from jfi.data.schema.rules import label_columns, parse_rule
 from jfi.data.schema.schema import Entity
-from jfi.data.schema.targets import LABEL, WEIGHT
 from jfi.utils.files import writing_file
 
 #: The file's name in a prepared dataset.

@@ -9,8 +9,8 @@ from jfi.data.errors import DataError
 from jfi.data.prepared.columns import Columns
 from jfi.data.prepared.rows import Rows
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
+from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
-from jfi.data.schema.targets import labels_of
 from jfi.utils.encoding import UNKNOWN, HashBuckets
 from jfi.utils.module_names import module_name
 

@@ -44,8 +44,8 @@ from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.store import write_prepared
 from jfi.data.prepared.summarize import summarize
 from jfi.data.schema.columns import Categorical
+from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema, as_array
-from jfi.data.schema.targets import target_names
 from jfi.utils.display import Display
 from jfi.utils.files import naming, sync
 from jfi.utils.lock import locking_folder

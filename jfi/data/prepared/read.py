@@ -26,10 +26,12 @@ from jfi.data.schema.labels import (
     check_counts,
     check_history,
     count_labels,
-    read_history,
+    labels_of,
     read_labels,
+    read_targets,
+    target_names,
 )
-from jfi.data.schema.targets import labels_of, read_targets, target_names
+from jfi.data.schema.rules import parse_rule
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
 
@@ -177,7 +179,7 @@ class RowReader:
         elif config.split == "files":
             put("split", np.full(len(table), split, np.int8))
         if config.history is not None:
-            event = read_history(table, config.history)
+            event = parse_rule(config.history).holds(table) == 1
             self.events += int(event.sum())
             put("event", event)
         if self.absent != []:

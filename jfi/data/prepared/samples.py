@@ -10,7 +10,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.splits import SPLITS
 from jfi.data.schema.coded import blocks
-from jfi.data.schema.targets import labels_of
+from jfi.data.schema.labels import labels_of
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from jfi.data.prepared.read import read_rows
 from jfi.data.prepared.rows import Rows
 from jfi.data.prepared.sort import ROW, read_ids, sort_rows
 from jfi.data.schema.coded import blocks
+from jfi.data.schema.labels import labels_of, target_names
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
-from jfi.data.schema.targets import labels_of, target_names
 from jfi.history import Policy
 from jfi.sid.packing import UNKNOWN_SID
 from jfi.utils.display import Display

@@ -41,8 +41,8 @@ from jfi.data.prepared.summarize import count_lengths
 from jfi.data.prepared.summary import Summary, describe_lengths
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.columns import Categorical
+from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
-from jfi.data.schema.targets import target_names
 from jfi.utils.files import is_storage_fault, naming, sync
 
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"

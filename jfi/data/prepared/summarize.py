@@ -14,8 +14,8 @@ from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.summary import Summary, describe_lengths
 from jfi.data.schema.coded import CodedColumn, blocks
 from jfi.data.schema.columns import Categorical
+from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity
-from jfi.data.schema.targets import labels_of
 from jfi.sid.packing import UNKNOWN_SID
 
 #: Times outside of these years are probably of another unit.

@@ -1,1 +1,1 @@
-"""What training rows determine: keys, vocabularies, quantiles; rules and labels."""
+"""Rules, labels, keys, vocabularies and quantiles: how the values of columns are read and encoded."""

@@ -1,25 +1,19 @@
-"""The label column, or a rule such as `rating >= 4` -> labels of 0 and 1."""
+"""Columns that a loss reads: labels of 0 and 1 by a column or a rule such as `rating >= 4`, and the weight of a row."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jfi.data.config import DataConfig, LabelConfig, Task
 from jfi.data.errors import DataError
 from jfi.data.io.table import Table
-from jfi.data.schema.rules import describe_values, only_column, parse_rule
-from jfi.data.settings import Task
+from jfi.data.schema.rules import describe_values, label_columns, only_column, parse_rule
 from jfi.utils.encoding import LARGEST_NUMBER
 
-
-def label_columns(label: str) -> list[str]:
-    """The column that a label names, or those that its rule compares.
-
-    Raises:
-        DataError: the label is neither a column nor a rule.
-    """
-    column = only_column(label)
-    return parse_rule(label).columns if column is None else [column]
+WEIGHT = "weight"
+#: Before the name of a label that is not the first.
+LABEL = "label_"
 
 
 def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.ndarray:
@@ -54,13 +48,44 @@ def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.nd
     return values.astype(np.float32)
 
 
-def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
-    """Raises DataError for a rule that holds in every row or in none, with the values of its columns.
+def target_names(config: DataConfig) -> list[str]:
+    """The names of the columns `[E]` float32 of `Events.targets`."""
+    return [*([] if config.weight is None else [WEIGHT]), *_further_labels(config)]
+
+
+def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns `target_names`, each `[N]` float32.
 
     Args:
-        values: `[N]`, the labels that `read_labels` gave.
+        table: the interactions.
+        config: the section `data`.
+        label: `[N]`, the first label. A row without one is no sample, needs no weight, and gets 1.
+
+    Raises:
+        DataError: a column is absent, a weight is not positive and finite, or a label is malformed.
     """
-    check_counts(table.name, label, *count_labels(values), lambda: [table])
+    found = {}
+    if config.weight is not None:
+        values = table.numbers(config.weight).astype(np.float32)
+        is_wrong = ~(np.isfinite(values) & (values > 0))
+        if (wrong := is_wrong & ~np.isnan(label)).any():
+            row = int(wrong.argmax())
+            shown = "empty" if np.isnan(values[row]) else f"{table.numbers(config.weight)[row]:g}"
+            raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
+        found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
+    for name, one in _further_labels(config).items():
+        found[name] = read_labels(table, one.label, one.task)
+    return found
+
+
+def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """The column `[E]` of each of `config.trained_labels()`."""
+    return (label, *(targets[name] for name in _further_labels(config)))
+
+
+def _further_labels(config: DataConfig) -> dict[str, LabelConfig]:
+    """Returns by the name of their column the trained labels but the first."""
+    return {LABEL + one.name: one for one in config.trained_labels()[1:]}
 
 
 def count_labels(values: np.ndarray) -> np.ndarray:
@@ -71,13 +96,13 @@ def count_labels(values: np.ndarray) -> np.ndarray:
 def check_counts(
     name: str, label: str | None, negatives: int, positives: int, tables: Callable[[], Iterable[Table]]
 ) -> None:
-    """`check_labels` of a table in parts.
+    """Raises DataError for a rule that holds in every row or in none, with the values of its columns.
 
     Args:
         name: of the whole table, for messages.
         label: the config's label.
         negatives, positives: the number of rows with each label.
-        tables: gives the parts, which are read again to show the values.
+        tables: gives the parts of the table, which are read again to show the values.
     """
     if label is None or only_column(label) is not None or bool(negatives) == bool(positives):
         return
@@ -86,28 +111,8 @@ def check_counts(
     raise DataError(f"{name}: label '{label}': {how} positive; {_describe(tables, label_columns(label))}")
 
 
-def read_history(table: Table, rule: str) -> np.ndarray:
-    """`[N]` bool, the rows that are events of histories.
-
-    Args:
-        table: the interactions.
-        rule: `data.history`.
-
-    Raises:
-        DataError: a wrong rule, or an absent column.
-    """
-    return parse_rule(rule).holds(table) == 1
-
-
 def check_history(name: str, rule: str, rows: int, events: int, tables: Callable[[], Iterable[Table]]) -> None:
-    """Raises DataError for a rule that holds in no row, with the values of its columns.
-
-    Args:
-        name: of the table, for messages.
-        rule: `data.history`.
-        rows, events: the number of rows, and of those where the rule holds.
-        tables: as of `check_counts`.
-    """
+    """Raises DataError if `data.history` holds in no row, with the values of its columns; arguments as above."""
     if rows and not events:
         known = _describe(tables, parse_rule(rule).columns)
         raise DataError(f"{name}: history '{rule}': none of the {rows} rows is an event; {known}")

@@ -140,10 +140,6 @@ class Rule:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
         return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
-    def text_columns(self) -> list[str]:
-        """The columns whose text the rule compares."""
-        return list(dict.fromkeys(test.column for test in _tests(self.root) if test.kind != "number"))
-
 
 def parse_rule(text: str) -> Rule:
     """The rule that `text` states.
@@ -185,6 +181,16 @@ def only_column(text: str) -> str | None:
         return None
     name, _ = parser.operand("a column")
     return name if parser.token is None else None
+
+
+def label_columns(label: str) -> list[str]:
+    """The column that a label names, or those that its rule compares.
+
+    Raises:
+        DataError: the label is neither a column nor a rule.
+    """
+    column = only_column(label)
+    return parse_rule(label).columns if column is None else [column]
 
 
 def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> str:
