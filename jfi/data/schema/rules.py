@@ -16,13 +16,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
+from jfi.data.io.table import Table
 from jfi.utils.encoding import text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
@@ -42,22 +43,13 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\
 _MAX_DEPTH = 50
 
 
-class _Columns(Protocol):
-    """The part of `jfi.data.io.table.Table` that a rule reads."""
-
-    def __len__(self) -> int: ...
-    def strings(self, name: str) -> pa.Array: ...
-    def numbers(self, name: str) -> np.ndarray: ...
-    def fault(self, row: int, what: str) -> DataError: ...
-
-
 class _Test(NamedTuple):
     column: str
     compare: str
     values: tuple[str, ...]
     kind: str  # number, date, text
 
-    def holds(self, table: _Columns) -> np.ndarray:
+    def holds(self, table: Table) -> np.ndarray:
         if self.kind == "text":
             column = table.strings(self.column)
             empty = column.is_null().to_numpy(zero_copy_only=False)
@@ -73,7 +65,7 @@ class _Test(NamedTuple):
                 hit = np.isin(column, numbers, invert=self.compare == "not in")
         return np.where(empty, np.float32("nan"), hit.astype(np.float32))
 
-    def absent(self, table: _Columns) -> list[str]:
+    def absent(self, table: Table) -> list[str]:
         if self.compare in _ORDER:
             return []
         if self.kind == "number":
@@ -88,7 +80,7 @@ class _Joined(NamedTuple):
     word: str  # and, or, not
     parts: tuple["_Test | _Joined", ...]
 
-    def holds(self, table: _Columns) -> np.ndarray:
+    def holds(self, table: Table) -> np.ndarray:
         result = self.parts[0].holds(table)
         if self.word == "not":
             return 1 - result
@@ -126,7 +118,7 @@ class Rule:
         """The columns that it reads, in the order in which the rule names them."""
         return list(dict.fromkeys(test.column for test in _tests(self.root)))
 
-    def holds(self, table: _Columns) -> np.ndarray:
+    def holds(self, table: Table) -> np.ndarray:
         """`[N]` float32: 1 where the rule holds, 0 where not, NaN where an empty field leaves it open.
 
         An empty field leaves `and` open unless another test fails, and `or` unless another test holds.
@@ -136,7 +128,7 @@ class Rule:
         """
         return self.root.holds(table)
 
-    def absent_values(self, table: _Columns) -> list[tuple[str, str]]:
+    def absent_values(self, table: Table) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
         return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
@@ -177,9 +169,9 @@ def only_column(text: str) -> str | None:
     ('clicked', 'made in', None)
     """
     parser = _Parser(text)
-    if not parser.is_operand():
+    if parser.kind in (None, "sign"):
         return None
-    name, _ = parser.operand("a column")
+    name = parser.advance()
     return name if parser.token is None else None
 
 
@@ -193,7 +185,7 @@ def label_columns(label: str) -> list[str]:
     return parse_rule(label).columns if column is None else [column]
 
 
-def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> str:
+def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str:
     """The most frequent values of a column of tables, with counts, for messages: `view (90), buy (7) and 3 more`."""
     counts: Counter[str] = Counter()
     for table in tables:
@@ -203,7 +195,7 @@ def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> 
     return f"{shown or 'none'}{f' and {len(counts) - most} more' if len(counts) > most else ''}"
 
 
-def _moments(table: _Columns, name: str) -> np.ndarray:
+def _moments(table: Table, name: str) -> np.ndarray:
     """`[N]` float64: the seconds since 1970 of a column of dates; NaN where it is empty."""
     column = table.strings(name)
     encoded = column.dictionary_encode()
@@ -228,38 +220,35 @@ def _moment(text: str) -> float | None:
 
 
 class _Parser:
+    """Parses by recursive descent; `kind` and `token` are those of the next token, None at the end."""
+
     def __init__(self, text: str) -> None:
-        self._text, self._match = text, None
-        self._advance()
+        self._text, self._end, self.token = text, 0, None
+        self.advance()
 
-    def _advance(self) -> None:
-        position = self._match.end() if self._match else 0
-        self._match = _TOKEN.match(self._text, position)
-        if self._match is None and (rest := self._text[position:].strip()):
+    def advance(self) -> str | None:
+        """Goes on behind the next token, and returns it."""
+        token, self._start = self.token, self._end
+        match = _TOKEN.match(self._text, self._start)
+        if match is None and (rest := self._text[self._start :].strip()):
             raise self.fault(f"'{rest[:40]}' is not understood; is a quote not closed?")
-
-    @property
-    def token(self) -> str | None:
-        """The text of the next token; None at the end."""
-        return self._match and self._match[self._match.lastgroup]
+        self.kind, self._end = (match.lastgroup, match.end()) if match else (None, self._start)
+        self.token = match and match[self.kind]
+        return token
 
     def fault(self, what: str) -> DataError:
         return DataError(f"rule '{self._text}': {what}; the operators are {OPERATORS}")
 
+    def before(self) -> str:
+        return self._text[: self._start].strip()
+
     def _expected(self, what: str) -> DataError:
         before = self.before()
-        where = f"after '{before}'" if before else "at the start"
-        return self.fault(f"expected {what} {where}")
-
-    def before(self) -> str:
-        return self._text[: self._match.start() if self._match else None].strip()
+        return self.fault(f"expected {what} " + (f"after '{before}'" if before else "at the start"))
 
     def _takes(self, *signs: str) -> str | None:
-        """Returns the sign or keyword that comes next if it is one of these, and goes on behind it."""
-        if self._match is None or self._match.lastgroup != "sign" or (sign := self.token) not in signs:
-            return None
-        self._advance()
-        return sign
+        """Returns the next token and goes on behind it if it is one of these signs and keywords."""
+        return self.advance() if self.kind == "sign" and self.token in signs else None
 
     def _expect(self, sign: str) -> None:
         if not self._takes(sign):
@@ -278,26 +267,26 @@ class _Parser:
 
     def _test(self, depth: int) -> _Test | _Joined:
         negated = self._takes("not")
-        if negated or (self._match and self._match.group("sign") == "("):
+        if negated or (self.kind, self.token) == ("sign", "("):
             self._expect("(")
             inner = self.rule(depth + 1)
             self._expect(")")
             return _Joined("not", (inner,)) if negated else inner
         column, _ = self.operand("a column")
         compare = self._takes(*_COMPARE, "in", "not", "=")
+        if compare is None or compare == "=":
+            raise self.fault("'=' is not an operator") if compare else self._expected("an operator")
+        if compare == "not":
+            self._expect("in")
+            compare = "not in"
         if compare in _COMPARE:
             values = [self.operand("a value")]
-        elif compare in ("in", "not"):
-            if compare == "not":
-                self._expect("in")
-                compare = "not in"
+        else:
             self._expect("[")
             values = [self.operand("a value")]
             while self._takes(","):
                 values.append(self.operand("a value"))
             self._expect("]")
-        else:
-            raise self.fault("'=' is not an operator") if compare else self._expected("an operator")
         kind = self._kind(compare, values)
         return _Test(column, compare, tuple(text_of(v) or "" if kind == "text" else v for v, _ in values), kind)
 
@@ -311,14 +300,9 @@ class _Parser:
             return "date"
         raise self.fault(f"'{value}' is neither a number nor a date; compare it with ==, != or in")
 
-    def is_operand(self) -> bool:
-        """Returns whether a column or a value comes next."""
-        return self._match is not None and self._match.lastgroup != "sign"
-
     def operand(self, what: str) -> tuple[str, bool]:
         """Returns a column or a value, and whether it is in quotes."""
-        if not self.is_operand():
+        if self.kind in (None, "sign"):
             raise self._expected(what)
-        text, quoted = self.token, self._match.lastgroup != "word"
-        self._advance()
-        return text, quoted
+        quoted = self.kind != "word"
+        return self.advance(), quoted
