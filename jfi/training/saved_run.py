@@ -292,7 +292,7 @@ def _source(given: Any, own: str | list[str] | None) -> str | list[str] | pa.Tab
     if given is None or (isinstance(given, str | list | tuple) and not given):
         return own
     if isinstance(given, list | tuple):
-        return [str(one) for one in given]
+        return [_source(one, own) for one in given]
     return str(given) if isinstance(given, str | os.PathLike) else as_table(given, "the table")
 
 

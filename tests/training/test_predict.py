@@ -23,6 +23,7 @@ from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import external_sort
 from jfi.data.prepared.read import RowReader
+from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.schema import coded
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.cli import save_config
@@ -515,13 +516,21 @@ def test_what_training_takes_prediction_takes(tmp_path):
 def test_faults_of_the_table_to_score_are_one_line(run, tmp_path):
     with pytest.raises(DataError, match=r"absent\.parquet: no such file"):
         run.predict(tmp_path / "absent.parquet")
-    names = HEADER.strip().split(",")
-    pa.parquet.write_table(pa.table({name: [1] for name in names}), tmp_path / "0.parquet")
-    pa.parquet.write_table(
-        pa.table({name: ["x"] if name == "user_id" else [1] for name in names}), tmp_path / "1.parquet"
-    )
-    with pytest.raises(DataError, match=r"1\.parquet: the types of columns \(user_id string"):
-        run.predict([tmp_path / "0.parquet", tmp_path / "1.parquet"])
+
+
+def test_ids_of_several_types_are_scored_together(run, folder, tmp_path):
+    """Integers in one file and texts in another have one type in the result, in which no value is another one."""
+    place, numbers = HEADER.split(",").index("user_id"), pa.array(range(300))
+
+    def table(users: pa.Array) -> pa.Table:
+        return pa.csv.read_csv(folder / "table.csv").set_column(place, "user_id", users)
+
+    other = pa.array([f"0{one}" for one in range(300)])
+    found = run.predict([table(numbers), table(other)])
+    assert found["user_id"].to_pylist() == [*map(str, range(300)), *other.to_pylist()]
+    run.predict([table(numbers), table(numbers.cast(pa.string()))], out=tmp_path / "scores.parquet")
+    found = pa.parquet.read_table(tmp_path / "scores.parquet")
+    assert found["user_id"].to_pylist() == [*range(300), *range(300)]
 
 
 def test_a_table_whose_lists_are_all_empty_is_scored(tmp_path):
@@ -540,3 +549,16 @@ def test_a_table_whose_lists_are_all_empty_is_scored(tmp_path):
     nulls, empty = (run.predict(tmp_path / f"{name}.jsonl").column("score").to_numpy() for name in ("new", "none"))
     assert (nulls == empty).all()
     assert (nulls != run.predict(tmp_path / "log.jsonl").column("score").to_numpy()).all()
+
+
+@pytest.mark.parametrize("tags", [pa.array([], pa.list_(pa.string())), pa.nulls(5), pa.nulls(5, pa.string())])
+def test_a_table_of_users_whose_lists_have_no_value(tmp_path, tags):
+    lists = pa.table({"user_id": range(5), "tags": [["a"], ["b", "a"], None, [], ["b"]]})
+    table = pa.table({name: [i % n for i in range(99)] for name, n in (("user_id", 5), ("item_id", 7), ("clicked", 2))})
+    table = table.append_column("timestamp", pa.array(range(99)))
+    config = data_config(interactions=table, users=lists, label="clicked", user_categorical=["tags"])
+    schema = load_dataset(config).schema
+    users = pa.table({"user_id": pa.array(range(len(tags)), pa.int64()), "tags": tags})
+    rows = ScoringRows(Sources(table, users=users), tmp_path, schema, config)
+    batch = next(rows.dataset.batches("rows", 99))
+    assert batch.sparse_features["tags"].lengths().tolist() == [0] * 99

@@ -1,7 +1,7 @@
 """Columns in chunks -> one array each, and the texts and numbers of their values."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import pyarrow as pa
@@ -127,6 +127,28 @@ def text_lists(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda
     offsets = np.append(0, np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)))
     mask = column.is_null() if column.null_count else None
     return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), as_text(values, change), mask=mask)
+
+
+def common_type(types: Collection[pa.DataType]) -> pa.DataType:
+    """Returns the type that columns of several types have together: that of all, or else text, or lists of texts."""
+    kinds = {kind for kind in types if not pa.types.is_null(kind)}
+    if len(kinds) < 2:
+        return next(iter(kinds), pa.null())
+    if all(map(pa.types.is_timestamp, kinds)):
+        return pa.timestamp("us")
+    return TEXTS if any(map(is_list, kinds)) else TEXT
+
+
+def as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns a column in the `common_type` of its type and others."""
+    if column.type == kind:
+        return column
+    if pa.types.is_null(column.type) or pa.types.is_timestamp(kind):
+        return column.cast(kind, safe=False)
+    column = flatten(pa.chunked_array([column]))
+    if kind == TEXTS:
+        return text_lists(column) if is_list(column.type) else column.cast(TEXTS)
+    return as_text(column)
 
 
 def as_float64(column: pa.Array) -> pa.Array:

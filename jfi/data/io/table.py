@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import TEXT, TEXTS, as_float64, as_text, flatten, is_list, text_lists
+from jfi.data.io.arrays import TEXT, as_float64, as_text, as_type, common_type, flatten, is_list, text_lists
 from jfi.utils.encoding import text_of
 from jfi.utils.suggest import suggest
 
@@ -242,19 +242,9 @@ def join_tables(tables: Sequence[Table]) -> Table:
 
 
 def _join(tables: Sequence[Table], name: str) -> pa.ChunkedArray:
-    """Returns a column of several tables in one type: that of all, or else text."""
     columns = [table.data.column(name) for table in tables]
-    types = {column.type for column in columns if not pa.types.is_null(column.type)}
-    if len(types) > 1 and all(map(pa.types.is_timestamp, types)):
-        chunks = [chunk.cast(_MOMENT, safe=False) for column in columns for chunk in column.chunks]
-        return pa.chunked_array(chunks, _MOMENT)
-    if len(types) < 2:
-        kind = types.pop() if types else pa.null()
-        return pa.chunked_array([chunk.cast(kind) for column in columns for chunk in column.chunks], kind)
-    arrays = [flatten(column) for column in columns]
-    if any(is_list(array.type) for array in arrays):
-        return pa.chunked_array([text_lists(a) if is_list(a.type) else a.cast(TEXTS) for a in arrays], TEXTS)
-    return pa.chunked_array([as_text(array) for array in arrays], TEXT)
+    kind = common_type({column.type for column in columns})
+    return pa.chunked_array([as_type(chunk, kind) for column in columns for chunk in column.chunks], kind)
 
 
 def header_hint(names: Sequence[str]) -> str:

@@ -46,14 +46,12 @@ def encode_features(columns: Columns, schema: DataSchema, new_column: NewColumn)
                 numbers = columns.numbers(spec.column, "event")
                 found.append(cut(numbers, schema.encodings.edges[spec.column], new_array, defaults.get(spec.column)))
             else:
-                column = columns.categories(spec.column, "event")
-                check_kind(schema, spec.column, column)
+                column = check_kind(schema, spec.column, columns.categories(spec.column, "event"))
                 known, default = schema.encodings.ids_of(spec.column), defaults.get(spec.column)
                 found.append(encode(column, known, spec.slot, new_array, default))
         else:
             if spec.column not in of_entities:
-                column = columns.categories(spec.column, spec.of)
-                check_kind(schema, spec.column, column)
+                column = check_kind(schema, spec.column, columns.categories(spec.column, spec.of))
                 known = schema.encodings.ids_of(spec.column)
                 ids = encode(column, known, default=defaults.get(spec.column))
                 slots = [s for s in schema.features if s.column == spec.column and s.slot is not None]
@@ -109,9 +107,19 @@ def has_lists(schema: DataSchema, name: str) -> bool:
     return any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
 
 
-def check_kind(schema: DataSchema, name: str, column: CodedColumn) -> None:
-    """Raises DataError if a column has lists where the schema has single values, or the reverse."""
+def check_kind(schema: DataSchema, name: str, column: CodedColumn) -> CodedColumn:
+    """Returns a categorical column; one without a value has lists where the schema has them.
+
+    Raises:
+        DataError: the column has lists where the schema has single values, or the reverse.
+    """
     many = has_lists(schema, name)
-    if column.is_list != many:
+    if column.is_list == many:
+        return column
+    if len(column.values):
         kinds = ("one value a row", "lists of values")
         raise DataError(f"column '{name}' has {kinds[not many]}, but in training it had {kinds[many]}")
+    count = len(column)
+    if many:
+        return CodedColumn(column.values, np.empty(0, np.int32), np.zeros(count + 1, np.int64))
+    return CodedColumn(column.values, np.full(count, -1, np.int32))

@@ -15,7 +15,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
-from jfi.data.io.arrays import type_name
+from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import new_map, read_columns, remove_columns, write_true_rows
@@ -97,7 +97,8 @@ class ScoringRows:
         self.no_label: str | None = None
         #: The number of rows to score.
         self.num_rows = 0
-        self._keys: pa.ipc.RecordBatchFileWriter | None = None
+        #: The types of the columns of each of the files of keys.
+        self._keys: list[pa.Schema] = []
         wanted, how = config.columns(), config.file_settings()
         self._entities = {
             of: None if paths is None else read_table(paths, wanted, how, f"{of}s")
@@ -120,8 +121,7 @@ class ScoringRows:
             try:
                 reader = read_rows(self._tables(sources, wanted), self._config, read, display.update, lists)
             finally:
-                if self._keys is not None:
-                    self._keys.close()
+                self._close_keys()
         if not self.num_rows:
             return
         with Display("sort", None, ticking=True):
@@ -131,11 +131,15 @@ class ScoringRows:
 
     def key_batches(self) -> Iterator[pa.RecordBatch]:
         """The ids, the times and the columns `by` of the rows to score, as the table has them, in its order."""
-        with pa.memory_map(str(self._folder / "keys")) as file, pa.ipc.open_file(file) as reader:
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i)
-            if not self.num_rows:
-                yield pa.RecordBatch.from_pylist([], reader.schema)
+        kinds = [common_type(set(types)) for types in zip(*(schema.types for schema in self._keys), strict=True)]
+        schema = pa.schema(zip(self._keys[0].names, kinds, strict=True))
+        for number in range(len(self._keys)):
+            with pa.memory_map(str(self._folder / f"keys-{number}")) as file, pa.ipc.open_file(file) as reader:
+                for i in range(reader.num_record_batches):
+                    columns = map(as_type, reader.get_batch(i).columns, kinds)
+                    yield pa.RecordBatch.from_arrays(list(columns), schema=schema)
+        if not self.num_rows:
+            yield pa.RecordBatch.from_pylist([], schema)
 
     def _open(self, read: Path, folder: Path, num_history: int, positives: bool) -> None:
         """Maps the sorted rows, of which the first `num_history` of the tables are the history."""
@@ -268,15 +272,29 @@ class ScoringRows:
             table.strings(name)  # before any row is scored: groups are named by their text
         names = dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by])
         keys = pa.table({name: table.column(name) for name in names})
-        if self._keys is None:
-            self._keys = pa.ipc.new_file(self._folder / "keys", keys.schema)
-            self._keys_schema = keys.schema
-        try:
-            self._keys.write_table(keys.cast(self._keys_schema))
-        except pa.ArrowException as error:
-            now = ", ".join(f"{field.name} {type_name(field.type)}" for field in keys.schema)
-            before = ", ".join(f"{field.name} {type_name(field.type)}" for field in self._keys_schema)
-            raise DataError(f"{table.name}: the types of columns ({now}) are not those before ({before})") from error
+        if self._keys:
+            kinds = self._keys[-1].types
+            keys = pa.table(
+                [_as_before(*pair) for pair in zip(map(table.column, names), kinds, strict=True)], list(names)
+            )
+        if not self._keys or keys.schema != self._keys[-1]:
+            self._close_keys()
+            self._keys_file = pa.ipc.new_file(self._folder / f"keys-{len(self._keys)}", keys.schema)
+            self._keys.append(keys.schema)
+        self._keys_file.write_table(keys)
+
+    def _close_keys(self) -> None:
+        if self._keys:
+            self._keys_file.close()
+
+
+def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns a column in the type of the rows before, if its values have the same texts in it, else as it is."""
+    try:
+        cast = column.cast(kind)
+    except pa.ArrowException:
+        return column
+    return cast if column.type == kind or as_text(cast).equals(as_text(column)) else column
 
 
 def _with_candidates(items: pa.Array, schema: DataSchema, is_table: bool) -> tuple[pa.Array, np.ndarray, np.ndarray]:

@@ -102,7 +102,8 @@ class CodedColumn:
         """The column of some rows `[B]` int64, in memory; row -1 is missing."""
         absent = rows < 0
         if not len(self):
-            return CodedColumn(self.values, np.full(len(rows), -1, np.int32), self.offsets and np.zeros(len(rows) + 1))
+            codes = np.full(len(rows) if self.offsets is None else 0, -1, np.int32)
+            return CodedColumn(self.values, codes, None if self.offsets is None else np.zeros(len(rows) + 1, np.int64))
         if self.offsets is None:
             return CodedColumn(self.values, np.where(absent, -1, self.codes[rows]))
         counts = np.where(absent, 0, self.offsets[rows + 1] - self.offsets[rows])
