@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jfi.baselines.samples import Samples
 from jfi.baselines.tallies import Tallies
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.config import STATISTICS
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
@@ -224,9 +224,10 @@ def test_wrong_settings_are_refused(changes, message):
 
 def test_a_prepared_dataset_has_them(tmp_path):
     pa.parquet.write_table(random_table(0).drop_columns("kind"), tmp_path / "rows.parquet")
-    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["item", "user"])
+    path, features = str(tmp_path / "rows.parquet"), [FeatureConfig("rating", "event")]
+    config = DataConfig(interactions=path, label="rating >= 3", features=features, statistics=["item", "user"])
     prepare_dataset(config, tmp_path / "out", show=False)
-    here, there = load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "out")))
+    here, there = load_dataset(config), load_dataset(replace(config, prepared=str(tmp_path / "out")))
     assert here.schema.dense_names == there.schema.dense_names == config.statistics_columns()
     for one, other in zip(here.batches("train", 16), there.batches("train", 16), strict=True):
         assert one.dense_features.tolist() == other.dense_features.tolist()

@@ -76,6 +76,14 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
     return dataclasses.replace(Manifest.load(folder).data, prepared=str(folder), **choices)
 
 
+def with_statistics_features(config: DataConfig, statistics: list[str]) -> DataConfig:
+    """The config whose features include the dense features of the context that statistics make."""
+    made = dataclasses.replace(config, statistics=statistics).statistics_columns()
+    known = config.names("context", "number")
+    made = [FeatureConfig(name, "context", "number") for name in made if name not in known]
+    return dataclasses.replace(config, features=[*config.features, *made]) if made else config
+
+
 def resolve(config: DataConfig) -> DataConfig:
     """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
@@ -88,6 +96,9 @@ def resolve(config: DataConfig) -> DataConfig:
     if config.prepared is None:
         return config
     made, settings, default = Manifest.load(config.prepared).data, {}, DataConfig()
+    # The dataset's features have those that its statistics made.
+    if config.features:
+        config = with_statistics_features(config, made.statistics)
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
         if name == "prepared" or name in CHOICES:
@@ -95,5 +106,7 @@ def resolve(config: DataConfig) -> DataConfig:
         elif name in FILES or own in (getattr(default, name), theirs):
             settings[name] = theirs
         else:
+            if isinstance(own, list) and isinstance(theirs, list):
+                own, theirs = ([x for x in one if x not in other] for one, other in ((own, theirs), (theirs, own)))
             raise DataError(f"data.{name} is {own!r}, but {config.prepared} was prepared with {theirs!r}")
     return DataConfig(**settings)

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from jfi.data.config import DataConfig, FeatureConfig
+from jfi.data.config import DataConfig
 from jfi.data.features import synthetic, synthetic_dwell
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.blocks import iterate_tables, name_of, read_table
 from jfi.data.io.table import Table
+from jfi.data.prepared.manifest import with_statistics_features
 
 #: By `data.synthetic.kind` what makes the tables.
 _SYNTHETIC = {"taste": synthetic, "dwell": synthetic_dwell}
@@ -67,6 +68,4 @@ def column_settings(config: DataConfig) -> DataConfig:
     """
     if config.source == "synthetic":
         config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
-    made = [name for name in config.statistics_columns() if name not in config.names("context", "number")]
-    made = [FeatureConfig(name, "context", "number") for name in made]
-    return replace(config, features=[*config.features, *made]) if made else config
+    return with_statistics_features(config, config.statistics)
