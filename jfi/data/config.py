@@ -133,7 +133,7 @@ class DataConfig:
         source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
         interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
             list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
-            MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz`.
+            MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz` or `.zst`.
         users: files of users in the same forms, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
         items: files of items in the same forms, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
         semantic_ids: file of the items' semantic IDs that examples/make_semantic_ids.py wrote, with its codec beside
