@@ -34,8 +34,8 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
             know gets id 0.
 
     Raises:
-        DataError: a fault in the files or in the config, as one line that names file and line, or a config that does not
-            fit the schema.
+        DataError: a fault in the files or in the config, as one line that names file and line or the setting, or a
+            config that does not fit the schema.
         OSError: the temporary folder is full.
 
     Example::
