@@ -75,7 +75,9 @@ def sort_batches(
         except duckdb.IOException as error:
             raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
         except duckdb.OutOfMemoryException as error:
-            raise MemoryLimitError(f"--memory {memory} is too little to sort the table; name more") from error
+            raise MemoryLimitError(
+                f"sorting the table needs more memory than {memory}; examples/prepare_data.py --memory names more"
+            ) from error
 
 
 def _connect(settings: dict) -> "duckdb.DuckDBPyConnection":

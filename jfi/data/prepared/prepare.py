@@ -86,7 +86,7 @@ def prepare_dataset(
         raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
     work = out.parent / f".{out.name}.preparing"
     if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
-        shutil.rmtree(work)  # killed when all was done
+        shutil.rmtree(work, ignore_errors=True)  # killed when all was done; another call may remove it too
         return
     if out.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(out))
@@ -271,7 +271,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             path.write_text(text)
         yield
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
