@@ -14,9 +14,8 @@ from pathlib import Path
 FOLDERS = ("data", "training", "modules", "cpu", "serving")
 #: Sizes of blocks and switches between two ways to the same result. Any value is right; tests set small ones.
 PERFORMANCE = {
-    *("_BLOCK", "_BLOCKS", "BLOCK", "_SCAN", "_CACHED", "_LARGE", "_PART", "_MAX_PARTS", "_MAX_THREADS"),
+    *("_BLOCK", "BLOCK", "_LARGE", "_MAX_THREADS"),
     *("BATCH_ELEMENTS", "PADDED_SCORES", "EXPANDED_ELEMENTS", "COPIED_ELEMENTS", "BLOCK_QUERIES", "_SMALL_WORK"),
-    "_BYTES_PER_ROW",
 }
 #: Numbers and options in these files are sizes, colours and paddings.
 LOOKS = {"jfi/training/plots.py"}

@@ -244,11 +244,6 @@ def _files(config: DataConfig) -> list[File]:
     return [file for files in found for file in files]
 
 
-def fault_of_no_rows(config: DataConfig) -> DataError:
-    """Returns the error for a table without rows."""
-    return DataError(f"{name_of(config)}: no rows")
-
-
 def name_of(config: DataConfig) -> str:
     """Returns how messages name the table of interactions: its file, or the first and the last one."""
     files = _files(config)
