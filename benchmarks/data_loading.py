@@ -57,7 +57,7 @@ def write_tables(folder: Path) -> DataConfig:
 
 def measure(dataset: InteractionDataset, batch_size: int, epoch: int) -> dict[str, float]:
     """Samples of an epoch per second, and per second of CPU time, which other processes do not disturb."""
-    batches = dataset.batches("train", batch_size, shuffle=True, epoch=epoch)
+    batches = iter(dataset.batches("train", batch_size, shuffle=True, epoch=epoch))
     next(batches)  # draws the order of the epoch
     num_batches, num_events = SAMPLES // batch_size, 0
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -106,7 +106,7 @@ def _load(config: DataConfig) -> dict:
     before, start = private_mb(), time.perf_counter()
     _dataset = load_dataset(config)
     load_seconds = time.perf_counter() - start
-    next(_dataset.batches("train", BATCH_SIZES[0], shuffle=True))
+    _dataset.batches("train", BATCH_SIZES[0], shuffle=True)[0]
     first = time.perf_counter() - start
     keys = [spec.key for spec in _dataset.features]
     return {"load_seconds": load_seconds, "first_batch_seconds": first, "private_mb_before": before, "keys": keys}

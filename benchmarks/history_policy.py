@@ -52,7 +52,7 @@ def load(events: int) -> InteractionDataset:
 def time_batches(policy: Policy, samples: int, events: int, repeats: int) -> None:
     """Prints milliseconds per batch of the plain assembly and of the parts of an assembly with the policy."""
     dataset = load(events)
-    features = next(dataset.batches("validation", samples)).sparse_features
+    features = dataset.batches("validation", samples)[0].sparse_features
     keys = [key for key in features.keys() if key.startswith("history_")]  # noqa: SIM118
     lengths = features[keys[0]].lengths().numpy()
     total, rng = int(lengths.sum()), np.random.default_rng(0)
@@ -66,8 +66,8 @@ def time_batches(policy: Policy, samples: int, events: int, repeats: int) -> Non
     share = len(policy.select(cells, segments, lengths).rows) / total
     short = load(round(share * events))
     calls = {
-        "plain assembly": lambda: next(dataset.batches("validation", samples)),
-        "assembly of what stays": lambda: next(short.batches("validation", samples)),
+        "plain assembly": lambda: dataset.batches("validation", samples)[0],
+        "assembly of what stays": lambda: short.batches("validation", samples)[0],
         "ranges of all events": lambda: ranges(start, lengths),
         "PolicyIndex.select": lambda: index.select(start, lengths, segments),
         "Policy.select": lambda: policy.select(cells, segments, lengths),

@@ -88,7 +88,7 @@ class Steps:
         of_items = SimpleNamespace(schema=replace(dataset.schema, features=features), num_samples=dataset.num_samples)
         self.trainer = StepTrainer(config, of_items, World())
         self.items, self.seconds = items, []
-        batch = next(dataset.batches("train", case.batch_size, shuffle=True))
+        batch = dataset.batches("train", case.batch_size, shuffle=True)[0]
         of_table = [one.table == "item" for one in features]
         self.batches = [_with_items(batch, of_table, case.ids, items) for _ in range(HELD)]
         ids = self.batches[0].sparse_features

@@ -148,10 +148,9 @@ class Run:
         """The batches of an epoch after another, each as the function that assembles it and its argument."""
         for epoch in itertools.count():
             options = {"shuffle": True, "epoch": epoch, "batching": self.way.batching}
-            order = self.trainer.dataset.order("train", self.way.batch_size, **options)
             options["pin_memory"] = self.trainer.device.type == "cuda"
-            assemble = self.trainer.dataset.assembler("train", self.way.batch_size, **options)
-            yield from ((assemble, number) for number in range(order.num_batches))
+            batches = self.trainer.dataset.batches("train", self.way.batch_size, **options)
+            yield from ((batches.__getitem__, number) for number in range(len(batches)))
 
     def batches(self) -> closing:
         """Batches from the first epoch on that are assembled ahead, to be closed."""

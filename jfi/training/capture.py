@@ -101,7 +101,7 @@ def _captured(
             return f"optimizer.{key}.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training
     options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
-    first = next(dataset.batches("train", training.batch_size, **options))
+    first = dataset.batches("train", training.batch_size, **options)[0]
     if not world.launched:
         reason = why_not_captured(model, first)
         return CapturedStep(step, model, reference=first) if reason is None else reason

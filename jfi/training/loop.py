@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
-from jfi.data.batches.chunks import ChunkOrder
-from jfi.data.batches.order import SampleOrder
+from jfi.data.batches.dataset import Batches
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.modules.id_counts import all_outside_ids
@@ -38,13 +37,14 @@ from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
 from jfi.training.logger import Logger, Tracker
-from jfi.training.metrics import LESS_IS_BETTER, Predictions, normalized_entropy
+from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.objective import Objective
 from jfi.training.ranking import rank_split
-from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, parse_metrics, read_metrics
+from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, read_metrics
 from jfi.training.run_data import name_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
+from jfi.training.unknown import OutsideCounts
 from jfi.utils.display import Display
 
 Item = TypeVar("Item")
@@ -102,8 +102,7 @@ class Trainer(RunState):
         self._averaged: list[nn.Parameter] = []
         if world.launched and captures_shards(config):
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
-        #: By table the ids outside of it that were reported.
-        self._outside: dict[str, int] = {}
+        self._outside = OutsideCounts()
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
@@ -114,12 +113,13 @@ class Trainer(RunState):
 
         progress, world = self.progress, self.world
         data = world.on_first(lambda: name_data(run))
-        if finished := self._finished():
+        if finished := progress.finished(self.config.training):
             self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
         else:
-            self._say(describe_earlier(world.on_first(lambda: self._log_so_far(run)), data))
-            order = self._order("train", self.config.training.batch_size)
+            log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
+            self._say(describe_earlier(log, data))
             if world.size > 1 and world.is_first:
+                order = self._parts("train", self.config.training.batch_size)[0].order
                 balanced, cut = order.imbalance(world.size)
                 self._say(
                     f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
@@ -142,7 +142,7 @@ class Trainer(RunState):
             torch.autograd.set_multithreading_enabled(False),
         ):
             try:
-                while not self._finished():
+                while not progress.finished(self.config.training):
                     self._train_epoch(run, recorder, stop)
                     self._end_epoch(*self._evaluate("validation", run, stop), run, recorder)
             except Interrupted:
@@ -173,12 +173,6 @@ class Trainer(RunState):
         tracker = Tracker(self.config.training, self.config.as_dict(), logger)
         return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
-    def _log_so_far(self, run: RunFolder) -> list[dict]:
-        """The lines of metrics.jsonl that belong to the progress."""
-        if not self.progress.log_length:
-            return []
-        return parse_metrics(run.metrics, run.metrics.read_bytes()[: self.progress.log_length])
-
     def _say(self, line: str | None) -> None:
         if line is not None and self.world.is_first:
             print(line, flush=True)
@@ -187,19 +181,10 @@ class Trainer(RunState):
         optimizer = self.optimizer if self.config.training.accumulate == 1 else NoSteps()
         return TrainPipelineSparseDist(self.model, optimizer, self.device, custom_model_fwd=self._forward)
 
-    def _finished(self) -> str | None:
-        """Why there is nothing to train, and which field to change; None if there is."""
-        progress, training = self.progress, self.config.training
-        if progress.epoch >= training.epochs:
-            return f"epoch {progress.epoch} was the last one; for more, raise training.epochs"
-        if training.patience is not None and progress.epoch - progress.best_epoch >= training.patience:
-            return f"training.patience has ended the run after epoch {progress.epoch}; for more, raise it"
-        return None
-
     def _train_epoch(self, run: RunFolder | None, recorder: Recorder | SilentRecorder, stop: StopRequest) -> None:
         """Trains an epoch; without a run folder there must be no `training.checkpoint_every`."""
         progress, training = self.progress, self.config.training
-        order = self._order("train", training.batch_size)
+        order = self._parts("train", training.batch_size)[0].order
         # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
         self._num_steps = progress.step - progress.position + (training.epochs - progress.epoch) * order.num_batches
         average = self.modules.get("average")
@@ -232,15 +217,6 @@ class Trainer(RunState):
         if average is not None:
             average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
-
-    def _order(self, split: str, size: int) -> SampleOrder | ChunkOrder:
-        return self.dataset.order(split, size, **self._shuffling(split))
-
-    def _shuffling(self, split: str) -> dict[str, int]:
-        """Held-out splits have the same order and the same sampled negatives in every run."""
-        if split != "train":
-            return {}
-        return {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
@@ -330,31 +306,21 @@ class Trainer(RunState):
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
         """Records the mean loss since the last line of the log, and samples a second; reports ids outside of tables."""
         self.check_data(wait=False)
-        outside = all_outside_ids(self.model)
+        step, outside = self.progress.step, all_outside_ids(self.model)
         counts = [one.on(self.device).double() for one in outside]
         loss, labels, samples, *counts = self.world.sum(torch.cat([self.window, *counts])).tolist()
         self.window.zero_()
-        self._report_outside([table for one in outside for table in one.tables], counts)
+        found = self._outside.describe_new([table for one in outside for table in one.tables], counts)
+        if found and self.world.is_first:
+            tqdm.write(f"step {step}: ids outside of their tables, which count as missing: {found}")
+            sys.stdout.flush()
         loss, mean_label = loss / samples, labels / samples
-        step = self.progress.step
         self.check_finite(loss)
         metrics = {"loss": loss}
         if [label.task for label in self._labels] == ["binary"]:
             metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
         recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
-
-    def _report_outside(self, tables: list[str], counts: list[float]) -> None:
-        """Prints how many ids were outside of their tables since the last report, if any; counts only grow."""
-        total: dict[str, int] = {}
-        for table, count in zip(tables, counts, strict=True):
-            total[table] = total.get(table, 0) + int(count)
-        new = {table: count - self._outside.get(table, 0) for table, count in total.items()}
-        self._outside = total
-        found = ", ".join(f"{count:,} of '{table}'" for table, count in new.items() if count)
-        if found and self.world.is_first:
-            tqdm.write(f"step {self.progress.step}: ids outside of their tables, which count as missing: {found}")
-            sys.stdout.flush()
 
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
@@ -394,7 +360,7 @@ class Trainer(RunState):
 
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
         progress = self.progress
-        self._count_epoch(metrics)
+        progress.end_epoch(metrics, self.config.monitor, self._calibration)
         recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -403,46 +369,35 @@ class Trainer(RunState):
             sys.stdout.flush()
         self.save(run, recorder)
 
-    def _count_epoch(self, metrics: dict[str, float]) -> bool:
-        """Goes on to the next epoch; whether the one that ends is the best so far."""
-        progress, monitor = self.progress, self.config.monitor
-        progress.epoch, progress.batch, progress.first_batch = progress.epoch + 1, 0, 0
-        score = -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
-        is_best = progress.epoch == 1 or score > progress.best
-        if is_best:
-            progress.best, progress.best_epoch = score, progress.epoch
-            progress.calibration = self._calibration
-        return is_best
-
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch | list[Batch]]:
-        order = self._order(split, size)
-        batches = self._load(self._assembler(split, size), range(start, order.num_batches))
-        done = order.samples_before(start) if start else 0
+        parts = self._parts(split, size)
+
+        def assemble(number: int) -> Batch | list[Batch]:
+            if len(parts) == 1:
+                return parts[0][number]
+            # One process leaves out parts without samples; several make as many passes as each other.
+            return [one for part in parts if len((one := part[number]).labels) or self.world.launched]
+
+        batches = self._load(assemble, range(start, len(parts[0])))
+        done = parts[0].order.samples_before(start) if start else 0
         with self._display(label, self.dataset.num_samples(split), done) as display, closing(batches):
             for batch in batches:
                 yield batch
                 total = batch[0].total if isinstance(batch, list) else batch.total
                 display.update(total, self._details if split == "train" else None)
 
-    def _assembler(self, split: str, size: int) -> Callable[[int], Batch | list[Batch]]:
-        """Makes this process's part of a batch; in training with `training.accumulate` a list of the parts of this.
+    def _parts(self, split: str, size: int) -> list[Batches]:
+        """This process's batches of a split; with `training.accumulate` each is divided as it is over processes.
 
-        A batch is divided into parts as it is over processes. One process leaves out those without samples; several
-        make as many passes as each other.
+        Held-out splits have the same order and the same sampled negatives in every run.
         """
-        options = {"pin_memory": self.device.type == "cuda", **self._shuffling(split)}
-        count = self.config.training.accumulate if split == "train" else 1
+        options, count = {"pin_memory": self.device.type == "cuda"}, 1
+        if split == "train":
+            options |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
+            count = self.config.training.accumulate
         rank, ranks = self.world.rank, self.world.size
         places = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
-        parts = [self.dataset.assembler(split, size, **place, **options) for place in places]
-        if count == 1:
-            return parts[0]
-
-        def assemble(number: int) -> list[Batch]:
-            batches = [part(number) for part in parts]
-            return [one for one in batches if len(one.labels) or self.world.launched]
-
-        return assemble
+        return [self.dataset.batches(split, size, **place, **options) for place in places]
 
     def _load(
         self, assemble: Callable[[Item], Batch | list[Batch]], items: Iterable[Item]

@@ -41,17 +41,17 @@ class _Pilot(Trainer):
     def scores(self) -> Predictions:
         best = None
         with stop_on_signals() as stop, torch.autograd.set_multithreading_enabled(False):
-            while not self._finished():
+            while not self.progress.finished(self.config.training):
                 self._train_epoch(None, SilentRecorder(), stop)
                 found = self._predict("validation", None, stop)
-                if self._count_epoch(found.metrics()):
+                if self.progress.end_epoch(found.metrics(), self.config.monitor):
                     best = found
         return best
 
 
 def validation_rows(dataset: InteractionDataset, batch_size: int) -> np.ndarray:
     """`[N]` int64, the events of the validation samples, in the order in which they are evaluated."""
-    order = dataset.order("validation", batch_size)
+    order = dataset.batches("validation", batch_size).order
     samples = np.concatenate([order.part(number, 0, 1).samples for number in range(order.num_batches)])
     return dataset.draw("validation", samples)[0]
 

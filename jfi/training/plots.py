@@ -153,10 +153,9 @@ def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
 def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device) -> list[_Sample]:
     samples: list[_Sample] = []
     users: set[int] = set()
-    batches = dataset.order("test", _PICK_FROM, batching="sample").num_batches
+    batches = dataset.batches("test", _PICK_FROM, batching="sample")
     for panel in range(_PANELS):
-        start = panel * batches // _PANELS
-        batch = next(dataset.batches("test", _PICK_FROM, start_batch=start, batching="sample"))
+        batch = batches[panel * len(batches) // _PANELS]
         lengths = batch.sparse_features[f"{HISTORY}{dataset.schema.item_key}"].lengths().tolist()
         new = [row for row, user in enumerate(batch.users.tolist()) if user not in users and lengths[row] > 0]
         if not new:

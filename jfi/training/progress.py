@@ -16,7 +16,8 @@ from jfi.training.checkpoint import (
     latest_checkpoint,
     read_progress,
 )
-from jfi.training.config import Config, ConfigError
+from jfi.training.config import Config, ConfigError, TrainingConfig
+from jfi.training.metrics import LESS_IS_BETTER
 from jfi.training.recorder import parse_metrics
 from jfi.training.run_folder import RunFolder
 
@@ -63,6 +64,23 @@ class Progress:
     def position(self) -> int:
         """The number of the next batch of the epoch."""
         return self.batch - self.first_batch
+
+    def finished(self, training: TrainingConfig) -> str | None:
+        """Returns why there is nothing to train, and which field to change; None if there is."""
+        if self.epoch >= training.epochs:
+            return f"epoch {self.epoch} was the last one; for more, raise training.epochs"
+        if training.patience is not None and self.epoch - self.best_epoch >= training.patience:
+            return f"training.patience has ended the run after epoch {self.epoch}; for more, raise it"
+        return None
+
+    def end_epoch(self, metrics: dict[str, float], monitor: str, calibration: dict | None = None) -> bool:
+        """Goes on to the next epoch; returns whether the one that ends is the best so far."""
+        self.epoch, self.batch, self.first_batch = self.epoch + 1, 0, 0
+        score = -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
+        is_best = self.epoch == 1 or score > self.best
+        if is_best:
+            self.best, self.best_epoch, self.calibration = score, self.epoch, calibration or {}
+        return is_best
 
     def use_batches(self, batches: dict) -> str | None:
         """Sets `batches`; an epoch that has begun with other ones starts anew, and the result is a line that says so.

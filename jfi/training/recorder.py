@@ -96,13 +96,13 @@ class SilentRecorder:
         return ""
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a `metrics.jsonl`.
+def read_metrics(path: Path, length: int | None = None) -> list[dict]:
+    """The lines of a `metrics.jsonl`, of its first `length` bytes if that is given; 0 bytes need no file.
 
     Raises:
         ConfigError: a line is damaged; the message names the file and the line.
     """
-    return parse_metrics(path, path.read_bytes())
+    return [] if length == 0 else parse_metrics(path, path.read_bytes()[:length])
 
 
 def parse_metrics(path: Path, content: bytes) -> list[dict]:

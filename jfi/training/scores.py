@@ -181,10 +181,9 @@ def scored(
 
             if rows.dataset is not None:
                 samples = rows.dataset.arrays().samples["rows"]
-                order = rows.dataset.order("rows", batch_size)
-                assemble = rows.dataset.assembler("rows", batch_size, pin_memory=device.type == "cuda")
-                for number, logits in enumerate(run(assemble, range(order.num_batches))):
-                    chosen = order.part(number, 0, 1).samples
+                batches = rows.dataset.batches("rows", batch_size, pin_memory=device.type == "cuda")
+                for number, logits in enumerate(run(batches.__getitem__, range(len(batches)))):
+                    chosen = batches.order.part(number, 0, 1).samples
                     score[rows.rows[chosen]] = logits.cpu().numpy()
                     user[rows.rows[chosen]] = rows.dataset.arrays().events.user[samples[chosen]]
                 unknown.add(rows.dataset, "rows")

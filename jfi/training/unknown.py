@@ -79,6 +79,22 @@ class UnknownCounts:
         return UnknownShares(self._rows, {name: count / max(1, self._rows) for name, count in self._counts.items()})
 
 
+class OutsideCounts:
+    """Tells of ids outside of their tables, whose counts only grow."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, int] = {}
+
+    def describe_new(self, tables: list[str], counts: list[float]) -> str:
+        """Returns by table how many ids there are more than at the last call; "" if there are none."""
+        total: dict[str, int] = {}
+        for table, count in zip(tables, counts, strict=True):
+            total[table] = total.get(table, 0) + int(count)
+        new = {table: count - self._told.get(table, 0) for table, count in total.items()}
+        self._told = total
+        return ", ".join(f"{count:,} of '{table}'" for table, count in new.items() if count)
+
+
 def expected_shares(dataset: InteractionDataset, item_id: bool) -> dict[str, float]:
     """Returns the shares of a run's test split, by column that the model reads.
 

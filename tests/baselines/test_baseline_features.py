@@ -212,7 +212,7 @@ def test_rates_columns_and_missing_values(folder):
     expected = (shared.positives + 2.0 * user) / (shared.count + 2.0)
     np.testing.assert_allclose(1 / (1 + np.exp(-columns["genres: rate in the history"])), expected, atol=1e-5)
     assert (np.isnan(columns["age of the newest event"]) == (tallies.num_events == 0)).all()
-    batch = next(dataset.batches("train", 10**6))
+    batch = dataset.batches("train", 10**6)[0]
     np.testing.assert_array_equal(columns["price"][samples.splits["train"]], batch.dense_features[:, 0].numpy())
     assert len({len(one) for one in columns.values()}) == 1
 

@@ -110,7 +110,7 @@ def test_the_fetched_folds_load_as_given_splits(tiny):
         assert config.data.validation.endswith(f"valid{fold + 1}.csv")
         dataset = load_dataset(config.data)
         assert [dataset.num_samples(split) for split in ("train", "validation", "test")] == [5, 5, 5]
-        batch = next(dataset.batches("test", 8, batching="sample"))
+        batch = dataset.batches("test", 8, batching="sample")[0]
         by_user = [batch.users.tolist().count(user) for user in batch.users.unique().tolist()]
         assert sorted(by_user) == [2, 3]
         assert sorted(batch.sparse_features["history_skill"].lengths().tolist()) == [0, 0, 1, 1, 2]

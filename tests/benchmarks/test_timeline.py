@@ -97,7 +97,7 @@ def test_counts_are_those_of_the_batches(trainer, way):
 
 @pytest.mark.parametrize("batching", ["sample", "user"])
 def test_all_tensors_of_a_batch_are_copied(trainer, batching):
-    batch = next(trainer.dataset.batches("train", 16, batching=batching))
+    batch = trainer.dataset.batches("train", 16, batching=batching)[0]
     moved = []
     batch._map(lambda one: moved.append(one) or one)
     keyed = batch.sparse_features
@@ -107,7 +107,7 @@ def test_all_tensors_of_a_batch_are_copied(trainer, batching):
 
 def test_a_stream_goes_on_with_the_next_epoch(trainer):
     one, counts = Run(USER, trainer, gpu=False), timeline.Counts()
-    steps = 3 * trainer.dataset.order("train", USER.batch_size, batching="user").num_batches
+    steps = 3 * len(trainer.dataset.batches("train", USER.batch_size, batching="user"))
     with one.batches() as batches:
         samples = torch.cat([batch.samples for batch in one.counted(batches, steps, counts)])
     assert samples.bincount().tolist() == [3] * trainer.dataset.num_samples("train")

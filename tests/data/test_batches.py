@@ -66,16 +66,19 @@ def test_batches_are_a_pure_function_of_their_arguments(dataset):
 @pytest.mark.parametrize("start", [0, 1, 3, 1000])
 def test_an_epoch_continues_where_it_stopped(dataset, start):
     whole = list(dataset.batches("train", 16, shuffle=True, seed=1))
-    rest = list(dataset.batches("train", 16, shuffle=True, seed=1, start_batch=start))
+    batches = dataset.batches("train", 16, shuffle=True, seed=1)
+    rest = [batches[number] for number in range(start, len(batches))]
     assert len(rest) == max(0, len(whole) - start)
     assert all(same(a, b) for a, b in zip(whole[start:], rest, strict=True))
 
 
 def test_num_batches(dataset):
     for batch_size in (1, 7, 16, 10_000):
-        assert (
-            len(list(dataset.batches("validation", batch_size))) == dataset.order("validation", batch_size).num_batches
-        )
+        batches = dataset.batches("validation", batch_size)
+        assert len(list(batches)) == len(batches)
+        for number in (-1, len(batches)):
+            with pytest.raises(IndexError, match=f"batch {number}; there are {len(batches)}"):
+                batches[number]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 50])
@@ -86,7 +89,7 @@ def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
         list(dataset.batches("train", size, shuffle=shuffle, rank=rank, world_size=world_size))
         for rank in range(world_size)
     ]
-    assert {len(batches) for batches in ranks} == {dataset.order("train", size).num_batches}
+    assert {len(batches) for batches in ranks} == {len(dataset.batches("train", size))}
     alone = list(dataset.batches("train", size, shuffle=shuffle))
     for step, batch in enumerate(alone):
         parts = [ranks[rank][step] for rank in range(world_size)]
@@ -113,7 +116,7 @@ def skewed(tmp_path_factory) -> DataConfig:
 )
 def test_ranks_have_about_as_much_work(skewed, settings):
     dataset, size = load_dataset(replace(skewed, **settings)), 1000 if settings else 200
-    balanced, cut = dataset.order("train", size, shuffle=True, seed=3).imbalance(4)
+    balanced, cut = dataset.batches("train", size, shuffle=True, seed=3).order.imbalance(4)
     assert cut > 1.1
     assert balanced < 1.05
     parts = [dataset.batches("train", size, shuffle=True, seed=3, rank=rank, world_size=4) for rank in range(4)]
@@ -139,7 +142,7 @@ def test_a_rank_reads_the_columns_of_its_own_samples(labeled, monkeypatch):
 
     def rows_read(rank: int, world_size: int) -> int:
         read.clear()
-        next(labeled.batches("train", 90, shuffle=True, rank=rank, world_size=world_size))
+        labeled.batches("train", 90, shuffle=True, rank=rank, world_size=world_size)[0]
         return sum(read)
 
     alone, parts = rows_read(0, 1), [rows_read(rank, 3) for rank in range(3)]
@@ -166,7 +169,7 @@ def test_shuffling_keeps_every_sample(labeled):
 
 
 def test_layout(labeled):
-    batch = next(labeled.batches("test", 10))
+    batch = labeled.batches("test", 10)[0]
     sparse = batch.sparse_features
     assert sparse.keys() == [spec.key for spec in labeled.features]
     assert (sparse.stride(), sparse.values().dtype, sparse.lengths().dtype) == (10, torch.int64, torch.int64)
@@ -203,13 +206,13 @@ def test_a_pinned_batch_holds_the_same(labeled, monkeypatch):
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # which needs a GPU
-    batch = next(labeled.batches("test", 10))
+    batch = labeled.batches("test", 10)[0]
     assert same(batch.pin_memory(), batch)
     assert {id(batch.dense_features), id(batch.labels), id(batch.users)} <= set(map(id, pinned))
 
 
 def test_batch_moves_to_a_device(labeled):
-    batch = next(labeled.batches("test", 10)).to(torch.device("meta"), non_blocking=True)
+    batch = labeled.batches("test", 10)[0].to(torch.device("meta"), non_blocking=True)
     tensors = (batch.dense_features, batch.sparse_features.values(), batch.labels, batch.users)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
@@ -219,7 +222,7 @@ def test_negatives_are_uniform_over_the_items_unknown_at_that_moment(implicit):
     assert {item for _, item in train} == set(range(20))
     num_epochs, drawn, expected = 20, np.zeros(20), np.zeros(20)
     for epoch in range(num_epochs):
-        batch = next(implicit.batches("train", 4 * len(train), epoch=epoch))
+        batch = implicit.batches("train", 4 * len(train), epoch=epoch)[0]
         assert batch.labels.tolist() == [1.0, 0.0, 0.0, 0.0] * len(train)
         ids = batch.sparse_features["item_id"].values().view(-1, 4) - 1
         assert ids[:, 0].tolist() == [item for _, item in train]
@@ -238,7 +241,7 @@ def test_held_out_positives_are_items_of_training(write, caplog):
     dataset = load_dataset(replace(config, fractions=[8 / 12, 2 / 12, 2 / 12]))
     for split in ("validation", "test"):
         assert dataset.num_samples(split) == 3
-        batch = next(dataset.batches(split, 10))
+        batch = dataset.batches(split, 10)[0]
         # Id 0, the unseen item, would tell a positive from the negatives, which are items of the training split.
         assert batch.sparse_features["item_id"].values().min() > 0
         dropped = f"dropped 1 of 2 positives of the {split} split, whose items are not in the training split"

@@ -61,7 +61,7 @@ def fitted(config: DataConfig, path: Path, **options) -> DataConfig:
 
 
 def whole(dataset: InteractionDataset, batching: str | None = None) -> Batch:
-    return next(dataset.batches("train", 10_000, batching=batching))
+    return dataset.batches("train", 10_000, batching=batching)[0]
 
 
 def histories(batch: Batch, key: str) -> list[list[int]]:
@@ -208,7 +208,7 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
     places = np.append([SURFACES.index(name) for name in fields.surfaces], -1)
     cells = policy.cells(places[fields.surface], fields.dwell)
     log = EventLog(events.user, events.time, places[fields.surface], fields.dwell, policy.surfaces)
-    order = dataset.order("train", 64, shuffle=True)
+    order = dataset.batches("train", 64, shuffle=True).order
     kept = total = 0
     for number in range(order.num_batches):
         part = order.part(number, 0, 1)

@@ -107,7 +107,7 @@ def test_every_kind_of_column(write):
     assert dataset.schema.item_key == "item_id"
     assert dataset.schema.titles == ["unseen", "Title 0", "Title 1", "Title 2", "Title 3", "untitled"]
 
-    batch = next(dataset.batches("train", 6))
+    batch = dataset.batches("train", 6)[0]
     sparse = batch.sparse_features
     assert sparse["user_id"].values().tolist() == [1, 2, 3, 1, 2, 3]
     assert [ids.tolist() for ids in sparse["hobbies"].to_dense()] == [[1, 2], [2], [], [1, 2], [2], []]
@@ -129,7 +129,7 @@ def test_columns_without_their_tables_are_those_of_the_first_event(write):
     rows = [f"{i // 2 % 2},{i % 3},{i},{i % 2},c{min(i, 3)}" for i in range(10)]
     path = write("r.csv", "user_id,item_id,timestamp,clicked,color", *reversed(rows))
     config = data_config(interactions=path, label="clicked", item_categorical=["color"], fractions=FRACTIONS)
-    batch = next(load_dataset(config).batches("train", 6))
+    batch = load_dataset(config).batches("train", 6)[0]
     assert batch.sparse_features["color"].values().tolist() == [1, 2, 3, 1, 2, 3]
 
 
@@ -174,4 +174,4 @@ def test_label_rules(write):
     path = write("r.csv", "user_id,item_id,timestamp,action", *rows)
     for label, expected in {"action == buy": [0, 1] * 3, "action!=buy": [1, 0] * 3, "item_id < 1": [1, 0] * 3}.items():
         config = DataConfig(interactions=path, label=label, fractions=FRACTIONS)
-        assert next(load_dataset(config).batches("train", 6)).labels.tolist() == expected
+        assert load_dataset(config).batches("train", 6)[0].labels.tolist() == expected

@@ -117,7 +117,7 @@ def test_json_lines_train_like_csv(write):
     batches = []
     for path in (csv, json):
         config = DataConfig(interactions=path, user="user", item="item", label="label", timestamp="time")
-        batches.append(next(iter(load_dataset(config).batches("train", batch_size=16, seed=0, epoch=0))))
+        batches.append(load_dataset(config).batches("train", batch_size=16, seed=0, epoch=0)[0])
     assert batches[0].sparse_features.values().tolist() == batches[1].sparse_features.values().tolist()
     assert batches[0].labels.tolist() == batches[1].labels.tolist()
 

@@ -52,7 +52,7 @@ def test_files_give_the_split(write):
     assert times(dataset, "train") == list(range(20))
     assert times(dataset, "validation") == list(range(20, 30)) and times(dataset, "test") == list(range(30, 40))
     # Rows of the test file have the training file's in their histories.
-    last = next(dataset.batches("test", 10)).sparse_features["history_item_id"].lengths().tolist()
+    last = dataset.batches("test", 10)[0].sparse_features["history_item_id"].lengths().tolist()
     assert last == [i // 4 for i in range(30, 40)]
 
 

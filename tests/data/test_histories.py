@@ -133,6 +133,6 @@ def test_histories_share_the_array_of_events():
     arrays = [value for value in vars(dataset.arrays().events).values() if hasattr(value, "size")]
     arrays += [column.ids for column in dataset.arrays().columns]
     assert max(array.size for array in arrays) <= 2000
-    batch = next(dataset.batches("test", 200))
+    batch = dataset.batches("test", 200)[0]
     assert batch.sparse_features["history_item_id"].lengths().tolist() == list(range(1800, 2000))
     assert torch.equal(batch.sparse_features["history_age"].lengths(), torch.arange(1800, 2000))

@@ -53,6 +53,6 @@ def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row
     fit(log, conversion, remove=0.4).save(tmp_path / "p.json")
     shorter = load_dataset(replace(config, policy=str(tmp_path / "p.json")))
     kept, whole = (
-        next(one.batches("train", 400)).sparse_features["history_age"].values().numel() for one in (shorter, dataset)
+        one.batches("train", 400)[0].sparse_features["history_age"].values().numel() for one in (shorter, dataset)
     )
     assert 0.5 * whole < kept < 0.9 * whole

@@ -32,7 +32,7 @@ def limit(seconds: int):
 
 def batch(path: str) -> list:
     config = data_config(interactions=path, label="rating >= 4", event_categorical=["rating"])
-    batch = next(iter(load_dataset(config).batches("train", batch_size=64, seed=0, epoch=0)))
+    batch = load_dataset(config).batches("train", batch_size=64, seed=0, epoch=0)[0]
     features = batch.sparse_features
     return [features.keys(), features.values().tolist(), features.lengths().tolist(), batch.labels.tolist()]
 

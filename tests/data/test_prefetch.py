@@ -46,9 +46,9 @@ def assert_same(got: Batch, want: Batch) -> None:
 @pytest.mark.parametrize("start", [0, 2, 1000])
 def test_batches_are_those_of_one_thread(dataset, num_threads, start):
     order = {"shuffle": True, "seed": 1, "epoch": 2}
-    want = list(dataset.batches("train", 16, start_batch=start, **order))
-    numbers = range(start, dataset.order("train", 16, **order).num_batches)
-    got = list(prefetch(dataset.assembler("train", 16, **order), numbers, num_threads=num_threads))
+    batches = dataset.batches("train", 16, **order)
+    want, numbers = list(batches)[start:], range(start, len(batches))
+    got = list(prefetch(batches.__getitem__, numbers, num_threads=num_threads))
     assert len(got) == len(want) == len(numbers)
     for one, other in zip(got, want, strict=True):
         assert_same(one, other)
@@ -153,8 +153,8 @@ def test_a_signal_ends_a_wait_for_a_batch(end):
 
 
 def test_parts_of_a_batch_stay_a_list(dataset):
-    parts = [dataset.assembler("train", 16, rank=rank, world_size=2) for rank in range(2)]
-    for batch in prefetch(lambda number: [part(number) for part in parts], range(3)):
+    parts = [dataset.batches("train", 16, rank=rank, world_size=2) for rank in range(2)]
+    for batch in prefetch(lambda number: [part[number] for part in parts], range(3)):
         assert sum(len(part.labels) for part in batch) == batch[0].total
 
 
@@ -174,8 +174,8 @@ def test_number_of_threads(monkeypatch):
 def test_batches_on_a_gpu_are_those_on_the_host(dataset, num_threads):
     device = torch.device("cuda", torch.cuda.current_device())
     order = {"shuffle": True, "seed": 1}
-    numbers = range(dataset.order("train", 32, **order).num_batches)
-    assemble = dataset.assembler("train", 32, pin_memory=True, **order)
+    assemble = dataset.batches("train", 32, pin_memory=True, **order).__getitem__
+    numbers = range(len(dataset.batches("train", 32, **order)))
     assert all(x.is_pinned() for x in tensors_of(assemble(0)))
     busy, sums = torch.randn(2048, 2048, device=device), []
     # Kernels that run long after the host has gone on read the batches: memory must not be used again before.
@@ -184,7 +184,7 @@ def test_batches_on_a_gpu_are_those_on_the_host(dataset, num_threads):
         sums.append([x.double().sum() + busy[0, 0].double() * 0 for x in tensors_of(batch)])
         del batch
     for number, got in zip(numbers, sums, strict=True):
-        want = [x.double().sum() for x in tensors_of(dataset.assembler("train", 32, **order)(number))]
+        want = [x.double().sum() for x in tensors_of(dataset.batches("train", 32, **order)[number])]
         torch.testing.assert_close(torch.stack(got).cpu(), torch.stack(want), rtol=0, atol=1e-6)
     for batch, number in zip(prefetch(assemble, numbers, device, num_threads), numbers, strict=True):
         assert batch.labels.is_cuda

@@ -86,7 +86,7 @@ def test_hashed_values_share_a_fixed_table(write, tmp_path):
     ]
     dataset.schema.save(tmp_path / "schema")
     again = load_dataset(config, DataSchema.load(tmp_path / "schema"))
-    assert torch.equal(next(again.batches("test", 1000)).sparse_features.values(), batch.sparse_features.values())
+    assert torch.equal(again.batches("test", 1000)[0].sparse_features.values(), batch.sparse_features.values())
     with pytest.raises(
         DataError,
         match=r"data\.features with hash_buckets: got {'item_id': 6}, but the run was started",
@@ -166,7 +166,6 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
         return [b.sparse_features.values().tolist() for b in dataset.batches("train", 7, **order)]
 
     assert values(seed=1, epoch=2) == values(seed=1, epoch=2)
-    assert values(seed=1, epoch=2)[3:] == values(seed=1, epoch=2, start_batch=3)
     assert values(seed=1, epoch=2) != values(seed=1, epoch=3) and values(seed=1, epoch=2) != values(seed=2, epoch=2)
     # Two processes, which have the samples of one in another order, have its ids.
     parts = [dataset.batches("train", 8, rank=rank, world_size=2) for rank in range(2)]

@@ -70,13 +70,13 @@ def test_a_given_schema_encodes_another_table_and_learns_nothing(write, table):
     rows = [line(i, ["never", "2", "0"][i % 3], 3 * i, "late;y;x", "Rome") for i in range(10)]
     dataset = load_dataset(config_of(write("new.csv", HEADER, *rows)), schema)
     assert dataset.schema is schema
-    sparse = next(dataset.batches("train", 6)).sparse_features
+    sparse = dataset.batches("train", 6)[0].sparse_features
     assert sparse["item_id"].values().tolist() == sparse["genre"].values().tolist() == [0, 3, 1, 0, 3, 1]
     assert sparse["history_tags_0"].values().unique().tolist() == [0]
     assert sparse["history_tags_1"].values().unique().tolist() == [2]
     # Users alternate; the events of u0 before its third row are rows 0 and 2, of 0 and 6 seconds.
     assert sparse["history_seconds"].to_dense()[4].tolist() == [1, 4]
-    price = next(dataset.batches("train", 6)).dense_features[:, 0]
+    price = dataset.batches("train", 6)[0].dense_features[:, 0]
     # An item's price is that of its first row in time: 0, 3 and 6.
     assert torch.allclose(price, (torch.tensor([0.0, 3.0, 6.0] * 2) - 1) / (2 / 3) ** 0.5)
 

@@ -6,7 +6,7 @@ from jfi.data import DataConfig, SyntheticConfig, load_dataset
 
 def test_the_taste_is_in_the_events_of_the_targets_category_and_not_in_their_mean():
     dataset = load_dataset(DataConfig(source="synthetic"))
-    batch = next(dataset.batches("test", dataset.num_samples("test")))
+    batch = dataset.batches("test", dataset.num_samples("test"))[0]
     sparse = batch.sparse_features
     lengths = sparse["history_rating"].lengths()
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -25,7 +25,7 @@ def test_the_taste_is_in_the_events_of_the_targets_category_and_not_in_their_mea
 
 def test_histories_and_items_are_long_tailed():
     dataset = load_dataset(DataConfig(source="synthetic", max_history=10_000))
-    batch = next(dataset.batches("train", dataset.num_samples("train")))
+    batch = dataset.batches("train", dataset.num_samples("train"))[0]
     lengths = batch.sparse_features["history_item"].lengths()
     assert (lengths == 0).sum() > 100
     assert lengths.max() > 4 * lengths.float().mean()
@@ -37,7 +37,7 @@ def test_it_depends_on_its_seed_alone():
     def values(seed: int) -> torch.Tensor:
         synthetic = SyntheticConfig(num_users=50, seed=seed)
         dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
-        return next(dataset.batches("train", 500)).sparse_features.values()
+        return dataset.batches("train", 500)[0].sparse_features.values()
 
     assert torch.equal(values(1), values(1))
     assert values(1).numel() != values(2).numel() or not torch.equal(values(1), values(2))

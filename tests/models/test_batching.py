@@ -159,7 +159,7 @@ def test_an_encoder_that_rows_cannot_share_is_refused(config, encoder, message):
 def test_timelines_that_do_not_fit_the_samples_are_refused(config, pooling):
     dataset = load_dataset(config)
     model = model_of(dataset, pooling=pooling).cpu()
-    shared, alone = (next(dataset.batches("train", 50, batching=way)) for way in ("user", "sample"))
+    shared, alone = (dataset.batches("train", 50, batching=way)[0] for way in ("user", "sample"))
     count, rows = shared.timelines.count, len(shared.labels)
     offsets = shared.timelines.row_offsets
     wrong = [
@@ -195,7 +195,7 @@ def test_attention_weights_of_timelines(config):
     (shared,) = (batch.to(DEVICE) for batch in dataset.batches("test", 10_000, batching="user"))
     weights = model.attention_weights(shared.dense_features, shared.sparse_features, shared.timelines)["history"]
     for row, sample in zip(weights.to_dense(), shared.samples.tolist(), strict=True):
-        alone = next(dataset.batches("test", 1, batching="sample", start_batch=sample)).to(DEVICE)
+        alone = dataset.batches("test", 1, batching="sample")[sample].to(DEVICE)
         expected = model.attention_weights(alone.dense_features, alone.sparse_features)["history"].values()
         seen = row[row.sum(dim=(1, 2)) > 0]
         torch.testing.assert_close(seen, expected, rtol=ROUNDING, atol=ROUNDING)
@@ -230,9 +230,9 @@ def test_chunks_hold_what_their_rows_see(config, max_timeline):
         assert (begin + count).max() == start[number] + length[number]
 
 
-def test_an_order_is_made_once_for_a_loop_and_its_batches(config):
+def test_an_order_is_made_once_for_all_parts_of_its_batches(config):
     dataset = load_dataset(config)
     options = {"shuffle": True, "epoch": 2, "batching": "user"}
-    order = dataset.order("train", 16, **options)
-    assert dataset.order("train", 16, **options) is order
-    assert dataset.order("train", 17, **options) is not order
+    order = dataset.batches("train", 16, **options).order
+    assert dataset.batches("train", 16, rank=1, world_size=2, **options).order is order
+    assert dataset.batches("train", 17, **options).order is not order

@@ -91,7 +91,7 @@ def test_prediction_reads_the_events_that_training_reads(folder, run, dataset):
     assert np.array_equal(order, np.arange(len(order)))
     log = pa.parquet.read_table(folder / "log.parquet")
     place = np.lexsort((log["item"].to_numpy(), log["timestamp"].to_numpy(), log["user"].to_numpy()))
-    batch = next(dataset.batches("test", 10_000))
+    batch = dataset.batches("test", 10_000)[0]
     with torch.no_grad():
         wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).numpy()
     np.testing.assert_allclose(scores[place[arrays.samples["test"]]], wanted, atol=1e-5)
@@ -125,7 +125,7 @@ def log(folder) -> list[dict]:
 
 
 def test_a_request_reads_the_events_that_training_reads(log, dataset, reader):
-    batch = next(dataset.batches("test", 10_000))
+    batch = dataset.batches("test", 10_000)[0]
     sparse, rows = batch.sparse_features, dataset.arrays().samples["test"]
     for key in ("history_item", "history_category", "history_surface", "history_age"):
         parts = sparse[key].values().split(sparse[key].lengths().tolist())
@@ -220,7 +220,7 @@ def boosted(folder, run, log, tmp_path_factory) -> SimpleNamespace:
     policy.save(path)
     data = replace(run.config.data, policy=str(path))
     dataset = load_dataset(data, run.schema)
-    batch, rows = next(dataset.batches("test", 10_000)), dataset.arrays().samples["test"]
+    batch, rows = dataset.batches("test", 10_000)[0], dataset.arrays().samples["test"]
     weights = batch.sparse_features["history_item"].weights()
     assert weights.min() < 0.8 and weights.max() > 1.2
     schema = schema_of(data, run.schema, reads_history=True, reads_age=False)

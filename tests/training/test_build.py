@@ -15,7 +15,7 @@ from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerG
 def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_layers, monkeypatch):
     synthetic = SyntheticConfig(num_users=20, num_items=10)
     dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic, max_history=7))
-    batch = next(dataset.batches("train", dataset.num_samples("train")))
+    batch = dataset.batches("train", dataset.num_samples("train"))[0]
     assert batch.sparse_features["history_item"].lengths().max() == 7  # the data has longer histories and cuts them
     model = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset.schema)
     arch = model.sequence_arch
@@ -97,7 +97,7 @@ def test_initial_values_are_uniform_and_differ_by_row_table_and_seed():
 def test_the_weight_decay_of_each_group_reaches_its_parameters(name, shrinks):
     """With gradients of zero nothing but weight decay moves a parameter; of a table the rows of the batch."""
     dataset = load_dataset(DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=20, num_items=10)))
-    batch = next(dataset.batches("train", 8))
+    batch = dataset.batches("train", 8)[0]
     for tables, dense in ((0.5, 0.0), (0.0, 0.5)):
         config = OptimizerConfig(OptimizerGroup(name, 0.1, dense), OptimizerGroup(name, 0.1, tables))
         model = build.build_model(ModelConfig(), EncoderConfig(), dataset.schema, optimizer=config)

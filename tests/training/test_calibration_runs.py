@@ -22,6 +22,7 @@ from jfi.training.calibration import fit_platt
 from jfi.training.checkpoint import save_checkpoint
 from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
+from jfi.training.progress import Progress
 from jfi.training.saved_run import SavedRun
 
 ROOT = Path(__file__).parents[2]
@@ -73,12 +74,12 @@ def test_a_resumed_run_has_the_calibration_of_the_best_epoch(folder, tmp_path, m
     """It dies after an epoch is saved, between its evaluation and that, or before the test."""
     # All epochs have other logits, and AUCs that are set here.
     chosen = {epoch: 0.5 + 0.1 * (epoch == best) for epoch in (1, 2, 3)}
-    old = Trainer._count_epoch
+    old = Progress.end_epoch
 
-    def count_epoch(self, metrics):
-        return old(self, metrics | {"auc": chosen[self.progress.epoch + 1]})
+    def end_epoch(self, metrics, *arguments):
+        return old(self, metrics | {"auc": chosen[self.epoch + 1]}, *arguments)
 
-    monkeypatch.setattr(Trainer, "_count_epoch", count_epoch)
+    monkeypatch.setattr(Progress, "end_epoch", end_epoch)
     whole = folder / f"best{best}"
     if not whole.exists():
         with without_pictures():

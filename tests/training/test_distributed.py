@@ -252,7 +252,7 @@ def test_groups_histories_and_crosses_are_shared_too(folder, one_launched, setti
     with join_world("cpu") as world:
         dataset = load_shared(config, world)
     assert not dataset.arrays().events.time.flags.owndata
-    ours, theirs = (next(one.batches("test", 50)).sparse_features for one in (dataset, load_dataset(config)))
+    ours, theirs = (one.batches("test", 50)[0].sparse_features for one in (dataset, load_dataset(config)))
     assert torch.equal(ours.values(), theirs.values())
     assert torch.equal(ours.lengths(), theirs.lengths())
 

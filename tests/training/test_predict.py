@@ -171,7 +171,7 @@ def test_an_item_has_the_columns_of_its_first_row_in_time(tmp_path, monkeypatch)
         train(config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1))
     run = jfi.load_run(tmp_path / "run")
     dataset = load_dataset(run.config.data, run.schema)
-    batch = next(dataset.batches("test", 1000))
+    batch = dataset.batches("test", 1000)[0]
     with torch.no_grad():
         wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).sort().values
     # The test split is the last 20 rows in time; the first rows of the items are at the end of the log.
@@ -493,7 +493,7 @@ def test_what_training_takes_prediction_takes(tmp_path):
     titles, items = run.schema.titles, run.schema.encodings.vocabularies["item"].values
     assert [f"title {item}" for item in items] == list(titles)[1:]
     dataset = load_dataset(run.config.data, run.schema)
-    batch = next(dataset.batches("test", 1000))
+    batch = dataset.batches("test", 1000)[0]
     with torch.no_grad():
         wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).sort().values
     with (tmp_path / "log.csv").open(newline="") as file:

@@ -56,7 +56,7 @@ def logits(run: Path, table: Path) -> torch.Tensor:
     saved = load_run(run)
     config = saved.config.data
     config.interactions = str(table)
-    batch = next(load_dataset(config, saved.schema).batches("train", 1000))
+    batch = load_dataset(config, saved.schema).batches("train", 1000)[0]
     with torch.no_grad():
         return saved.model(batch.dense_features, batch.sparse_features)
 
@@ -375,7 +375,7 @@ def test_a_loaded_run_has_the_parameters_of_its_best_epoch_and_their_average(tra
         result = train(config)
     assert result.best_epoch == 1
     dataset = load_dataset(config.data)
-    batch = next(dataset.batches("test", 1000))
+    batch = dataset.batches("test", 1000)[0]
     losses = []
     for run in (tmp_path / "run", trained / "run"):
         with torch.no_grad():

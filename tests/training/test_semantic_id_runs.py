@@ -113,7 +113,7 @@ def test_keys_of_a_batch(folder):
     assert known["i9"] == UNKNOWN_SID and "i10" not in known
     values = dataset.schema.encodings.vocabularies["item_id"].values
     for batching in ("sample", "user"):
-        batch = next(dataset.batches("train", 64, shuffle=True, batching=batching)).sparse_features.to_dict()
+        batch = dataset.batches("train", 64, shuffle=True, batching=batching)[0].sparse_features.to_dict()
         for key in ("item", "history"):
             ids = batch["item_id" if key == "item" else "history_item_id"]
             sids = batch[f"{key}_sid"]
@@ -127,8 +127,8 @@ def test_keys_of_a_batch(folder):
 def test_unknown_share_leaves_semantic_ids(folder):
     """An item that is taken for unknown in training keeps its content: so the model learns to do without the id."""
     data = dataclasses.replace(config(folder, "x").data, unknown_share=0.5)
-    batch = next(load_dataset(data).batches("train", 64)).sparse_features.to_dict()
-    plain = next(load_dataset(config(folder, "x").data).batches("train", 64)).sparse_features.to_dict()
+    batch = load_dataset(data).batches("train", 64)[0].sparse_features.to_dict()
+    plain = load_dataset(config(folder, "x").data).batches("train", 64)[0].sparse_features.to_dict()
     assert (batch["item_id"].values() == 0).any()
     assert torch.equal(batch["item_sid"].values(), plain["item_sid"].values())
 

@@ -1,15 +1,14 @@
 """The samples of a split by user: rows of a user that share a timeline are a chunk, and a batch consists of chunks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jfi.data.batches.balance import assign_timelines, contiguous, imbalance
+from jfi.data.batches.balance import assign_timelines
 from jfi.data.batches.events import Events, index_type
-from jfi.data.batches.order import BatchPart, Shuffled
+from jfi.data.batches.order import BatchPart, Order
 from jfi.data.schema.coded import blocks
-from jfi.data.schema.columns import ranges
+from jfi.utils.ranges import ranges
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,12 @@ class Chunks:
         """`start, length` of the events that the rows of chunks see, ranges as those of `Events.histories`."""
         ends = (self.rows[self.order[self.first[chunks + i] - i]] for i in (0, 1))
         return timeline_ranges(self.events, *ends, self.max_history)
+
+    def places(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places of the rows of chunks `[C]` in the split, int64, and the number of each chunk's rows."""
+        first = self.first[chunks]
+        sizes = self.first[chunks + 1] - first
+        return self.order[ranges(first, sizes)].astype(np.int64, copy=False), sizes
 
     def with_at_most(self, max_rows: int) -> "Chunks":
         """The same, chunks of more than `max_rows` rows cut into parts of `max_rows` and a rest."""
@@ -91,62 +96,45 @@ def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline:
     return Chunks(events, max_history, rows, order, np.concatenate([*first, [len(rows)]]).astype(np.int64))
 
 
-class ChunkOrder:
+class ChunkOrder(Order):
     """An epoch's chunks in batches: a batch has the chunks that begin within `batch_size` samples of each other.
 
     Args:
         chunks: of a split.
         samples_per_row: of implicit feedback a positive and its negatives.
         batch_size: about the samples of a batch. A chunk has at most as many, or a single row.
-        shuffled: of a number of chunks, their order; None for that of `chunks`.
+        shuffle: seed and epoch of the order of the chunks; None for that of `chunks`.
     """
 
-    def __init__(
-        self, chunks: Chunks, samples_per_row: int, batch_size: int, shuffled: Callable[[int], Shuffled] | None
-    ) -> None:
+    _assign = staticmethod(assign_timelines)
+
+    def __init__(self, chunks: Chunks, samples_per_row: int, batch_size: int, shuffle: tuple[int, int] | None) -> None:
         self._chunks, self._per_row = chunks.with_at_most(max(1, batch_size // samples_per_row)), samples_per_row
         count = len(self._chunks)
-        self._order = np.arange(count) if shuffled is None else shuffled(count)[0:count]
+        self._order = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
         sizes = np.diff(self._chunks.first)[self._order] * samples_per_row
         self._ends = np.cumsum(sizes)
         batch = (self._ends - sizes) // batch_size
         self._bounds = np.append(np.flatnonzero(np.diff(batch, prepend=-1)), count)
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches, the same on every rank."""
-        return len(self._bounds) - 1
+        self.num_batches = len(self._bounds) - 1
 
     def samples_before(self, batch: int) -> int:
-        """Number of samples of the batches before this one."""
         first = self._bounds[min(batch, self.num_batches)]
         return int(self._ends[first - 1]) if first else 0
 
-    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
-        """The chunks of a batch that are this rank's, so that all ranks have about as much work of each kind."""
-        chunks = self._order[self._bounds[batch] : self._bounds[batch + 1]]
-        total = self.samples_before(batch + 1) - self.samples_before(batch)
-        if world_size > 1:
-            chunks = chunks[assign_timelines(self._work(chunks), world_size) == rank]
-        first = self._chunks.first[chunks]
-        sizes = self._chunks.first[chunks + 1] - first
-        places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
-        samples = places
+    def _units(self, batch: int) -> np.ndarray:
+        return self._order[self._bounds[batch] : self._bounds[batch + 1]]
+
+    def _part(self, units: np.ndarray, total: int) -> BatchPart:
+        samples, sizes = self._chunks.places(units)
         if self._per_row > 1:
-            samples = (places[:, None] * self._per_row + np.arange(self._per_row)).ravel()
+            samples = (samples[:, None] * self._per_row + np.arange(self._per_row)).ravel()
         return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
 
-    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
-        """Events times targets of the busiest ranks of the first batches over the mean; also of contiguous parts."""
-        batches = range(min(num_batches, self.num_batches))
-        work = [self._work(self._order[self._bounds[batch] : self._bounds[batch + 1]]) for batch in batches]
-        return imbalance(work, assign_timelines, world_size), imbalance(work, contiguous, world_size)
-
-    def _work(self, chunks: np.ndarray) -> np.ndarray:
+    def _work(self, units: np.ndarray) -> np.ndarray:
         """`[C, 3]` int64: of chunks the events that their targets see, the events of their timelines, the samples."""
-        first = self._chunks.first[chunks]
-        sizes = self._chunks.first[chunks + 1] - first
-        rows = self._chunks.rows[self._chunks.order[ranges(first, sizes)]].astype(np.int64, copy=False)
+        places, sizes = self._chunks.places(units)
+        rows = self._chunks.rows[places].astype(np.int64, copy=False)
         seen = self._chunks.events.histories(rows, self._chunks.max_history)[1]
         seen = np.add.reduceat(seen, np.cumsum(sizes) - sizes)  # a chunk has at least one row
-        return np.stack([seen * self._per_row, self._chunks.timelines(chunks)[1], sizes * self._per_row], axis=1)
+        return np.stack([seen * self._per_row, self._chunks.timelines(units)[1], sizes * self._per_row], axis=1)

@@ -1,7 +1,6 @@
 """Samples with histories, assembled into batches."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.events import Events, Histories
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.oov_dropout import OovDropout
-from jfi.data.batches.order import BatchPart, SampleOrder, Shuffled
+from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema
@@ -27,6 +26,26 @@ from jfi.utils.suggest import suggest
 if TYPE_CHECKING:
     from jfi.data.prepared.checksums import Verification
     from jfi.data.prepared.summary import Summary
+
+
+class Batches(Sequence[Batch]):
+    """The batches of an epoch, or a rank's parts of them; each is made when it is read, by any thread.
+
+    Args:
+        order: the samples of each batch.
+        make: makes a batch from its number.
+    """
+
+    def __init__(self, order: Order, make: Callable[[int], Batch]) -> None:
+        self.order, self._make = order, make
+
+    def __len__(self) -> int:
+        return self.order.num_batches
+
+    def __getitem__(self, number: int) -> Batch:
+        if not 0 <= number < len(self):
+            raise IndexError(f"batch {number}; there are {len(self)}, from 0 on")
+        return self._make(number)
 
 
 class InteractionDataset:
@@ -79,8 +98,8 @@ class InteractionDataset:
         self._unknown_share = unknown_share
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
-        #: The order that was asked for last, which a loop reads beside its batches, and its arguments.
-        self._order: tuple[tuple, SampleOrder | ChunkOrder] | None = None
+        #: The order of the last batches, which the parts of a batch share, and its arguments.
+        self._order: tuple[tuple, Order] | None = None
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
@@ -102,96 +121,7 @@ class InteractionDataset:
         samples = np.unique(np.linspace(0, count - 1, min(probed, count)).astype(np.int64))
         return float(self._num_events(rows, samples).mean()) if count else 0.0
 
-    def order(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        batching: Batching | None = None,
-    ) -> SampleOrder | ChunkOrder:
-        """Which samples are in which batch of an epoch; the arguments are those of `batches`."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        asked = split, batch_size, shuffle, seed, epoch, batching or self.batching
-        if self._order is None or self._order[0] != asked:
-            self._order = asked, self._new_order(*asked)
-        return self._order[1]
-
-    def _new_order(
-        self, split: str, batch_size: int, shuffle: bool, seed: int, epoch: int, batching: Batching
-    ) -> SampleOrder | ChunkOrder:
-        rows = self._rows(split)
-        if batching == "sample":
-            count = self.num_samples(split)
-            shuffled = Shuffled(count, seed, epoch) if shuffle else None
-            return SampleOrder(count, batch_size, shuffled, partial(self._num_events, rows))
-        if split not in self._chunks:
-            self._chunks[split] = cut_chunks(self._arrays.events, rows, self.schema.max_history, self._max_timeline)
-        # All chunks are ordered at once, for which a permutation in memory is the smallest and the fastest.
-        shuffled = partial(Shuffled, seed=seed, epoch=epoch, large=sys.maxsize) if shuffle else None
-        return ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffled)
-
     def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        start_batch: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        batching: Batching | None = None,
-    ) -> Iterator[Batch]:
-        """The batches of one epoch, a pure function of the arguments.
-
-        The order and the sampled negatives depend on `seed` and `epoch` only, so `start_batch=n` continues an epoch
-        after n batches. A batch has the same samples for any number of ranks. Each rank gets a part of it, in the same
-        order: of a batch by sample so that the parts have about as many events, and their sizes differ by at most one;
-        of a batch by user whole timelines, so that the parts have about as many events, events times targets, and
-        samples. Some parts may be empty, so that all ranks make the same number of steps.
-
-        Args:
-            split: "train", "validation" or "test".
-            batch_size: samples per batch, summed over all ranks. By user it is a mean, since timelines are whole.
-            shuffle: False gives the order (timestamp, user, item); by user (user, timestamp, item).
-            seed: seed of the order and of the sampled negatives, together with `epoch`.
-            epoch: number of the epoch.
-            start_batch: number of batches to skip.
-            rank: of this process.
-            world_size: number of ranks.
-            batching: "sample" or "user"; None means that of the dataset.
-
-        Raises:
-            ValueError: an unknown split, a batch size below 1, or a rank outside of the world.
-
-        Example::
-
-            >>> from jfi.data import DataConfig, load_dataset
-            >>> dataset = load_dataset(DataConfig(source="synthetic"))
-            >>> batch = next(dataset.batches("train", 32, shuffle=True))
-            >>> batch.labels.shape, batch.sparse_features.keys()[:2]
-            (torch.Size([32]), ['item', 'category'])
-        """
-        order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
-        assemble = self.assembler(
-            split,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            batching=batching,
-        )
-        # Not a generator function, so that this call reports wrong arguments, and not the first batch.
-        return map(assemble, range(start_batch, order.num_batches))
-
-    def assembler(
         self,
         split: str,
         batch_size: int,
@@ -203,25 +133,63 @@ class InteractionDataset:
         world_size: int = 1,
         batching: Batching | None = None,
         pin_memory: bool = False,
-    ) -> Callable[[int], Batch]:
-        """Returns the function that makes a batch of an epoch from its number; threads may call it concurrently.
+    ) -> "Batches":
+        """Returns the batches of one epoch, a pure function of the arguments.
 
-        The arguments, and the errors that they raise, are those of `batches`.
+        A batch has the same samples for any number of ranks. Each rank gets a part of it, in the same order: of a batch
+        by sample so that the parts have about as many events, and their sizes differ by at most one; of a batch by user
+        whole timelines, so that the parts have about as many events, events times targets, and samples. Some parts may
+        be empty, so that all ranks make the same number of steps.
 
         Args:
+            split: "train", "validation" or "test".
+            batch_size: samples per batch, summed over all ranks. By user it is a mean, since timelines are whole.
+            shuffle: False gives the order (timestamp, user, item); by user (user, timestamp, item).
+            seed: seed of the order and of the sampled negatives, together with `epoch`.
+            epoch: number of the epoch.
+            rank: of this process.
+            world_size: number of ranks.
+            batching: "sample" or "user"; None means that of the dataset.
             pin_memory: whether batches are in pinned memory, which a GPU copies while the host goes on.
+
+        Raises:
+            ValueError: an unknown split, a batch size below 1, or a rank outside of the world.
+
+        Example::
+
+            >>> from jfi.data import DataConfig, load_dataset
+            >>> dataset = load_dataset(DataConfig(source="synthetic"))
+            >>> batch = dataset.batches("train", 32, shuffle=True)[0]
+            >>> batch.labels.shape, batch.sparse_features.keys()[:2]
+            (torch.Size([32]), ['item', 'category'])
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
-        order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
+        order = self._order_of(split, batch_size, (seed, epoch) if shuffle else None, batching or self.batching)
         dropout = OovDropout(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
 
-        def assemble_number(number: int) -> Batch:
+        def make(number: int) -> Batch:
             part = order.part(number, rank, world_size)
             drawn = self.draw(split, part.samples, seed, epoch)
             return assemble(self._arrays, self.schema, part, drawn, self._histories, dropout, pin_memory)
 
-        return assemble_number
+        return Batches(order, make)
+
+    def _order_of(self, split: str, batch_size: int, shuffle: tuple[int, int] | None, batching: Batching) -> Order:
+        asked = split, batch_size, shuffle, batching
+        if self._order is None or self._order[0] != asked:
+            rows = self._rows(split)
+            if batching == "sample":
+                order = SampleOrder(self.num_samples(split), batch_size, shuffle, partial(self._num_events, rows))
+            else:
+                if split not in self._chunks:
+                    sizes = self.schema.max_history, self._max_timeline
+                    self._chunks[split] = cut_chunks(self._arrays.events, rows, *sizes)
+                order = ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffle)
+            self._order = asked, order
+        return self._order[1]
 
     def draw(
         self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0

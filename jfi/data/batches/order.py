@@ -71,41 +71,62 @@ class BatchPart:
     offsets: np.ndarray | None = None
 
 
-class SampleOrder:
+class Order:
+    """The batches of an epoch, of samples (`SampleOrder`) or of timelines (`ChunkOrder`), which are its units.
+
+    `_units(batch)` are the units of a batch, `_work(units)` is the work that `_assign` divides among ranks, and
+    `_part(units, total)` is the part of a batch of `total` samples that has these units.
+    """
+
+    #: The number of batches, the same on every rank.
+    num_batches: int
+
+    def samples_before(self, batch: int) -> int:
+        """Returns the number of samples of the batches before this one."""
+        raise NotImplementedError
+
+    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
+        """Returns a rank's part of a batch; all ranks have about as much work."""
+        units, total = self._units(batch), self.samples_before(batch + 1) - self.samples_before(batch)
+        if world_size > 1:
+            units = units[self._assign(self._work(units), world_size) == rank]
+        return self._part(units, total)
+
+    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
+        """Returns the work of the busiest ranks of the first batches over the mean; also of contiguous parts."""
+        work = [self._work(self._units(batch)) for batch in range(min(num_batches, self.num_batches))]
+        return imbalance(work, self._assign, world_size), imbalance(work, contiguous, world_size)
+
+
+class SampleOrder(Order):
     """An epoch's samples in batches of equal size, but for the last.
 
     Args:
         count: number of samples.
         batch_size: samples of a batch.
-        shuffled: the order of the samples; None for that of the split.
+        shuffle: seed and epoch of the order; None for that of the split.
         work: of samples `[B]` the events of their histories, `[B]` int64.
     """
 
-    def __init__(
-        self, count: int, batch_size: int, shuffled: Shuffled | None, work: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
-        self._count, self._batch_size, self._shuffled, self._work = count, batch_size, shuffled, work
+    _assign = staticmethod(assign_samples)
 
-    @property
-    def num_batches(self) -> int:
-        """Number of batches, the same on every rank."""
-        return -(-self._count // self._batch_size)
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        shuffle: tuple[int, int] | None,
+        work: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._count, self._batch_size, self._work = count, batch_size, work
+        self._shuffled = None if shuffle is None else Shuffled(count, *shuffle)
+        self.num_batches = -(-count // batch_size)
 
     def samples_before(self, batch: int) -> int:
-        """Number of samples of the batches before this one."""
         return min(batch * self._batch_size, self._count)
 
-    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
-        """This rank's part of a batch: the parts have about as many events, and their sizes differ by at most one."""
-        samples = self._samples(batch)
-        mine = samples if world_size == 1 else samples[assign_samples(self._work(samples), world_size) == rank]
-        return BatchPart(mine, len(samples))
-
-    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
-        """The events of the busiest ranks of the first batches over the mean; also of contiguous parts."""
-        work = [self._work(self._samples(batch)) for batch in range(min(num_batches, self.num_batches))]
-        return imbalance(work, assign_samples, world_size), imbalance(work, contiguous, world_size)
-
-    def _samples(self, batch: int) -> np.ndarray:
+    def _units(self, batch: int) -> np.ndarray:
         first, last = self.samples_before(batch), self.samples_before(batch + 1)
         return np.arange(first, last) if self._shuffled is None else self._shuffled[first:last]
+
+    def _part(self, units: np.ndarray, total: int) -> BatchPart:
+        return BatchPart(units, total)

@@ -38,9 +38,9 @@ def prefetch(
     Example:
         >>> from jfi.data import DataConfig, load_dataset
         >>> dataset = load_dataset(DataConfig(source="synthetic"))
-        >>> assemble = dataset.assembler("train", 512, shuffle=True)
-        >>> numbers = range(dataset.order("train", 512).num_batches)
-        >>> sum(len(batch.labels) for batch in prefetch(assemble, numbers)) == dataset.num_samples("train")
+        >>> batches = dataset.batches("train", 512, shuffle=True)
+        >>> loaded = prefetch(batches.__getitem__, range(len(batches)))
+        >>> sum(len(batch.labels) for batch in loaded) == dataset.num_samples("train")
         True
     """
     batches = _assembled(assemble, items, num_threads)
