@@ -21,12 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from jfi.data import DataError
 from jfi.data.config import SID
-from jfi.data.features.semantic_ids import codec_folder, new_items, read_sids, rows_of, unique_items, write_sids
+from jfi.data.features.semantic_ids import codec_folder, read_sids, unique_items, write_sids
+from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
@@ -165,6 +167,53 @@ def make(folder: Path, options: argparse.Namespace, table: Table) -> tuple[Codec
         write_sums(unfinished, {name: sha256_of(unfinished / name) for name in written})
     print(f"wrote {folder}")
     return codec, content
+
+
+def rows_of(table: Table, column: str, items: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a table that hold one of some items, and its place among these, `[M]` int64 each.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of items.
+        column: its column of the items.
+        items: to look for, each once.
+    """
+    texts = as_text(table.column(column)).cast(pa.large_string())
+    places = pc.index_in(texts, value_set=as_text(items).cast(pa.large_string()))
+    rows = np.flatnonzero(places.is_valid().to_numpy(zero_copy_only=False))
+    return rows, places.take(pa.array(rows)).to_numpy().astype(np.int64)
+
+
+def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[np.ndarray, pa.Array]:
+    """The rows `[M]` int64 of a table whose items `known` lacks, and these items `[M]` in the type of `known`.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of the items.
+        column: its column of the items.
+        known: items of a file of IDs.
+        path: of that file, for messages.
+
+    Raises:
+        DataError: an item has no value of that type with the same text, such as "007" beside integers.
+    """
+    items = table.column(column)
+    texts = as_text(items).cast(pa.large_string())
+    rows = np.flatnonzero(pc.invert(pc.is_in(texts, as_text(known).cast(pa.large_string()))).to_numpy(False))
+    items, texts = items.take(pa.array(rows)), texts.take(pa.array(rows))
+    try:
+        found = items.cast(known.type)
+    except pa.ArrowException:
+        what = f"'{column}' has type {type_name(items.type)}, which does not go with {known.type} of {path}"
+        raise DataError(f"{table.name}: {what}") from None
+    changed = pc.not_equal(as_text(found).cast(pa.large_string()), texts).to_numpy(False)
+    if changed.any():
+        i = int(changed.argmax())
+        what = f"'{column}' is '{texts[i]}', which as {known.type}, the type of {path}, is '{as_text(found)[i]}'"
+        raise table.fault(int(rows[i]), what)
+    return rows, found
 
 
 def add(table: Table, options: argparse.Namespace, codec: Codec, content: Content) -> tuple[pa.Array, Tensor, int, int]:

@@ -36,11 +36,11 @@ from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
-from jfi.training.logger import Logger, Tracker
+from jfi.training.logger import Logger
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.objective import Objective
 from jfi.training.ranking import rank_split
-from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, read_metrics
+from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, open_recorder, read_metrics
 from jfi.training.run_data import name_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
@@ -125,19 +125,17 @@ class Trainer(RunState):
                     f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
                     f"{cut:.3f} if batches were cut in order"
                 )
-            wanted = self.config.training.cuda_graph
-            if wanted == "always" or (wanted == "auto" and self.device.type == "cuda"):
-                found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
-                if isinstance(found, str):
-                    self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
-                else:
-                    self._captured = found
-                if isinstance(found, CapturedShardedStep):
-                    self.pipeline = None  # it sends the next batch ahead itself
+            found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
+            if isinstance(found, str):
+                self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
+            else:
+                self._captured = found
+            if isinstance(found, CapturedShardedStep):
+                self.pipeline = None  # it sends the next batch ahead itself
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
-            self._recorder(run, data, logger) as recorder,
+            open_recorder(run, data, self.config, progress, logger, world.is_first) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
@@ -166,12 +164,6 @@ class Trainer(RunState):
         validation = next(r for r in log if r["split"] == "validation" and r["epoch"] == progress.best_epoch)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
-
-    def _recorder(self, run: RunFolder, data: str, logger: Logger | None) -> Recorder | SilentRecorder:
-        if not self.world.is_first:
-            return SilentRecorder()
-        tracker = Tracker(self.config.training, self.config.as_dict(), logger)
-        return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
     def _say(self, line: str | None) -> None:
         if line is not None and self.world.is_first:
@@ -228,19 +220,18 @@ class Trainer(RunState):
 
         In training a list has the parts of a batch.
         """
+        progress = None
         if self.pipeline is not None:
             in_parts = self.model.training and self.config.training.accumulate > 1
             batches = chain.from_iterable(batches) if in_parts else batches
+            progress = self._step_in_parts if in_parts else self.pipeline.progress
+        elif self.model.training and isinstance(self._captured, CapturedShardedStep):
+            progress = self._captured.progress
+        if progress is not None:
             with suppress(StopIteration):
                 while True:
                     self._set_rates()
-                    yield self._step_in_parts(batches) if in_parts else self.pipeline.progress(batches)
-            return
-        if self.model.training and isinstance(self._captured, CapturedShardedStep):
-            with suppress(StopIteration):
-                while True:
-                    self._set_rates()
-                    yield self._captured.progress(batches)
+                    yield progress(batches)
             return
         for batch in batches:
             self._set_rates()

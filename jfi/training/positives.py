@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from jfi.data import Batch, DataConfig
-from jfi.data.batches.candidates import Candidates
+from jfi.data.batches.negatives import Candidates
 from jfi.data.prepared.column_files import new_map
 from jfi.data.prepared.scoring import ScoringRows
 from jfi.training.config import TrainingConfig

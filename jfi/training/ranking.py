@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi.data import Batch, InteractionDataset
-from jfi.data.batches.candidates import Candidates
+from jfi.data.batches.negatives import Candidates
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.utils.display import Display

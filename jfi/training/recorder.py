@@ -5,11 +5,15 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jfi.training.config import ConfigError
-from jfi.training.logger import Tracker
+from jfi.training.config import Config, ConfigError
+from jfi.training.logger import Logger, Tracker
 from jfi.training.run_folder import RunFolder
 from jfi.utils.files import naming
+
+if TYPE_CHECKING:
+    from jfi.training.progress import Progress
 
 #: The key of a line's speed; all other values of a line are the same in every repetition of a run.
 SPEED = "samples_per_second"
@@ -94,6 +98,16 @@ class SilentRecorder:
 
     def sha256(self) -> str:
         return ""
+
+
+def open_recorder(
+    run: RunFolder, data: str, config: Config, progress: "Progress", logger: Logger | None, is_first: bool
+) -> Recorder | SilentRecorder:
+    """Returns what records the metrics of a run from its progress on, in the process that writes."""
+    if not is_first:
+        return SilentRecorder()
+    tracker = Tracker(config.training, config.as_dict(), logger)
+    return Recorder(run, progress.log_length, progress.step, data, tracker)
 
 
 def read_metrics(path: Path, length: int | None = None) -> list[dict]:

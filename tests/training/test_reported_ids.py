@@ -8,6 +8,7 @@ from ops.unchecked import as_on_a_gpu
 from test_run import tiny
 
 from jfi.data import InteractionDataset
+from jfi.data.batches.dataset import Batches
 from jfi.ops import validation
 from jfi.training import train
 from jfi.training.recorder import read_metrics
@@ -22,20 +23,20 @@ def _no_pictures(monkeypatch):
 @pytest.fixture
 def far(monkeypatch) -> None:
     """Makes the first id of every batch of training one that no table has."""
-    assembler = InteractionDataset.assembler
+    batches = InteractionDataset.batches
 
     def changed(self, split, *args, **options):
-        assemble = assembler(self, split, *args, **options)
+        plain = batches(self, split, *args, **options)
 
-        def assemble_changed(number):
-            batch = assemble(number)
+        def make(number):
+            batch = plain[number]
             if split == "train":
                 batch.sparse_features.values()[0] = 10**9
             return batch
 
-        return assemble_changed
+        return Batches(plain.order, make)
 
-    monkeypatch.setattr(InteractionDataset, "assembler", changed)
+    monkeypatch.setattr(InteractionDataset, "batches", changed)
 
 
 def config(run, device):

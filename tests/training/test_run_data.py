@@ -15,6 +15,7 @@ from test_run import assert_same_run, killed_after, killing_after, read_results
 from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.batches.dataset import Batches
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
@@ -335,22 +336,22 @@ def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, 
     config.data = replace_data(config.data, event_categorical=["tags"])
     dataset = load_dataset(config.data)
     seen: dict[str, list[tuple]] = {"train": [], "validation": []}
-    assembler = dataset.assembler
+    batches = dataset.batches
 
     def recording(split, *arguments, **settings):
-        assemble = assembler(split, *arguments, **settings)
+        plain = batches(split, *arguments, **settings)
 
-        def assemble_and_record(number):  # by one thread, in order
-            batch = assemble(number)
+        def make_and_record(number):  # by one thread, in order
+            batch = plain[number]
             if split in seen:
                 seen[split].append(
                     (batch.users.tolist(), batch.labels.tolist(), batch.sparse_features["item_id"].values().tolist())
                 )
             return batch
 
-        return assemble_and_record
+        return Batches(plain.order, make_and_record)
 
-    monkeypatch.setattr(dataset, "assembler", recording)
+    monkeypatch.setattr(dataset, "batches", recording)
     train(config, dataset)
     per_epoch = len(seen["train"]) // 3
     epochs = [seen["train"][i * per_epoch : (i + 1) * per_epoch] for i in range(3)]

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfi.data.batches.assemble import Arrays, Dense, assemble
+from jfi.data.batches.assemble import Arrays, assemble
 from jfi.data.batches.batch import Batch
-from jfi.data.batches.candidates import Candidates, Kind
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
-from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, Histories
-from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.batches.events import Histories
+from jfi.data.batches.negatives import Candidates, Kind
 from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
-from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema
 from jfi.history import Policy
 from jfi.utils.suggest import suggest
@@ -52,16 +49,11 @@ class InteractionDataset:
     """Samples with histories; `load_dataset` makes one.
 
     Args:
-        events: all events; every history is a range of them.
+        arrays: of the events, their features and the samples.
         schema: the keys of the batches and the encodings of their values.
-        columns: by key of `schema.features`, except the age, the ids of each user, item or event.
-        dense: the dense features of users, of items and of contexts.
-        samples: by split the events that are its samples, ordered by (timestamp, user, item).
-        negatives: draws the negatives of implicit feedback; None for a table with labels.
         unknown_share: share of the known ids of a training batch that become 0.
         batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
         max_timeline: the most events of a timeline, at least `schema.max_history`.
-        engagement: dwell and surface of the events, or None.
         policy: which events of a history stay, by their engagement; None keeps all.
 
     Raises:
@@ -70,16 +62,11 @@ class InteractionDataset:
 
     def __init__(
         self,
-        events: Events,
+        arrays: Arrays,
         schema: DataSchema,
-        columns: list[Categorical],
-        dense: Dense,
-        samples: dict[str, np.ndarray],
-        negatives: NegativeSampler | None,
         unknown_share: float = 0.0,
         batching: Batching = "sample",
         max_timeline: int | None = None,
-        engagement: Engagement | None = None,
         policy: Policy | None = None,
     ) -> None:
         #: Of a prepared dataset, its folder.
@@ -90,11 +77,11 @@ class InteractionDataset:
         self.summary: Summary | None = None
         self.schema = schema
         self.features = schema.features
-        self._arrays = Arrays(events, columns, dense, samples, negatives, engagement)
+        self._arrays = arrays
         #: Chooses among the events of a history; None keeps all.
         self.chooser: EventChooser | None = None
         if policy is not None:
-            self.chooser = EventChooser(policy, events, engagement, schema.max_history)
+            self.chooser = EventChooser(policy, arrays.events, arrays.engagement, schema.max_history)
         self._unknown_share = unknown_share
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}

@@ -68,7 +68,10 @@ def make_tables(config: SyntheticConfig) -> tuple[Table, Table]:
             "title": [f"item {i} of category {c}" for i, c in enumerate(category)],
         }
     )
-    return (
-        Table("synthetic interactions", interactions, interactions.column_names, lambda row: row + 1),
-        Table("synthetic items", items, items.column_names, lambda row: row + 1),
-    )
+    return as_tables(interactions, items)
+
+
+def as_tables(interactions: pa.Table, items: pa.Table) -> tuple[Table, Table]:
+    """Gives generated tables their names."""
+    named = {"synthetic interactions": interactions, "synthetic items": items}
+    return tuple(Table(name, data, data.column_names, lambda row: row + 1) for name, data in named.items())

@@ -23,14 +23,13 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.config import FeatureConfig, SyntheticConfig
+from jfi.data.features import synthetic
+from jfi.data.features.synthetic import as_tables
 from jfi.data.io.table import Table
 
 #: The meaning of the columns; replaces these settings of a DataConfig.
 COLUMNS = {
-    "user": "user",
-    "item": "item",
-    "timestamp": "timestamp",
-    "timestamp_unit": "s",
+    **synthetic.COLUMNS,
     "label": "label",
     "features": [
         FeatureConfig("category", "item"),
@@ -38,8 +37,6 @@ COLUMNS = {
         FeatureConfig("dwell", "event", "number"),
     ],
     "title": None,
-    "group": None,
-    "history": None,
     "dwell": "dwell",
     "dwell_unit": "s",
     "surface": "surface",
@@ -124,10 +121,7 @@ def make_tables(config: SyntheticConfig) -> tuple[Table, Table]:
         }
     )
     items = pa.table({"item": np.arange(config.num_items), "category": category})
-    return (
-        Table("synthetic interactions", interactions, interactions.column_names, lambda row: row + 1),
-        Table("synthetic items", items, items.column_names, lambda row: row + 1),
-    )
+    return as_tables(interactions, items)
 
 
 def _draw_surfaces(rng: np.random.Generator, active: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.assemble import Dense
+from jfi.data.batches.assemble import Arrays, Dense
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.events import Events, index_type, order_by_item
@@ -168,7 +168,7 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path, folder: Path) 
     if config.label is None:
         by_item = order_by_item(rows.events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
         negatives = NegativeSampler(rows.events, by_item, items, config.negatives)
-    dataset = InteractionDataset(rows.events, schema, ids, dense, samples, negatives, engagement=engagement)
+    dataset = InteractionDataset(Arrays(rows.events, ids, dense, samples, negatives, engagement), schema)
     dataset.summary = summarize(dataset, config, columns)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
     return dataset

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.events import Events, first_rows, order_by_item, user_blocks
 from jfi.data.batches.negatives import NegativeSampler
@@ -162,18 +163,8 @@ class ScoringRows:
         for begin, end in blocks(len(is_scored)):
             is_scored[begin:end] = columns[ROW][begin:end] >= num_history
         samples = write_true_rows(self._scratch / "samples", is_scored)
-        self.dataset = InteractionDataset(
-            events=rows.events,
-            schema=schema,
-            columns=ids,
-            dense=dense,
-            samples={"rows": samples},
-            negatives=None,
-            batching=config.batching,
-            max_timeline=config.longest_timeline,
-            engagement=engagement,
-            policy=self._policy,
-        )
+        arrays = Arrays(rows.events, ids, dense, {"rows": samples}, None, engagement)
+        self.dataset = InteractionDataset(arrays, schema, 0.0, config.batching, config.longest_timeline, self._policy)
         self.rows = new_map(self._scratch / "rows.npy", np.int64, len(samples))
         self.labels = new_map(self._scratch / "labels.npy", np.float32, (self.num_rows, *self.labels.shape[1:]))
         labels = labels_of(config, rows.label, targets)

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.engagement import Engagement
@@ -126,19 +127,10 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
         np.stack(dense[of], axis=1) if dense[of] else np.zeros((len(next(iter(tables[of].values()))), 0), np.float32)
         for of in ("user", "item")
     )
-    dataset = InteractionDataset(
-        events=events,
-        schema=schema,
-        columns=ids,
-        dense=(users, items, dense["event"]),
-        samples={name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS},
-        negatives=negatives,
-        unknown_share=config.unknown_share,
-        batching=config.batching,
-        max_timeline=config.longest_timeline,
-        engagement=engagement,
-        policy=load_policy(config),
-    )
+    samples = {name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS}
+    arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement)
+    options = config.unknown_share, config.batching, config.longest_timeline, load_policy(config)
+    dataset = InteractionDataset(arrays, schema, *options)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
     dataset.folder, dataset.verification = folder, verification
