@@ -113,5 +113,5 @@ def test_where_a_step_must_be_one_backward_pass_parts_are_refused_by_name():
     dataset = load_dataset(made.data)
     trainer = Trainer(made, dataset, _WORLD)
     always = made.with_training(cuda_graph="always")
-    with pytest.raises(ConfigError, match="but training.accumulate is 2, so that a step has several backward passes"):
+    with pytest.raises(ConfigError, match=r"but training\.accumulate is 2, so that a step has several backward passes"):
         capture(trainer._step, trainer.model, trainer.optimizer, always, dataset, _WORLD)
