@@ -60,8 +60,8 @@ def capture(
     config: Config,
     dataset: InteractionDataset,
     world: World,
-) -> CapturedStep | CapturedShardedStep | str | None:
-    """A training step that is captured, or why it cannot be; None if `training.cuda_graph` does not ask for it.
+) -> CapturedStep | CapturedShardedStep | str:
+    """A training step that is captured, or why it cannot be.
 
     Args:
         step: the step; under torchrun it averages the gradients of the dense parameters itself.
@@ -75,11 +75,8 @@ def capture(
     Raises:
         ConfigError: `training.cuda_graph` is always and the step cannot be captured.
     """
-    wanted = config.training.cuda_graph
-    if wanted != "always" and (wanted != "auto" or world.device.type != "cuda"):
-        return None
     found = _captured(step, model, optimizer, config, dataset, world)
-    if isinstance(found, str) and wanted == "always":
+    if isinstance(found, str) and config.training.cuda_graph == "always":
         raise ConfigError(f"training.cuda_graph: got 'always', but {found}")
     return found
 

@@ -125,13 +125,15 @@ class Trainer(RunState):
                     f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
                     f"{cut:.3f} if batches were cut in order"
                 )
-            found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
-            if isinstance(found, str):
-                self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
-            else:
-                self._captured = found
-            if isinstance(found, CapturedShardedStep):
-                self.pipeline = None  # it sends the next batch ahead itself
+            wanted = self.config.training.cuda_graph
+            if wanted == "always" or (wanted == "auto" and self.device.type == "cuda"):
+                found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
+                if isinstance(found, str):
+                    self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
+                else:
+                    self._captured = found
+                if isinstance(found, CapturedShardedStep):
+                    self.pipeline = None  # it sends the next batch ahead itself
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (

@@ -560,5 +560,5 @@ def test_a_table_of_users_whose_lists_have_no_value(tmp_path, tags):
     schema = load_dataset(config).schema
     users = pa.table({"user_id": pa.array(range(len(tags)), pa.int64()), "tags": tags})
     rows = ScoringRows(Sources(table, users=users), tmp_path, schema, config)
-    batch = next(rows.dataset.batches("rows", 99))
+    batch = rows.dataset.batches("rows", 99)[0]
     assert batch.sparse_features["tags"].lengths().tolist() == [0] * 99
