@@ -1,14 +1,39 @@
-"""Ranges of rows, flattened; needs NumPy alone."""
+"""Ranges of rows, flattened.
+
+`np.repeat` and `np.cumsum` keep Python's lock while they compute, so that a training step would wait for the thread that
+assembles the next batch. What is here gives the lock up: its sums are torch's.
+"""
 
 import numpy as np
+import torch
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the integers of each range `[start, start + length)`, concatenated.
+    """Returns the integers of each range `[start, start + length)`, concatenated, int64.
 
     >>> ranges(np.array([7, 3]), np.array([2, 3]))
     array([7, 8, 3, 4, 5])
     """
-    rows = (starts - (lengths.cumsum() - lengths)).repeat(lengths)
-    rows += np.arange(len(rows))
-    return rows
+    filled = lengths > 0
+    starts, lengths = starts[filled], lengths[filled]
+    return _sums(1, starts[:1], starts[1:] - (starts[:-1] + lengths[:-1] - 1), lengths)
+
+
+def repeat(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns each value as many times as its count says, like `np.repeat`.
+
+    >>> repeat(np.array([0.5, 2.0, 4.0]), np.array([2, 0, 1]))
+    array([0.5, 0.5, 4. ])
+    """
+    filled = counts > 0
+    return values[filled].take(_sums(0, 0, 1, counts[filled]))
+
+
+def _sums(step: int, first: np.ndarray | int, others: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
+    """The running sums of ranges whose elements add `step`, but for the first ones of the first and other ranges."""
+    ends = lengths.cumsum()
+    sums = np.empty(ends[-1] if len(ends) else 0, np.int64)
+    sums.fill(step)
+    sums[:1] = first
+    sums[ends[:-1]] = others
+    return torch.cumsum(torch.from_numpy(sums), 0, out=torch.from_numpy(sums)).numpy()

@@ -18,6 +18,7 @@ from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.ranges import repeat
 from jfi.utils.timelines import Timelines
 
 #: Events that are gathered together. Smaller blocks take less time alone, larger ones take Python's lock less often.
@@ -105,7 +106,7 @@ def assemble(
         if drops:
             # By user a value of the user is unknown to all samples of the timeline.
             own = samples[owners] if spec.role == "user" else samples
-            out[dropout(key, own.repeat(lengths[key, : len(own)]))] = UNKNOWN
+            out[dropout(key, repeat(own, lengths[key, : len(own)]))] = UNKNOWN
 
     times = None
     if offsets is not None:
@@ -120,7 +121,7 @@ def assemble(
                 out[place][dropout(key, event)] = UNKNOWN  # to all samples of the epoch
         time = table.time.take(event, mode="clip")
         if times is None:
-            now = table.time[events[owner]].repeat(histories.lengths[owner])
+            now = repeat(table.time[events[owner]], histories.lengths[owner])
             parts[-1][place] = age_buckets(np.subtract(now, time, out=now), schema.num_age_buckets)
         else:
             event_times[place] = time
