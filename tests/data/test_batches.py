@@ -4,10 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
 from jfi.data.batches.balance import assign_samples
 from jfi.data.schema.columns import Categorical
+from jfi.utils.ranges import ranges, repeat
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +262,11 @@ def test_held_out_positives_are_items_of_training(write, caplog):
 def test_wrong_arguments(labeled, arguments, message):
     with pytest.raises(ValueError, match=message):
         labeled.batches(**{"split": "train", "batch_size": 4} | arguments)
+
+
+@given(st.lists(st.tuples(st.integers(-5, 100), st.integers(0, 4)), max_size=12), st.sampled_from([np.int32, np.int64]))
+def test_ranges_and_repeated_values_are_those_of_numpy(parts, kind):
+    starts, lengths = np.array(parts, kind).reshape(-1, 2).T
+    whole = [np.arange(start, start + length) for start, length in parts]
+    np.testing.assert_array_equal(ranges(starts, lengths), np.concatenate([*whole, np.empty(0, np.int64)]))
+    np.testing.assert_array_equal(repeat(starts, lengths), np.repeat(starts, lengths))

@@ -162,7 +162,7 @@ def test_number_of_threads(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
     gpu = torch.device("cuda", 0)
     assert loader_threads(torch.device("cpu")) == 1
-    assert loader_threads(gpu) == 8
+    assert loader_threads(gpu) == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert loader_threads(gpu) == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")

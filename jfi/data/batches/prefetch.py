@@ -12,8 +12,8 @@ import torch
 from jfi.data.batches.batch import Batch
 
 T = TypeVar("T")
-#: Further threads would mostly wait for Python's lock.
-_MAX_THREADS = 8
+#: More threads share the bandwidth of the memory.
+_MAX_THREADS = 12
 
 
 def prefetch(
@@ -50,7 +50,7 @@ def prefetch(
 def loader_threads(device: torch.device) -> int:
     """Returns how many threads should assemble batches for a device of this process.
 
-    A CPU that trains gets one. A GPU gets up to eight, if the processes of this host have as many cores and one more.
+    A CPU that trains gets one. A GPU gets up to twelve, if the processes of this host have as many cores and one more.
     """
     if device.type != "cuda":
         return 1
