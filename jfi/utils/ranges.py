@@ -1,7 +1,7 @@
 """Ranges of rows, flattened.
 
-`np.repeat` and `np.cumsum` keep Python's lock while they compute, so that a training step would wait for the thread that
-assembles the next batch. What is here gives the lock up: its sums are torch's.
+`np.repeat` and `np.cumsum` keep Python's lock while they compute, so that a training step would wait for the thread
+that assembles the next batch. What is here gives the lock up: its sums are torch's.
 """
 
 import numpy as np
