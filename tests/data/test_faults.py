@@ -100,7 +100,7 @@ def test_faults_deep_in_a_large_file_are_placed(write):
             {"history": "rating in [6, 7]"},
             "r.csv: history 'rating in [6, 7]': none of the 6 rows is an event; values of 'rating': 5 (2), 1 (2), 4 ",
         ),
-        ({"label": "rating = 5"}, "rule 'rating = 5': '=' is not an operator; the operators are ==, !=, "),
+        ({"label": "rating = 5"}, "rule 'rating = 5': expected an operator after 'rating'; the operators are ==, !=, "),
         ({"interactions": "gone.csv"}, "gone.csv: no such file or directory"),
         ({"interactions": "ratings.xls"}, "ratings.xls: unknown file type; known names and suffixes: u.data, u.user, "),
         ({"interactions": None}, "data.interactions is not set; it must name the file of interactions"),

@@ -110,7 +110,7 @@ def test_a_name_alone_is_a_column(text, column):
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ("action = buy", "'=' is not an operator"),
+        ("action = buy", "expected an operator after 'action'"),
         ("action in buy", "expected '[' after 'action in'"),
         ("action in [buy", "expected ']' after 'action in [buy'"),
         ("action in []", "expected a value after 'action in ['"),
@@ -120,16 +120,16 @@ def test_a_name_alone_is_a_column(text, column):
         ("action", "expected an operator after 'action'"),
         ("action not buy", "expected 'in' after 'action not'"),
         ("(stars > 4", "expected ')' after '(stars > 4'"),
-        ("stars > 4)", "')' is not expected after 'stars > 4'"),
+        ("stars > 4)", "expected end of text after 'stars > 4'"),
         ("stars > 4 and", "expected a column after 'stars > 4 and'"),
         ("stars > 4 & action == buy", "'4 & action' is neither a number nor a date"),
         ("stars > four", "'four' is neither a number nor a date; compare it with ==, != or in"),
         ("not stars > 4", "expected '(' after 'not'"),
         ("day > 2024-02-30", "'2024-02-30' is neither a number nor a date"),
-        ("not (" * 2000 + "a == 1" + ")" * 2000, "more than 50 parentheses are open"),
+        ("not (" * 2000 + "a == 1" + ")" * 2000, "too many parentheses are open"),
         ("stars > '4'", "'4' is neither a number nor a date; compare it with ==, != or in"),
-        ("action == 'buy", "''buy' is not understood; is a quote not closed?"),
-        ("(" * 2000 + "a == 1" + ")" * 2000, "more than 50 parentheses are open"),
+        ("action == 'buy", "expected a value after 'action =='"),
+        ("(" * 2000 + "a == 1" + ")" * 2000, "too many parentheses are open"),
         ("__import__('os').system('id') == 0", "expected an operator after '__import__'"),
     ],
 )
@@ -142,8 +142,8 @@ def test_a_wrong_rule_names_the_operators(rule, expected):
 
 
 def test_values_are_described_with_their_counts():
-    assert describe_values([table()], "action") == "buy (2), view (1), add to cart (1)"
+    assert describe_values([table()], "action") == "values of 'action': buy (2), view (1), add to cart (1)"
     data = pa.table({"n": [str(i % 12) for i in range(50)]})
     text = describe_values([Table("t", data, ["n"], lambda row: row)], "n")
-    assert text.startswith("0 (5), 1 (5), 2 (4)")
+    assert text.startswith("values of 'n': 0 (5), 1 (5), 2 (4)")
     assert text.endswith(" and 2 more")

@@ -20,18 +20,8 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.splits import named_splits
 from jfi.data.schema.coded import Dictionary, flat_lists
-from jfi.data.schema.labels import (
-    AbsentValue,
-    absent_values,
-    check_counts,
-    check_history,
-    count_labels,
-    labels_of,
-    read_labels,
-    read_targets,
-    target_names,
-)
-from jfi.data.schema.rules import parse_rule
+from jfi.data.schema.labels import check_held, count_labels, labels_of, read_labels, read_targets, target_names
+from jfi.data.schema.rules import describe_values, parse_rule
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
 
@@ -117,10 +107,13 @@ def check_rows(reader: "RowReader", name: str, tables: Callable[[], Iterable[Tab
     """
     config, folder = reader.config, reader.folder
     for one, counts in zip(config.trained_labels(), reader.labels, strict=True):
-        check_counts(name, one.label, *counts, tables)
-    if config.history is not None:
-        check_history(name, config.history, reader.rows, reader.events, tables)
-    (folder / _WARNINGS).write_text(json.dumps([one.describe(tables) for one in reader.absent or []]))
+        check_held(name, "label", one.label, counts, tables)
+    check_held(name, "history", config.history, (reader.rows - reader.events, reader.events), tables)
+    warnings = [
+        f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
+        for setting, rule, column, value in reader.absent or []
+    ]
+    (folder / _WARNINGS).write_text(json.dumps(warnings))
 
 
 def read_warnings(folder: Path) -> list[str]:
@@ -140,7 +133,8 @@ class RowReader:
     def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
         self.config, self.folder, self.rows = config, folder, 0
         self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
-        self.absent: list[AbsentValue] | None = None
+        #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
+        self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
         if made := next((name for name in config.statistics_columns() if name in first.known), None):
             raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
@@ -183,7 +177,8 @@ class RowReader:
             self.events += int(event.sum())
             put("event", event)
         if self.absent != []:
-            absent = absent_values(table, config.rules())
+            rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in config.rules()]
+            absent = [(setting, rule, *pair) for setting, rule, pairs in rules for pair in pairs]
             self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
         if config.group is not None:
             put("group", self._groups(table))

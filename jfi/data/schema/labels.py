@@ -1,14 +1,13 @@
 """Columns that a loss reads: labels of 0 and 1 by a column or a rule such as `rating >= 4`, and the weight of a row."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from jfi.data.config import DataConfig, LabelConfig, Task
 from jfi.data.errors import DataError
 from jfi.data.io.table import Table
-from jfi.data.schema.rules import describe_values, label_columns, only_column, parse_rule
+from jfi.data.schema.rules import describe_values, only_column, parse_rule
 from jfi.utils.encoding import LARGEST_NUMBER
 
 WEIGHT = "weight"
@@ -35,16 +34,14 @@ def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.nd
     values = table.numbers(column)
     if task == "regression":
         wrong = np.abs(values) > LARGEST_NUMBER
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise table.fault(row, f"label '{label}' is {values[row]:g}, not a finite number of float32")
-        return values.astype(np.float32)
-    outside = ~((values == 0) | (values == 1) | np.isnan(values))
-    if outside.any():
-        row = int(outside.argmax())
-        rule = f"{label} >= {values[row]:g}"
-        what = f"label '{label}' is {values[row]:g}, not 0 or 1"
-        raise table.fault(row, f"{what}; did you mean a rule such as '{rule}'? data.task: regression predicts numbers")
+    else:
+        wrong = ~((values == 0) | (values == 1) | np.isnan(values))
+    if wrong.any():
+        row = int(wrong.argmax())
+        value, advice = f"{values[row]:g}", "data.task: regression predicts numbers"
+        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
+        must = "a finite number of float32" if task == "regression" else must
+        raise table.fault(row, f"label '{label}' is {value}, not {must}")
     return values.astype(np.float32)
 
 
@@ -93,59 +90,26 @@ def count_labels(values: np.ndarray) -> np.ndarray:
     return np.array([np.count_nonzero(values == 0), np.count_nonzero(values == 1)])
 
 
-def check_counts(
-    name: str, label: str | None, negatives: int, positives: int, tables: Callable[[], Iterable[Table]]
+def check_held(
+    name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[Table]]
 ) -> None:
-    """Raises DataError for a rule that holds in every row or in none, with the values of its columns.
+    """Raises DataError for a rule that holds in no row, and for one of a label that holds in every row.
 
     Args:
         name: of the whole table, for messages.
-        label: the config's label.
-        negatives, positives: the number of rows with each label.
-        tables: gives the parts of the table, which are read again to show the values.
+        setting: "label" or "history".
+        rule: its value; a column alone is not checked.
+        counts: the number of rows where the rule does not hold and of those where it does.
+        tables: gives the parts of the table, which are read again to show the values of the rule's columns.
     """
-    if label is None or only_column(label) is not None or bool(negatives) == bool(positives):
+    if rule is None or only_column(rule) is not None or not sum(counts):
         return
-    count = negatives + positives
-    how = f"every one of the {count} rows is" if positives else f"none of the {count} rows is"
-    raise DataError(f"{name}: label '{label}': {how} positive; {_describe(tables, label_columns(label))}")
-
-
-def check_history(name: str, rule: str, rows: int, events: int, tables: Callable[[], Iterable[Table]]) -> None:
-    """Raises DataError if `data.history` holds in no row, with the values of its columns; arguments as above."""
-    if rows and not events:
-        known = _describe(tables, parse_rule(rule).columns)
-        raise DataError(f"{name}: history '{rule}': none of the {rows} rows is an event; {known}")
-
-
-@dataclass(frozen=True)
-class AbsentValue:
-    """A value that a setting's rule compares a column with and that no row has: probably misspelt."""
-
-    setting: str
-    rule: str
-    column: str
-    value: str
-
-    def describe(self, tables: Callable[[], Iterable[Table]]) -> str:
-        """A line for the summary."""
-        known = _describe(tables, [self.column])
-        return f"{self.setting} '{self.rule}': no row has the value '{self.value}'; {known}"
-
-
-def absent_values(table: Table, rules: Iterable[tuple[str, str]]) -> list[AbsentValue]:
-    """Returns the values that rules compare a column with and that no row of the table has.
-
-    Args:
-        table: the interactions.
-        rules: the settings and their rules, as `DataConfig.rules` gives them.
-    """
-    return [
-        AbsentValue(setting, rule, column, value)
-        for setting, rule in rules
-        for column, value in parse_rule(rule).absent_values(table)
-    ]
-
-
-def _describe(tables: Callable[[], Iterable[Table]], columns: list[str]) -> str:
-    return "; ".join(f"values of '{name}': {describe_values(tables(), name)}" for name in columns)
+    what = "positive" if setting == "label" else "an event"
+    if not counts[1]:
+        fault = f"none of the {sum(counts)} rows is {what}"
+    elif not counts[0] and setting == "label":
+        fault = f"every one of the {sum(counts)} rows is {what}"
+    else:
+        return
+    shown = "; ".join(describe_values(tables(), column) for column in parse_rule(rule).columns)
+    raise DataError(f"{name}: {setting} '{rule}': {fault}; {shown}")

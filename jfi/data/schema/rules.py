@@ -14,13 +14,15 @@ import datetime
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyparsing as pp
 
 from jfi.data.errors import DataError
 from jfi.data.io.table import Table
@@ -28,19 +30,11 @@ from jfi.utils.encoding import text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
 
-_WORD = r"""[^\s()\[\],<>='"!] (?: [^\s()\[\],<>=!] | !(?!=) )*"""
-_KEYWORD = r"""(?: and | or | in | not ) (?= [\s()\[\],<>=] | != | $ )"""
-_TOKEN = re.compile(
-    rf"""\s*(?: (?P<sign> ==|!=|>=|<=|>|<|=|[()\[\],] | {_KEYWORD} )
-             | "(?P<double> [^"]*)" | '(?P<single> [^']*)'
-             | (?P<word> {_WORD} (?: \s+ (?! {_KEYWORD} ) {_WORD} )* ) )""",
-    re.VERBOSE,
-)
+_KEYWORD = r"(?:and|or|in|not)(?=[\s()\[\],<>=]|!=|$)"
+_WORD = rf"""(?!{_KEYWORD})[^\s()\[\],<>='"!](?:[^\s()\[\],<>=!]|!(?!=))*"""
 _ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _COMPARE = {"==": operator.eq, "!=": operator.ne, **_ORDER}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:\d\d)?)?")
-_MAX_DEPTH = 50
 
 
 class _Test(NamedTuple):
@@ -133,6 +127,7 @@ class Rule:
         return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
 
+@cache
 def parse_rule(text: str) -> Rule:
     """The rule that `text` states.
 
@@ -143,11 +138,13 @@ def parse_rule(text: str) -> Rule:
         >>> parse_rule("rating >= 4 and (action in [buy, 'add to cart'] or price < 2)").columns
         ['rating', 'action', 'price']
     """
-    parser = _Parser(text)
-    root = parser.rule()
-    if parser.token is not None:
-        raise parser.fault(f"'{parser.token}' is not expected after '{parser.before()}'")
-    return Rule(text, root)
+    try:
+        return Rule(text, _RULE.parse_string(text, parse_all=True)[0])
+    except pp.ParseBaseException as error:
+        before = text[: error.loc].strip()
+        raise _fault(text, f"{error.msg.lower()} " + (f"after '{before}'" if before else "at the start")) from None
+    except RecursionError:
+        raise _fault(text, "too many parentheses are open") from None
 
 
 def single_threshold(rule: Rule) -> tuple[str, str, float] | None:
@@ -168,11 +165,10 @@ def only_column(text: str) -> str | None:
     >>> only_column("clicked"), only_column("'made in'"), only_column("clicked = 1")
     ('clicked', 'made in', None)
     """
-    parser = _Parser(text)
-    if parser.kind in (None, "sign"):
+    try:
+        return _plain(_COLUMN.parse_string(text, parse_all=True)[0])
+    except pp.ParseBaseException:
         return None
-    name = parser.advance()
-    return name if parser.token is None else None
 
 
 def label_columns(label: str) -> list[str]:
@@ -186,27 +182,29 @@ def label_columns(label: str) -> list[str]:
 
 
 def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str:
-    """The most frequent values of a column of tables, with counts, for messages: `view (90), buy (7) and 3 more`."""
+    """The most frequent values of a column of tables, with counts, for messages.
+
+    >>> describe_values([], "action")
+    "values of 'action': none"
+    """
     counts: Counter[str] = Counter()
     for table in tables:
         for pair in table.strings(column).drop_null().value_counts():
             counts[pair["values"].as_py()] += pair["counts"].as_py()
     shown = ", ".join(f"{value[:40]} ({count})" for value, count in counts.most_common(most))
-    return f"{shown or 'none'}{f' and {len(counts) - most} more' if len(counts) > most else ''}"
+    more = f" and {len(counts) - most} more" if len(counts) > most else ""
+    return f"values of '{column}': {shown or 'none'}{more}"
 
 
 def _moments(table: Table, name: str) -> np.ndarray:
     """`[N]` float64: the seconds since 1970 of a column of dates; NaN where it is empty."""
-    column = table.strings(name)
-    encoded = column.dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    seconds = [_moment(value) for value in encoded.dictionary.to_pylist()]
-    wrong = [place for place, value in enumerate(seconds) if value is None]
-    if wrong:
-        row = pc.index(encoded.indices, wrong[0]).as_py()
-        value = encoded.dictionary[wrong[0]].as_py()[:40]
-        raise table.fault(row, f"'{name}' is '{value}', no date such as 2024-01-31; compare numbers with a number")
+    encoded = table.strings(name).dictionary_encode()
+    texts = encoded.dictionary.to_pylist()
+    seconds = [_moment(text) for text in texts]
+    if None in seconds:
+        wrong = seconds.index(None)
+        what = f"'{name}' is '{texts[wrong][:40]}', no date such as 2024-01-31; compare numbers with a number"
+        raise table.fault(pc.index(encoded.indices, wrong).as_py(), what)
     return np.array([*seconds, np.nan])[pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False)]
 
 
@@ -219,90 +217,53 @@ def _moment(text: str) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-class _Parser:
-    """Parses by recursive descent; `kind` and `token` are those of the next token, None at the end."""
+def _fault(rule: str, what: str) -> DataError:
+    return DataError(f"rule '{rule}': {what}; the operators are {OPERATORS}")
 
-    def __init__(self, text: str) -> None:
-        self._text, self._end, self.token = text, 0, None
-        self.advance()
 
-    def advance(self) -> str | None:
-        """Goes on behind the next token, and returns it."""
-        token, self._start = self.token, self._end
-        match = _TOKEN.match(self._text, self._start)
-        if match is None and (rest := self._text[self._start :].strip()):
-            raise self.fault(f"'{rest[:40]}' is not understood; is a quote not closed?")
-        self.kind, self._end = (match.lastgroup, match.end()) if match else (None, self._start)
-        self.token = match and match[self.kind]
-        return token
+def _plain(operand: str) -> str:
+    """Returns a column or a value without its quotes."""
+    return operand[1:-1] if operand[0] in "'\"" else operand
 
-    def fault(self, what: str) -> DataError:
-        return DataError(f"rule '{self._text}': {what}; the operators are {OPERATORS}")
 
-    def before(self) -> str:
-        return self._text[: self._start].strip()
+def _test(rule: str, _: int, found: pp.ParseResults) -> _Test:
+    column, compare, *operands = found
+    values = tuple(map(_plain, operands))
+    if all(map(_NUMBER.fullmatch, operands)):
+        kind = "number"
+    elif compare not in _ORDER:
+        kind, values = "text", tuple(text_of(value) or "" for value in values)
+    elif _moment(values[0]) is not None:
+        kind = "date"
+    else:
+        raise _fault(rule, f"'{values[0]}' is neither a number nor a date; compare it with ==, != or in")
+    return _Test(_plain(column), compare, values, kind)
 
-    def _expected(self, what: str) -> DataError:
-        before = self.before()
-        return self.fault(f"expected {what} " + (f"after '{before}'" if before else "at the start"))
 
-    def _takes(self, *signs: str) -> str | None:
-        """Returns the next token and goes on behind it if it is one of these signs and keywords."""
-        return self.advance() if self.kind == "sign" and self.token in signs else None
+def _joined(word: str, part: pp.ParserElement) -> pp.ParserElement:
+    joined = part + (_keyword(word).suppress() - part)[...]
+    return joined.set_parse_action(lambda found: found[0] if len(found) == 1 else _Joined(word, tuple(found)))
 
-    def _expect(self, sign: str) -> None:
-        if not self._takes(sign):
-            raise self._expected(f"'{sign}'")
 
-    def rule(self, depth: int = 0) -> _Test | _Joined:
-        if depth > _MAX_DEPTH:
-            raise self.fault(f"more than {_MAX_DEPTH} parentheses are open")
-        return self._joined("or", lambda: self._joined("and", lambda: self._test(depth)))
+def _keyword(word: str) -> pp.ParserElement:
+    return pp.Regex(rf"(?={_KEYWORD}){word}").set_name(f"'{word}'")
 
-    def _joined(self, word: str, part: Callable[[], _Test | _Joined]) -> _Test | _Joined:
-        parts = [part()]
-        while self._takes(word):
-            parts.append(part())
-        return parts[0] if len(parts) == 1 else _Joined(word, tuple(parts))
 
-    def _test(self, depth: int) -> _Test | _Joined:
-        negated = self._takes("not")
-        if negated or (self.kind, self.token) == ("sign", "("):
-            self._expect("(")
-            inner = self.rule(depth + 1)
-            self._expect(")")
-            return _Joined("not", (inner,)) if negated else inner
-        column, _ = self.operand("a column")
-        compare = self._takes(*_COMPARE, "in", "not", "=")
-        if compare is None or compare == "=":
-            raise self.fault("'=' is not an operator") if compare else self._expected("an operator")
-        if compare == "not":
-            self._expect("in")
-            compare = "not in"
-        if compare in _COMPARE:
-            values = [self.operand("a value")]
-        else:
-            self._expect("[")
-            values = [self.operand("a value")]
-            while self._takes(","):
-                values.append(self.operand("a value"))
-            self._expect("]")
-        kind = self._kind(compare, values)
-        return _Test(column, compare, tuple(text_of(v) or "" if kind == "text" else v for v, _ in values), kind)
+def _grammar() -> tuple[pp.ParserElement, pp.ParserElement]:
+    """Returns the parsers of a rule and of a column alone; behind `-` what is wrong is a fault of the rule."""
+    operand = rf"""{_WORD}(?:\s+{_WORD})*|"[^"]*"|'[^']*'"""
+    column, value = (pp.Regex(operand).set_name(name) for name in ("a column", "a value"))
+    opened, closed, comma, begin, end = (pp.Suppress(sign) for sign in "(),[]")
+    values = begin - value - (comma - value)[...] - end
+    is_in, is_not = _keyword("in"), _keyword("not")
+    not_in = (is_not - is_in).set_parse_action(lambda: "not in")
+    compare = (pp.one_of([*_COMPARE]) - value | (is_in | not_in) - values).set_name("an operator")
+    rule = pp.Forward()
+    nested = opened - rule - closed
+    negated = (is_not.suppress() - nested).set_parse_action(lambda found: _Joined("not", (found[0],)))
+    test = (nested | negated | (column - compare).set_parse_action(_test)).set_name("a column")
+    rule <<= _joined("or", _joined("and", test))
+    return rule.parse_with_tabs(), column.parse_with_tabs()
 
-    def _kind(self, compare: str, values: list[tuple[str, bool]]) -> str:
-        if all(_NUMBER.fullmatch(value) and not quoted for value, quoted in values):
-            return "number"
-        if compare not in _ORDER:
-            return "text"
-        value = values[0][0]
-        if _DATE.fullmatch(value) and _moment(value) is not None:
-            return "date"
-        raise self.fault(f"'{value}' is neither a number nor a date; compare it with ==, != or in")
 
-    def operand(self, what: str) -> tuple[str, bool]:
-        """Returns a column or a value, and whether it is in quotes."""
-        if self.kind in (None, "sign"):
-            raise self._expected(what)
-        quoted = self.kind != "word"
-        return self.advance(), quoted
+_RULE, _COLUMN = _grammar()
