@@ -9,7 +9,7 @@ is expected of it, since all candidates have the same chance of being drawn. A u
 there, as every positive has as many negatives; a user's events of a category are compared with all events instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -157,7 +157,7 @@ class Tallies:
             return tallies
         for spec, ids in self._features:
             if spec.role in ("user", "context"):
-                values = _matrix([ids] if ids.offsets is None else ids.slots(_MOST_VALUES))
+                values = _matrix([ids] if ids.offsets is None else map(ids.slot, range(_MOST_VALUES)))
                 own, asked = (self._user, self._samples.user) if spec.of == "user" else (None, self._samples.events)
                 tallies[spec.key] = self._by_key(_keys(values if own is None else values[own]), _keys(values[asked]))
         return tallies
@@ -268,7 +268,7 @@ def _is_item_column(spec: FeatureSpec) -> bool:
     return spec.role == "history" and spec.of == "item" and not spec.semantic
 
 
-def _matrix(columns: list[Categorical]) -> np.ndarray:
+def _matrix(columns: Iterable[Categorical]) -> np.ndarray:
     """`[N, K]` int64, the ids of columns of one id a row."""
     return np.stack([np.asarray(one.ids, np.int64) for one in columns], axis=1)
 

@@ -18,9 +18,8 @@ _BOUNDS = {
     "eval_negatives": (1, math.inf),
     "split_seed": (0, 2**32 - 1),
 }
-#: The settings that a column's entry of event and its entry of context share.
-_OF_VALUES = ("type", "width", "max_values", "min_count", "hash_buckets", "separator", "default")
-
+#: The settings of an entry beyond its name, what has the column, and its type.
+_SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "separator", "default", "cross")
 #: By setting of an entry its greatest value; the least is 1. A hash has 32 bits.
 _MAX_OF_VALUES = {"width": 2**16, "max_values": MAX_COUNT, "min_count": MAX_COUNT, "hash_buckets": 2**32}
 
@@ -29,7 +28,10 @@ def check_data_config(config: DataConfig) -> None:
     """Raises DataError for settings that are wrong for any table."""
     for setting, (least, most) in _BOUNDS.items():
         section, _, name = setting.rpartition(".")
-        _check_bound(setting, getattr(getattr(config, section) if section else config, name), least, most)
+        value = getattr(getattr(config, section) if section else config, name)
+        if not least <= value <= most:
+            bound = f"at most {most}" if value > most else f"at least {least}"
+            raise DataError(f"data.{setting} is {value}; it must be {bound}")
     if config.max_timeline is not None and not config.max_history <= config.max_timeline <= MAX_COUNT:
         bounds = f"from data.max_history, {config.max_history}, to {MAX_COUNT}"
         raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bounds}, or null")
@@ -49,59 +51,51 @@ def check_data_config(config: DataConfig) -> None:
     _check_statistics(config)
     _check_roles(config)
     _check_features(config)
-    _check_leak(config)
+    _check_leaks(config)
     _check_split(config)
-    _check_engagement(config)
-
-
-def _check_bound(setting: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        bound = f"at most {most}" if value > most else f"at least {least}"
-        raise DataError(f"data.{setting} is {value}; it must be {bound}")
 
 
 def _check_features(config: DataConfig) -> None:
     """Raises DataError for an entry that no table fits, and for entries that exclude each other."""
-    seen = {config.item: FeatureConfig(config.item, "item")}
-    for place, one in enumerate(config.features):
+    names, seen = [one.name for one in config.features], {}
+    if "" in names:
+        raise DataError(f"data.features[{names.index('')}].name is ''; it must name a column")
+    items = [one for one in config.features if (one.of, one.name) == ("item", config.item)]
+    for one in [*([] if items else [FeatureConfig(config.item, "item")]), *config.features]:
         key = f"data.features '{one.name}'"
-        if not one.name:
-            raise DataError(f"data.features[{place}].name is ''; it must name a column")
         _check_values(one, key)
-        if one.name == config.item and one.of == "item":
-            if one.type == "number" or one.separator is not None or one.default is not None:
-                raise DataError(f"{key} is the item's id; it must be a category without a separator or a default")
-            if sum((other.of, other.name) == ("item", config.item) for other in config.features) > 1:
-                raise DataError(f"data.features lists the column '{one.name}' twice")
-            continue
+        if one in items and (one.type == "number" or one.separator is not None or one.default is not None):
+            raise DataError(f"{key} is the item's id; it must be a category without a separator or a default")
         if (other := seen.get(one.name)) is not None:
             if {one.of, other.of} != {"event", "context"} or {one.type, other.type} != {"category"}:
                 both = "as a category of event and one of context"
                 raise DataError(f"data.features lists the column '{one.name}' twice; it may do so only {both}")
-            for setting in _OF_VALUES:
+            for setting in _SETTINGS[:-1]:
                 if getattr(one, setting) != getattr(other, setting):
                     raise DataError(f"{key}: {setting} must be equal in its entry of event and that of context")
         seen[one.name] = one
         if one.name == SID and config.semantic_ids is not None:
             raise DataError(f"data.features lists '{SID}', which is the column of data.semantic_ids; rename the column")
-        if one.name == AGE and (one.of in ("item", "event")):
+        if one.name == AGE and one.of in ("item", "event"):
             raise DataError(f"{key} needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column")
-    _check_crosses(config)
+        if one.cross:
+            _check_cross(one, key, config)
 
 
 def _check_values(one: FeatureConfig, key: str) -> None:
     """Raises DataError for settings of an entry that do not fit its type or each other."""
+    changed = [name for name in _SETTINGS if getattr(one, name) != getattr(FeatureConfig("", "item"), name)]
     if one.type == "number":
-        settings = ["max_values", "min_count", "hash_buckets", "separator", "cross"]
-        for setting in settings if one.of == "event" else ["width", *settings]:
-            if getattr(one, setting) != getattr(FeatureConfig("", "item"), setting):
+        allowed = ("default", "width") if one.of == "event" else ("default",)
+        for setting in changed:
+            if setting not in allowed:
                 raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
     for setting, most in _MAX_OF_VALUES.items():
         value = getattr(one, setting)
         if value is not None and not 1 <= value <= most:
             raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {most}")
-    for setting, is_set in (("min_count", one.min_count > 1), ("max_values", one.max_values is not None)):
-        if one.hash_buckets is not None and is_set:
+    for setting in ("min_count", "max_values"):
+        if setting in changed and one.hash_buckets is not None:
             raise DataError(f"{key} has both {setting} and hash_buckets; buckets need none")
     if one.default is not None:
         if one.cross or one.separator is not None:
@@ -115,66 +109,75 @@ def _check_values(one: FeatureConfig, key: str) -> None:
         raise DataError(f"{key}: separator is ''; it must be the separator of the values")
 
 
-def _check_crosses(config: DataConfig) -> None:
+def _check_cross(one: FeatureConfig, key: str, config: DataConfig) -> None:
     known = [config.item, *config.names("item", "category"), *config.names("event", "category")]
-    for one in config.features:
-        if not one.cross:
-            continue
-        key = f"data.features '{one.name}'"
-        if one.of != "event" or one.separator is not None:
-            raise DataError(f"{key} is a cross; it must be of event, without a separator")
-        if len(one.cross) < 2:
-            raise DataError(f"{key}: cross is {one.cross}; it must have at least two columns")
-        for name in one.cross:
-            if name not in known:
-                raise DataError(f"{key}: cross has '{name}', which is no such category; {suggest(name, known)}")
-        if one.name in config.columns():
-            raise DataError(f"{key} is a cross, but a column has that name; rename the cross")
+    if one.of != "event" or one.separator is not None:
+        raise DataError(f"{key} is a cross; it must be of event, without a separator")
+    if len(one.cross) < 2:
+        raise DataError(f"{key}: cross is {one.cross}; it must have at least two columns")
+    for name in one.cross:
+        if name not in known:
+            raise DataError(f"{key}: cross has '{name}', which is no such category; {suggest(name, known)}")
+    if one.name in config.columns():
+        raise DataError(f"{key} is a cross, but a column has that name; rename the cross")
 
 
 def _check_roles(config: DataConfig) -> None:
-    """Raises DataError if one column is to be two of the user, the item, the time, the split, the weight and labels."""
-    names = ("user", "item", "timestamp", "split_column", "weight")
-    roles = {role: name for role in names if (name := getattr(config, role)) is not None}
-    for role, name in roles.items():
-        if name in config.names("context"):
-            raise DataError(f"data.features lists '{name}' of context, which is data.{role}; list other columns")
+    """Raises DataError if a column has two roles that exclude each other."""
+    keys = {name: getattr(config, name) for name in ("user", "item", "timestamp", "split_column")}
+    engagement = {name: getattr(config, name) for name in ("dwell", "surface", "session")}
     labels = [] if config.label is None else [one.label for one in config.targets()]
-    settings = {f"labels[{place}]" if config.labels else "label": label for place, label in enumerate(labels)}
-    settings |= {f"auxiliary_labels[{place}]": label for place, label in enumerate(config.auxiliary_labels)}
-    for setting, label in settings.items():
-        if (name := only_column(label)) is not None:
-            roles[setting] = name
-    seen: dict[str, str] = {}
-    for role, name in roles.items():
-        if name in seen:
-            raise DataError(f"data.{seen[name]} and data.{role} are both '{name}'; they must be different columns")
-        seen[name] = role
+    rules = {f"labels[{place}]" if config.labels else "label": label for place, label in enumerate(labels)}
+    rules |= {f"auxiliary_labels[{place}]": label for place, label in enumerate(config.auxiliary_labels)}
+    losses = {setting: only_column(label) or parse_rule(label).root for setting, label in rules.items()}
+    for roles in (keys | {"weight": config.weight} | losses, keys | engagement):
+        seen: dict[object, str] = {}
+        for role, column in roles.items():
+            if column is not None and (other := seen.setdefault(column, role)) != role:
+                shown = column if isinstance(column, str) else rules[role]
+                raise DataError(
+                    f"data.{other} and data.{role} are both '{shown}'; they must be different columns or rules"
+                )
+    for role, column in (keys | {"weight": config.weight}).items():
+        if column in config.names("context"):
+            raise DataError(f"data.features lists '{column}' of context, which is data.{role}; list other columns")
     if config.items is None and config.user in config.names("item"):
         raise DataError(f"data.features lists '{config.user}' of item, which is data.user; an item has many users")
 
 
-def _meaning(label: str) -> object:
-    """Equal for labels that differ in spaces and quotes alone."""
-    return only_column(label) or parse_rule(label).root
+def _check_leaks(config: DataConfig) -> None:
+    """Raises DataError if a feature shows the sample's own label, or what is known only after its event."""
+    for of, table in (("context", None), ("user", config.users), ("item", config.items)):
+        names = config.names(of)
+        for leak in config.label_columns() if table is None else ():
+            if leak in names:
+                unless = "" if of == "context" else f" (unless data.{of}s is a table that has it)"
+                raise DataError(
+                    f"column '{leak}' defines the label, so data.features must not list it of {of}{unless}; "
+                    "`of: event` shows it in the history only"
+                )
+        if config.dwell in names:
+            why = "it is known only after the event; `of: event` shows it in the history only"
+            why = why if of == "context" else "it differs by event"
+            raise DataError(f"data.features lists '{config.dwell}' of {of}, which is data.dwell; {why}")
 
 
 def _check_targets(config: DataConfig) -> None:
-    """Raises DataError for labels and weights that no table fits."""
-    own = {"task": config.task != "binary", "labels": bool(config.labels), "weight": config.weight is not None}
-    own["auxiliary_labels"] = bool(config.auxiliary_labels)
-    if config.source == "synthetic" and any(own.values()):
-        setting = next(name for name, is_set in own.items() if is_set)
-        raise DataError(f"data.{setting} is set, but the synthetic table has a label of its own, and no weights")
+    """Raises DataError for labels, weights and a policy that no table fits."""
+    is_table = config.source == "table" and config.prepared is None
+    for setting in ("task", "labels", "weight", "auxiliary_labels"):
+        if config.source == "synthetic" and getattr(config, setting) != getattr(DataConfig(), setting):
+            raise DataError(f"data.{setting} is set, but the synthetic table has a label of its own, and no weights")
     if config.task == "regression" and config.label is None and config.prepared is None:
         raise DataError("data.task is regression, but data.label is not set; it must name a column of numbers")
     if len(config.labels) == 1:
         raise DataError("data.labels has one label; it must have at least two, or use data.label")
+    names = [one.name for one in config.labels]
     for place, one in enumerate(config.labels):
         key = f"data.labels[{place}]"
         if not one.name.isidentifier() or not one.name.isascii():
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
-        if [other.name for other in config.labels].count(one.name) > 1:
+        if names.count(one.name) > 1:
             raise DataError(f"data.labels has the name '{one.name}' twice; names must differ")
         if not 0 < one.weight < math.inf:
             raise DataError(f"{key}.weight is {one.weight}; it must be positive and finite")
@@ -188,39 +191,14 @@ def _check_targets(config: DataConfig) -> None:
         raise DataError("data.auxiliary_labels is set, but data.label is not; they are beside a label")
     if not 0 < config.auxiliary_weight < math.inf:
         raise DataError(f"data.auxiliary_weight is {config.auxiliary_weight}; it must be positive and finite")
-    found = [_meaning(one.label) for one in config.targets() if one.label is not None]
-    for label in config.auxiliary_labels:
-        if _meaning(label) in found:
-            raise DataError(f"data.auxiliary_labels has '{label}', which is there already; each must be another label")
-        found.append(_meaning(label))
     for one in [] if config.label is None else config.targets():
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
-
-
-def _check_engagement(config: DataConfig) -> None:
-    """Raises DataError for columns of dwell, surface and session that no table fits, or that would leak."""
-    given = {"dwell": config.dwell, "surface": config.surface, "session": config.session}
-    given = {setting: name for setting, name in given.items() if name is not None}
-    for setting, name in given.items():
-        for role in ("user", "item", "timestamp", "split_column"):
-            if getattr(config, role) == name:
-                raise DataError(f"data.{setting} and data.{role} are both '{name}'; they must be different columns")
-        if list(given.values()).count(name) > 1:
-            raise DataError(f"data.{setting} is '{name}', which another of dwell, surface and session is too")
-    for of, why in (
-        ("user", "it differs by event"),
-        ("item", "it differs by event"),
-        ("context", "it is known only after the event; `of: event` shows it in the history only"),
-    ):
-        if config.dwell in config.names(of):
-            raise DataError(f"data.features lists '{config.dwell}' of {of}, which is data.dwell; {why}")
     if config.conversion is not None:
         label_columns(config.conversion)
     elif config.policy is not None and config.task == "regression":
         raise DataError("data.conversion is not set, and data.task is regression; it must say which events count")
-    engaged = config.dwell is not None or config.surface is not None
-    if config.policy is not None and not engaged and config.source == "table" and config.prepared is None:
+    if config.policy is not None and config.dwell is None and config.surface is None and is_table:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 
 
@@ -248,16 +226,3 @@ def _check_split(config: DataConfig) -> None:
         raise DataError(f"data.split is {config.split}; the synthetic table has no given split")
     if config.history is not None:
         parse_rule(config.history)
-
-
-def _check_leak(config: DataConfig) -> None:
-    """Raises DataError if a feature shows the sample's own label."""
-    defining = config.label_columns()
-    for of, table in (("context", None), ("user", config.users), ("item", config.items)):
-        leak = next((name for name in defining if table is None and name in config.names(of)), None)
-        if leak is not None:
-            unless = "" if of == "context" else f" (unless data.{of}s is a table that has it)"
-            raise DataError(
-                f"column '{leak}' defines the label, so data.features must not list it of {of}{unless}; `of: event` "
-                "shows it in the history only"
-            )

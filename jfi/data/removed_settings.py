@@ -39,12 +39,25 @@ def check_removed(data: Mapping[str, object], where: str = "") -> None:
 [{name: genres, of: item, separator: '|'}]
     """
     first = next((name for name in data if name in REMOVED), None)
-    if first is not None:
-        entries = feature_entries(data)
-        shown = yaml.safe_dump(entries, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
-        raise DataError(
-            f"{where}data.{first} is no setting any more; declare each feature: data.features: {shown.strip()}"
-        )
+    if first is None:
+        return
+    entries = [{"name": str(name), **kind} for key, kind in _LISTS.items() for name in _listed(data.get(key))]
+    for cross in _listed(data.get("event_crosses")):
+        columns = [str(name) for name in _listed(cross)]
+        entries.append({"name": "_x_".join(columns), "of": "event", "cross": columns})
+    for setting, key in _MAPPINGS.items():
+        values = data.get(setting)
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            if not any(entry["name"] == name for entry in entries):
+                entries.append({"name": str(name), "of": "item"})
+            for entry in entries:
+                entry.update({key: value} if entry["name"] == name else {})
+    shown = yaml.safe_dump(entries, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True).strip()
+    raise DataError(f"{where}data.{first} is no setting any more; declare each feature: data.features: {shown}")
+
+
+def _listed(value: object) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value] if value else []
 
 
 def refuse_removed(section: Section) -> Section:
@@ -58,24 +71,3 @@ def refuse_removed(section: Section) -> Section:
 
     section.__init__ = checked
     return section
-
-
-def feature_entries(data: Mapping[str, object]) -> list[dict[str, object]]:
-    """Returns the entries of `data.features` that stand for removed settings."""
-    entries: list[dict[str, object]] = []
-    for setting, kind in _LISTS.items():
-        names = data.get(setting) or []
-        entries += [{"name": str(name), **kind} for name in (names if isinstance(names, list | tuple) else [names])]
-    crosses = data.get("event_crosses") or []
-    for columns in crosses if isinstance(crosses, list | tuple) else []:
-        columns = [str(name) for name in (columns if isinstance(columns, list | tuple) else [columns])]
-        entries.append({"name": "_x_".join(columns), "of": "event", "cross": columns})
-    for setting, key in _MAPPINGS.items():
-        values = data.get(setting) or {}
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            found = [entry for entry in entries if entry["name"] == name]
-            if not found:
-                entries.append({"name": str(name), "of": "item", key: value})
-            for entry in found:
-                entry[key] = value
-    return entries

@@ -37,8 +37,7 @@ def test_lists():
     out = np.empty(4, np.int64)
     column.fill(np.array([3, 1, 0]), out)
     assert out.tolist() == [0, 1, 2, 1]
-    assert [slot.ids.tolist() for slot in column.slots(2)] == [[2, 0, 0, 0, 2], [1, 0, 0, 1, 0]]
-    assert [slot.ids.tolist() for slot in column.slots(1)] == [[2, 0, 0, 0, 2]]
+    assert [column.slot(number).ids.tolist() for number in (0, 1)] == [[2, 0, 0, 0, 2], [1, 0, 0, 1, 0]]
 
 
 def test_the_number_of_slots_comes_from_training():

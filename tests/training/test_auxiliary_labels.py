@@ -193,9 +193,15 @@ def test_outputs_in_training_alone(experts):
     ("settings", "message"),
     [
         ({"label": None}, "data.auxiliary_labels is set, but data.label is not"),
-        ({"auxiliary_labels": ["seconds >= 25"]}, "has 'seconds >= 25', which is there already"),
-        ({"auxiliary_labels": ["'seconds'  >=  25"]}, "which is there already; each must be another label"),
-        ({"auxiliary_labels": ["a > 1", "a > 1"]}, "has 'a > 1', which is there already"),
+        (
+            {"auxiliary_labels": ["seconds >= 25"]},
+            r"data.label and data.auxiliary_labels\[0\] are both 'seconds >= 25'",
+        ),
+        ({"auxiliary_labels": ["'seconds'  >=  25"]}, r"data.label and data.auxiliary_labels\[0\] are both"),
+        (
+            {"auxiliary_labels": ["a > 1", "a > 1"]},
+            r"data.auxiliary_labels\[0\] and data.auxiliary_labels\[1\] are both 'a > 1'",
+        ),
         ({"auxiliary_weight": 0.0}, "data.auxiliary_weight is 0.0; it must be positive and finite"),
         ({"auxiliary_labels": ["seconds >="]}, "rule 'seconds >='"),
         ({"auxiliary_labels": ["user_id"]}, "data.user and data.auxiliary_labels\\[0\\] are both 'user_id'"),

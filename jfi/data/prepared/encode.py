@@ -30,7 +30,7 @@ def encode_features(columns: Columns, schema: DataSchema, new_column: NewColumn)
     Raises:
         DataError: a column is missing or malformed, or has lists where the schema has single values, or the reverse.
     """
-    of_entities: dict[str, list[Categorical]] = {}
+    of_entities: dict[str, Categorical] = {}
     defaults = schema.encodings.defaults
     found = []
     for number, spec in enumerate(schema.features[:-1]):
@@ -53,10 +53,9 @@ def encode_features(columns: Columns, schema: DataSchema, new_column: NewColumn)
             if spec.column not in of_entities:
                 column = check_kind(schema, spec.column, columns.categories(spec.column, spec.of))
                 known = schema.encodings.ids_of(spec.column)
-                ids = encode(column, known, default=defaults.get(spec.column))
-                slots = [s for s in schema.features if s.column == spec.column and s.slot is not None]
-                of_entities[spec.column] = [ids, *(ids.slots(len(slots)) if slots else [])]
-            found.append(of_entities[spec.column][0 if spec.slot is None else 1 + spec.slot])
+                of_entities[spec.column] = encode(column, known, default=defaults.get(spec.column))
+            ids = of_entities[spec.column]
+            found.append(ids if spec.slot is None else ids.slot(spec.slot))
     return found
 
 

@@ -132,7 +132,7 @@ def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strin
     # In the order of the ids, which sort by number where all of training's are integers; the items may not.
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
     titles = columns.titles().take(pa.array(by_id))
-    return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
+    return Strings(pa.concat_arrays([pa.array(["unseen"], titles.type), pc.fill_null(titles, "untitled")]))
 
 
 def _check_keys(specs: list[FeatureSpec]) -> None:

@@ -159,17 +159,12 @@ def _check_sizes(folder: Path) -> dict[str, int]:
 
 def _features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:
     """The ids of each key of the schema but the age."""
-    slots: dict[str, list[Categorical]] = {}
     found = []
     for spec in schema.features[:-1]:
-        column = tables[spec.of][name := column_name(spec)]
+        column = tables[spec.of][column_name(spec)]
         is_list = pa.types.is_large_list(column.type)
         ids = Categorical(_numpy(column.values), _numpy(column.offsets)) if is_list else Categorical(_numpy(column))
-        if spec.slot is not None and spec.of != "event":
-            if name not in slots:
-                slots[name] = ids.slots(sum(s.column == spec.column and s.slot is not None for s in schema.features))
-            ids = slots[name][spec.slot]
-        found.append(ids)
+        found.append(ids.slot(spec.slot) if is_list and spec.slot is not None else ids)
     return found
 
 

@@ -70,17 +70,8 @@ class CodedColumn:
 
     def longest(self, train: np.ndarray) -> int:
         """The largest number of values of a row where `train [N]` is true, at least 1."""
-        return max(
-            (int(np.diff(self.offsets[begin : end + 1])[train[begin:end]].max(initial=1)))
-            for begin, end in [*blocks(len(self)), (0, 0)]
-        )
-
-    def slot(self, number: int, begin: int, end: int) -> np.ndarray:
-        """`[end - begin]` the codes of the rows' values of that number, -1 where a row has fewer."""
-        start, stop = self.offsets[begin:end] + number, self.offsets[begin + 1 : end + 1]
-        codes = np.full(end - begin, -1, np.int32)
-        codes[start < stop] = self.codes[start[start < stop]]
-        return codes
+        parts = ((np.diff(self.offsets[begin : end + 1]), train[begin:end]) for begin, end in blocks(len(self)))
+        return max((int(counts[chosen].max(initial=1)) for counts, chosen in parts), default=1)
 
     def counts(self, rows: np.ndarray) -> np.ndarray:
         """`[B]` int64: the number of values of each of `rows [B]`, 0 where it is missing."""
@@ -166,3 +157,16 @@ def flat_lists(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     present = pc.fill_null(pc.not_equal(values, ""), False)
     offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
     return values.filter(present), offsets
+
+
+def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: int) -> np.ndarray:
+    """`[N]` the value of that number of each of N rows, `missing` where a row has fewer.
+
+    >>> nth_values(np.array([4, 5, 6]), np.array([0, 2, 2, 3]), 1, missing=-1)
+    array([ 5, -1, -1])
+    """
+    places = offsets[:-1] + number
+    found = places < offsets[1:]
+    result = np.full(len(places), missing, values.dtype)
+    result[found] = values[places[found]]
+    return result

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.schema.coded import BLOCK, CodedColumn, blocks
+from jfi.data.schema.coded import BLOCK, CodedColumn, blocks, nth_values
 from jfi.data.schema.schema import Strings, as_array
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
 from jfi.utils.ranges import ranges
@@ -17,6 +18,7 @@ _QUANTILE_ROWS = 1 << 22
 
 #: Gives an array of a number of integers to write to, such as the map of a file.
 NewArray = Callable[[int], np.ndarray]
+_in_memory = partial(np.empty, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,9 @@ class Categorical:
         else:
             out[:] = self.ids.take(rows, mode="clip")
 
-    def slots(self, num_slots: int) -> list["Categorical"]:
-        """A multi-valued column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""
-        counts = np.diff(self.offsets)
-        row = np.repeat(np.arange(len(counts)), counts)
-        position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
-        slots = np.full((num_slots, len(counts)), UNKNOWN, self.ids.dtype)
-        kept = position < num_slots
-        slots[position[kept], row[kept]] = self.ids[kept]
-        return [Categorical(slot) for slot in slots]
+    def slot(self, number: int) -> "Categorical":
+        """A column of one id a row: of a multi-valued one the id of that number, 0 where a row has fewer."""
+        return Categorical(nth_values(self.ids, self.offsets, number, UNKNOWN))
 
 
 def sort_values(values: pa.Array) -> np.ndarray:
@@ -122,7 +118,7 @@ def encode(
     column: CodedColumn,
     known: Vocabulary | HashBuckets,
     slot: int | None = None,
-    new_array: NewArray | None = None,
+    new_array: NewArray = _in_memory,
     default: str | None = None,
 ) -> Categorical:
     """Ids of a column; a value that a vocabulary lacks gets id 0.
@@ -131,14 +127,17 @@ def encode(
         column: `[N]`.
         known: the encoding.
         slot: of a multi-valued column the number of the value that is encoded, or None for all.
-        new_array: gives integers to write to, or None for memory.
+        new_array: gives integers to write to.
         default: the value that stands for a missing one; None gives it id 0.
     """
     offsets = column.offsets if slot is None else None
-    out = (new_array or _new_array)(len(column.codes) if slot is None else len(column))
+    out = new_array(len(column.codes) if slot is None else len(column))
     ids = ids_of_values(column.values, known, default).astype(out.dtype)
     for begin, end in blocks(len(out)):
-        out[begin:end] = ids[column.codes[begin:end] if slot is None else column.slot(slot, begin, end)]
+        if slot is None:
+            out[begin:end] = ids[column.codes[begin:end]]
+        else:
+            out[begin:end] = ids[nth_values(column.codes, column.offsets[begin : end + 1], slot, missing=-1)]
     return Categorical(out, offsets)
 
 
@@ -154,10 +153,10 @@ def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np
 
 
 def cut(
-    values: np.ndarray, edges: np.ndarray, new_array: NewArray | None = None, default: float | None = None
+    values: np.ndarray, edges: np.ndarray, new_array: NewArray = _in_memory, default: float | None = None
 ) -> Categorical:
     """Ids of a numeric column by the quantile they fall in; NaN is missing, and `default` stands for it."""
-    out = (new_array or _new_array)(len(values))
+    out = new_array(len(values))
     for begin, end in blocks(len(out)):
         out[begin:end] = quantile_ids(np.array(values[begin:end]), edges, default)
     return Categorical(out)
@@ -184,7 +183,3 @@ def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple
     mean = sum((part * weight).sum() for part, weight in parts()) / count
     deviation = np.sqrt(sum(((part - mean) ** 2 * weight).sum() for part, weight in parts()) / count)
     return float(mean), float(deviation) or 1.0
-
-
-def _new_array(count: int) -> np.ndarray:
-    return np.empty(count, np.int64)

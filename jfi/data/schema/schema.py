@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -104,31 +104,16 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self.array)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Strings": ...
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return Strings(self.array.take(pa.array(np.arange(len(self))[index])))
+    def __getitem__(self, index: int) -> str:
         return self.array[int(index)].as_py()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.array.to_numpy(zero_copy_only=False).tolist())
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Strings):
-            return self.array.equals(other.array)
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, Sequence) and self.array.equals(as_array(other))
 
     __hash__ = None
-
-    def prepended(self, value: str) -> "Strings":
-        """These strings after `value`."""
-        return Strings(pa.concat_arrays([pa.array([value], pa.large_string()), self.array]))
-
-    def __repr__(self) -> str:
-        return f"Strings({len(self)})"
 
 
 def as_array(values: Sequence[str]) -> pa.Array:
@@ -235,11 +220,9 @@ class DataSchema:
             "defaults": self.encodings.defaults,
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
+            "labels": [dataclasses.asdict(one) for one in self.labels],
+            "num_auxiliary": self.num_auxiliary,
         }
-        if self.labels != [LabelSpec()]:
-            content["labels"] = [dataclasses.asdict(one) for one in self.labels]
-        if self.num_auxiliary:
-            content["num_auxiliary"] = self.num_auxiliary
         if self.codec is not None:
             self.codec.save(folder / CODEC)
             content["codec"] = self.codec.fingerprint
