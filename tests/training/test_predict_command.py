@@ -16,7 +16,8 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import Batch, InteractionDataset
+from jfi.data import Batch
+from jfi.data.batches.dataset import Batches
 from jfi.data.schema import coded
 from jfi.training import train
 from jfi.training.cli import run_cli
@@ -122,28 +123,23 @@ def test_a_signal_leaves_nothing_behind(folder, tmp_path, monkeypatch, capsys, t
     """It comes where the third batch is scored, or after the first rows are written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scores.parquet").write_bytes(b"before")
-    seen, assembler, write = [], InteractionDataset.assembler, pa.parquet.ParquetWriter.write_batch
+    seen, read, write = [], Batches.__getitem__, pa.parquet.ParquetWriter.write_batch
 
     def stop() -> None:
         seen.append({path.name[:5] for path in tmp_path.iterdir()})
         signal.raise_signal(signum)
 
-    def stopping(*arguments: object, **options: object):
-        assemble = assembler(*arguments, **options)
-
-        def assemble_or_stop(number: int) -> Batch:
-            if number == 2:
-                stop()  # in a thread that assembles; the main thread gets the signal
-            return assemble(number)
-
-        return assemble_or_stop
+    def read_or_stop(batches: Batches, number: int) -> Batch:
+        if number == 2:
+            stop()  # in a thread that assembles; the main thread gets the signal
+        return read(batches, number)
 
     def write_batch(*arguments: object) -> None:
         write(*arguments)
         stop()
 
     if target == "score":
-        monkeypatch.setattr(InteractionDataset, "assembler", stopping)
+        monkeypatch.setattr(Batches, "__getitem__", read_or_stop)
     else:
         monkeypatch.setattr(pa.parquet.ParquetWriter, "write_batch", write_batch)
     options = ["--run", folder / "run", "--interactions", folder / "table.csv", "--batch-size", 8]
