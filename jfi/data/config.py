@@ -331,23 +331,10 @@ class DataConfig:
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
-        titles = [] if self.title is None else [self.title]
-        return {*self._own_columns(), *self.names("user"), *self.names("item"), *titles}
-
-    def interaction_columns(self) -> set[str]:
-        """The names of the columns in use that the interactions have, and not the tables of users or items."""
-        columns = self._own_columns()
-        if self.users is None:
-            columns.update(self.names("user"))
-        if self.items is None:
-            columns.update(self.names("item"), [] if self.title is None else [self.title])
-        return columns
-
-    def _own_columns(self) -> set[str]:
-        """The columns in use that only the interactions can have."""
-        given = (self.group, self.split_column, self.weight, *self.engagement_columns())
-        columns = {self.user, self.item, self.timestamp, *(name for name in given if name is not None)}
-        columns.update(self.names("event"), self.names("context"), self.label_columns())
+        given = (self.title, self.group, self.split_column, self.weight, *self.engagement_columns())
+        columns = {self.user, self.item, self.timestamp, *self.label_columns()}
+        columns.update(name for name in given if name is not None)
+        columns.update(one.name for one in self.features if not one.cross)
         return columns if self.history is None else columns | {*parse_rule(self.history).columns}
 
     def engagement_columns(self) -> list[str]:

@@ -230,7 +230,7 @@ def iterate_tables(config: DataConfig, size: int | None = None) -> Iterator[tupl
     """
     settings, size = config.file_settings(), BLOCK if size is None else size
     numbers = {setting: number for number, (setting, _) in enumerate(_interactions(config))}
-    for file, table in _alike(_Source(_files(config), config.interaction_columns(), settings, size)):
+    for file, table in _alike(_Source(_files(config), config.columns(), settings, size)):
         yield numbers[file.setting], table
 
 

@@ -97,9 +97,9 @@ class Columns:
     def titles(self) -> pa.Array:
         """The titles of the items, strings; null where one is missing."""
         column = self.categories(self._config.title, "item")
-        if column.is_list:
+        if column.offsets is not None:
             raise DataError(f"data.title is '{self._config.title}', whose rows are lists; it must have one value a row")
-        return column.texts()
+        return column.values.take(pa.array(column.codes, mask=column.codes < 0))
 
     def item_sids(self) -> np.ndarray:
         """The semantic ID of each item, int64."""
@@ -142,7 +142,7 @@ class Columns:
         for part in self._config.crosses()[name]:
             of_item = part in (self._config.item, *self._config.names("item", "category"))
             column = self.categories(part, "item" if of_item else "event")
-            if column.is_list:
+            if column.offsets is not None:
                 raise DataError(f"data.features: a cross has '{part}', whose rows are lists; it needs single values")
             parts.append((column, self._rows.events.item if of_item else None))
 

@@ -113,7 +113,7 @@ def check_kind(schema: DataSchema, name: str, column: CodedColumn) -> CodedColum
         DataError: the column has lists where the schema has single values, or the reverse.
     """
     many = has_lists(schema, name)
-    if column.is_list == many:
+    if (column.offsets is not None) == many:
         return column
     if len(column.values):
         kinds = ("one value a row", "lists of values")

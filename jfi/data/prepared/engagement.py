@@ -51,7 +51,7 @@ def read_engagement(columns: Columns, config: DataConfig, new_column: NewColumn)
 def _fill_codes(columns: Columns, name: str, setting: str, out: np.ndarray) -> list[str]:
     """Writes the indices of a column's values, sorted, to `out [E]`, -1 where one is missing; returns the values."""
     column = columns.categories(name, "event")
-    if column.is_list:
+    if column.offsets is not None:
         raise DataError(f"data.{setting} is '{name}', whose rows are lists; it must have one value a row")
     order = pc.array_sort_indices(column.values).to_numpy()
     rank = np.full(len(order) + 1, -1, out.dtype)  # the last is that of code -1

@@ -104,6 +104,7 @@ def _learn_keys(
         config: the section `data`.
     """
     column, feature = columns.categories(name, of), config.feature(name)
+    many = column.offsets is not None
     if feature.hash_buckets is not None:
         encodings.buckets[name] = HashBuckets(feature.hash_buckets)
     else:
@@ -111,11 +112,11 @@ def _learn_keys(
             column, train, feature.min_count, feature.max_values, encodings.defaults.get(name)
         )
     num_ids = encodings.ids_of(name).num_ids
-    if column.is_list and feature.default is not None:
+    if many and feature.default is not None:
         raise DataError(f"data.features '{name}' has a default, but its rows are lists; a default is a single value")
     role = "context" if of == "event" else of
-    own = [FeatureSpec(name, role, name, module_name(name), num_ids, column.is_list, of, width=feature.width)]
-    if column.is_list:
+    own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
+    if many:
         slots = range(min(config.max_slots, column.longest(train > 0)))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:

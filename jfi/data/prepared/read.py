@@ -20,7 +20,7 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.splits import named_splits
 from jfi.data.schema.coded import Dictionary, flat_lists
-from jfi.data.schema.labels import check_held, count_labels, labels_of, read_labels, read_targets, target_names
+from jfi.data.schema.labels import check_held, labels_of, read_labels, read_targets, target_names
 from jfi.data.schema.rules import describe_values, parse_rule
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
@@ -167,7 +167,7 @@ class RowReader:
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
             put(name, column)
-        self.labels += [count_labels(column) for column in labels_of(config, labels, targets)]
+        self.labels += [[(column == value).sum() for value in (0, 1)] for column in labels_of(config, labels, targets)]
         if config.split == "column":
             put("split", _given_splits(table, config.split_column))
         elif config.split == "files":

@@ -48,11 +48,6 @@ class CodedColumn:
     def __len__(self) -> int:
         return len(self.codes) if self.offsets is None else len(self.offsets) - 1
 
-    @property
-    def is_list(self) -> bool:
-        """Returns whether a row has any number of values."""
-        return self.offsets is not None
-
     def count_values(self, weights: np.ndarray) -> np.ndarray:
         """`[V]` int64, the sums of the weights `[N]` (integers or bool) of the rows that have each value."""
         counts = np.zeros(len(self.values), np.int64)
@@ -100,10 +95,6 @@ class CodedColumn:
         counts = np.where(absent, 0, self.offsets[rows + 1] - self.offsets[rows])
         offsets = np.append(0, np.cumsum(counts))
         return CodedColumn(self.values, self.codes[ranges(self.offsets[rows], counts)], offsets)
-
-    def texts(self) -> pa.Array:
-        """`[N]` the strings of a column with one value a row, null where it is missing."""
-        return self.values.take(pa.array(self.codes, mask=self.codes < 0))
 
 
 class Dictionary:

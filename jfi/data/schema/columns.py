@@ -40,10 +40,9 @@ class Categorical:
     def known_counts(self, rows: np.ndarray) -> np.ndarray:
         """The number of ids of each of `rows` that are not that of an unknown value."""
         counts = self.counts(rows)
-        ends = np.cumsum(counts)
-        ids = np.empty(ends[-1] if len(ends) else 0, self.ids.dtype)
+        ids = np.empty(counts.sum(), self.ids.dtype)
         self.fill(rows, ids)
-        known = np.append(0, np.cumsum(ids != UNKNOWN))
+        known, ends = np.append(0, np.cumsum(ids != UNKNOWN)), np.cumsum(counts)
         return known[ends] - known[ends - counts]
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
@@ -104,16 +103,6 @@ def learn_vocabulary(
     return Vocabulary(Strings(values))
 
 
-def ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets, default: str | None = None) -> np.ndarray:
-    """`[V + 1]` int64, the id of each string, and last that of a missing value, which `default` stands for."""
-    if isinstance(known, HashBuckets):
-        ids = np.concatenate([known.ids(values[begin:end].to_pylist()) for begin, end in blocks(len(values))] or [[]])
-    else:
-        found = pc.index_in(values.cast(pa.large_string()), value_set=as_array(known.values))
-        ids = pc.fill_null(found, -1).to_numpy() + 1
-    return np.append(ids, known.ids([default])).astype(np.int64)
-
-
 def encode(
     column: CodedColumn,
     known: Vocabulary | HashBuckets,
@@ -132,7 +121,12 @@ def encode(
     """
     offsets = column.offsets if slot is None else None
     out = new_array(len(column.codes) if slot is None else len(column))
-    ids = ids_of_values(column.values, known, default).astype(out.dtype)
+    if isinstance(known, HashBuckets):
+        ids = [known.ids(column.values[begin:end].to_pylist()) for begin, end in blocks(len(column.values))]
+    else:
+        found = pc.index_in(column.values.cast(pa.large_string()), value_set=as_array(known.values))
+        ids = [pc.fill_null(found, -1).to_numpy() + 1]
+    ids = np.concatenate([*ids, known.ids([default])]).astype(out.dtype)  # the last one is of a missing value
     for begin, end in blocks(len(out)):
         if slot is None:
             out[begin:end] = ids[column.codes[begin:end]]

@@ -85,11 +85,6 @@ def _further_labels(config: DataConfig) -> dict[str, LabelConfig]:
     return {LABEL + one.name: one for one in config.trained_labels()[1:]}
 
 
-def count_labels(values: np.ndarray) -> np.ndarray:
-    """`[2]` int64, the number of rows with label 0 and with label 1."""
-    return np.array([np.count_nonzero(values == 0), np.count_nonzero(values == 1)])
-
-
 def check_held(
     name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[Table]]
 ) -> None:

@@ -11,12 +11,11 @@ the column's numbers, every other one with its text; >=, <=, > and < also compar
 """
 
 import datetime
-import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,8 @@ OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
 
 _KEYWORD = r"(?:and|or|in|not)(?=[\s()\[\],<>=]|!=|$)"
 _WORD = rf"""(?!{_KEYWORD})[^\s()\[\],<>='"!](?:[^\s()\[\],<>=!]|!(?!=))*"""
-_ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_COMPARE = {"==": operator.eq, "!=": operator.ne, **_ORDER}
+_ORDER = {">=": pc.greater_equal, "<=": pc.less_equal, ">": pc.greater, "<": pc.less}
+_COMPARE = {"==": pc.equal, "!=": pc.not_equal, **_ORDER}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -43,48 +42,39 @@ class _Test(NamedTuple):
     values: tuple[str, ...]
     kind: str  # number, date, text
 
-    def holds(self, table: Table) -> np.ndarray:
-        if self.kind == "text":
-            column = table.strings(self.column)
-            empty = column.is_null().to_numpy(zero_copy_only=False)
-            hit = pc.is_in(column, value_set=pa.array(self.values, column.type)).to_numpy(zero_copy_only=False)
-            hit = ~hit if self.compare in ("!=", "not in") else hit
-        else:
-            column = _moments(table, self.column) if self.kind == "date" else table.numbers(self.column)
-            empty = np.isnan(column)
-            numbers = [_moment(value) if self.kind == "date" else float(value) for value in self.values]
-            if self.compare in _COMPARE:
-                hit = _COMPARE[self.compare](column, numbers[0])
-            else:
-                hit = np.isin(column, numbers, invert=self.compare == "not in")
-        return np.where(empty, np.float32("nan"), hit.astype(np.float32))
+    def holds(self, table: Table) -> pa.BooleanArray:
+        column, values = self._read(table)
+        if self.compare in _COMPARE:
+            return _COMPARE[self.compare](column, values[0])
+        hit = pc.is_in(column, value_set=values)
+        return pc.if_else(column.is_null(), None, pc.invert(hit) if self.compare == "not in" else hit)
 
     def absent(self, table: Table) -> list[str]:
         if self.compare in _ORDER:
             return []
-        if self.kind == "number":
-            found = np.isin([float(value) for value in self.values], table.numbers(self.column))
-        else:
-            column = table.strings(self.column)
-            found = pc.is_in(pa.array(self.values, column.type), value_set=column.unique()).to_numpy(False)
+        column, values = self._read(table)
+        found = pc.is_in(values, value_set=column).to_pylist()
         return [value for value, known in zip(self.values, found, strict=True) if not known]
+
+    def _read(self, table: Table) -> tuple[pa.Array, pa.Array]:
+        """Returns the column, null where it is empty, and the values."""
+        if self.kind == "text":
+            column = table.strings(self.column)
+            return column, pa.array(self.values, column.type)
+        column = _moments(table, self.column) if self.kind == "date" else table.numbers(self.column)
+        values = [_moment(value) if self.kind == "date" else float(value) + 0.0 for value in self.values]
+        return pa.array(column + 0.0, mask=np.isnan(column)), pa.array(values)  # without -0.0
 
 
 class _Joined(NamedTuple):
     word: str  # and, or, not
     parts: tuple["_Test | _Joined", ...]
 
-    def holds(self, table: Table) -> np.ndarray:
-        result = self.parts[0].holds(table)
+    def holds(self, table: Table) -> pa.BooleanArray:
+        results = (part.holds(table) for part in self.parts)
         if self.word == "not":
-            return 1 - result
-        # fmin and fmax skip a NaN, which remains where it can still decide.
-        skip, decided = (np.fmin, 0.0) if self.word == "and" else (np.fmax, 1.0)
-        for part in self.parts[1:]:
-            other = part.holds(table)
-            known = skip(result, other)
-            result = np.where((np.isnan(result) | np.isnan(other)) & (known != decided), np.float32("nan"), known)
-        return result
+            return pc.invert(next(results))
+        return reduce(pc.and_kleene if self.word == "and" else pc.or_kleene, results)
 
 
 def _tests(node: _Test | _Joined) -> Iterator[_Test]:
@@ -120,7 +110,7 @@ class Rule:
         Raises:
             DataError: a column is absent, or one that is compared with a number or a date holds something else.
         """
-        return self.root.holds(table)
+        return self.root.holds(table).cast(pa.float32()).to_numpy(zero_copy_only=False)
 
     def absent_values(self, table: Table) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
