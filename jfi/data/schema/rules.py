@@ -90,11 +90,9 @@ class Rule:
     """A parsed rule.
 
     Args:
-        text: the rule as written.
         root: the tree of its tests; those of equal rules are equal.
     """
 
-    text: str
     root: _Test | _Joined
 
     @property
@@ -110,7 +108,8 @@ class Rule:
         Raises:
             DataError: a column is absent, or one that is compared with a number or a date holds something else.
         """
-        return self.root.holds(table).cast(pa.float32()).to_numpy(zero_copy_only=False)
+        # By way of integers, since Arrow is slow from booleans to floats.
+        return self.root.holds(table).cast(pa.uint8()).cast(pa.float32()).to_numpy(zero_copy_only=False)
 
     def absent_values(self, table: Table) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
@@ -129,7 +128,7 @@ def parse_rule(text: str) -> Rule:
         ['rating', 'action', 'price']
     """
     try:
-        return Rule(text, _RULE.parse_string(text, parse_all=True)[0])
+        return Rule(_RULE.parse_string(text, parse_all=True)[0])
     except pp.ParseBaseException as error:
         before = text[: error.loc].strip()
         raise _fault(text, f"{error.msg.lower()} " + (f"after '{before}'" if before else "at the start")) from None
