@@ -216,13 +216,13 @@ def test_linked_subfolders_of_a_folder_are_read(parts, tmp_path):
 def test_links_that_lead_around_in_a_circle_are_named(parts, tmp_path):
     (parts / "again").symlink_to(parts)
     for path in (str(parts), str(parts) + os.sep):
-        assert message(path).startswith(f"{parts / 'again'}: a link to {parts}, the folder that it is in")
+        assert message(path).startswith(f"{parts / 'again'}: a link to {path}, which is read too")
     (parts / "again").unlink()
     # Two folders that lead to one another; neither is inside of the other.
     (tmp_path / "other").mkdir()
     (tmp_path / "other/back").symlink_to(parts)
     (parts / "on").symlink_to(tmp_path / "other")
-    assert message(str(parts)).startswith(f"{parts / 'on/back'}: a link to {parts}, the folder")
+    assert message(str(parts)).startswith(f"{parts / 'on/back'}: a link to {parts}, which is read too")
 
 
 def test_the_command_line_takes_a_path_or_a_list(tmp_path):

@@ -82,9 +82,9 @@ def test_a_byte_of_another_encoding_deep_in_a_large_file_is_placed(tmp_path):
     assert message(str(path)).startswith(f"r.csv:300002: the byte 0xFC at offset {len(rows) + 2} is not UTF-8; ")
 
 
-def test_half_of_a_surrogate_pair_is_placed(tmp_path):
+def test_half_of_a_surrogate_pair_is_refused(tmp_path):
     (tmp_path / "r.csv").write_bytes(b"user,title\nu1,\\ud800\nu2,x")
-    with pytest.raises(DataError, match=r"r\.csv:2: not unicode_escape: .* surrogates not allowed"):
+    with pytest.raises(DataError, match=r"r\.csv: not unicode_escape: .* surrogates not allowed"):
         read_table(str(tmp_path / "r.csv"), ["title"], FileSettings("unicode_escape"))
 
 
@@ -111,7 +111,6 @@ UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this fil
 
 OPEN = f"the quote that opens a field here is never closed; {UNQUOTE}"
 TAKES = "the quote that opens a field here takes in text up to a quote within line"
-FIELDS = "expected 3; the quote that opens a field here"
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,11 @@ FIELDS = "expected 3; the quote that opens a field here"
         # Three rows become one with the right number of fields.
         (RAW[1:6], f"r.tsv:3: {TAKES} 5; {UNQUOTE}"),
         ([*RAW[1:4], "u4\ty\t4", 'u5\t"Q\t5'], f"r.tsv:3: {TAKES} 6; {UNQUOTE}"),
-        ([*RAW[1:3], 'u3\tx\t3"'], f"r.tsv:3: 2 fields, {FIELDS} takes in text up to line 4; {UNQUOTE}"),
-        (['u1\t"a\tb"'], f"r.tsv:2: 2 fields, {FIELDS} takes in a delimiter; {UNQUOTE}"),
+        ([*RAW[1:3], 'u3\tx\t3"'], f"r.tsv:3: 2 fields, expected 3; {UNQUOTE}"),
+        (['u1\t"a\tb"'], f"r.tsv:2: 2 fields, expected 3; {UNQUOTE}"),
         (['u1\t"a"\t1', "u2\tx"], "r.tsv:3: 2 fields, expected 3"),
+        # Python's csv and Arrow's would read `Q disc`, which the file does not hold.
+        (["u1\tx\t1", 'u2\t"Q" disc\t2', "u3\tx\t3"], f"r.tsv:3: {TAKES} 3; {UNQUOTE}"),
     ],
 )
 def test_a_quote_that_takes_in_other_fields_is_named(write, rows, expected):

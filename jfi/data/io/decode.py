@@ -1,6 +1,7 @@
 """A text file in any encoding -> parts of its content in UTF-8, or one line that names the byte that does not fit."""
 
 import codecs
+import io
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -18,8 +19,6 @@ _MAGIC = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it",
     b"PAR1": "a Parquet file; let its name end in .parquet",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; let its name end in .zst",
-    b"BZh": "compressed by bzip2; unpack it, or use gzip and .gz",
-    b"\xfd7zXZ": "compressed by xz; unpack it, or use gzip and .gz",
     b"\x1f\x8b": "compressed by gzip; let its name end in .gz",
 }
 _ADVICE = "set data.encoding to the encoding of the file, such as gb18030, latin-1, cp1252 or utf-16"
@@ -86,8 +85,9 @@ def _check_magic(path: str, raw: bytes) -> None:
 
 
 def _decode(path: str, parts: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yields the text of the parts of a file as UTF-8."""
-    decoder, begin, offset, lines, last = codecs.getincrementaldecoder(encoding)(), b"", 0, 0, b""
+    """Yields the text of the parts of a file as UTF-8; none ends between the CR and the LF of a line end."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=False)
+    begin, offset, lines = b"", 0, 1
     for part in chain(parts, [b""]):
         begin, offset = begin or part[:4], offset + len(part)
         try:
@@ -95,22 +95,14 @@ def _decode(path: str, parts: Iterator[bytes], encoding: str) -> Iterator[bytes]
         except UnicodeDecodeError as error:
             # The decoder may have kept the first bytes of a character from the part before.
             place = offset - len(error.object) + error.start
-            before = error.object[: error.start].decode(encoding, errors="ignore").encode(UTF8, errors="ignore")
+            lines += count_lines(error.object[: error.start].decode(encoding, "ignore").encode(UTF8, "ignore"))
             name = "UTF-8" if codecs.lookup(encoding).name == UTF8 else encoding
             advice = _ADVICE
             if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 advice = "it starts like UTF-16: set data.encoding: utf-16"
             what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
-            line = lines + _more_lines(last, before) + 1
-            raise UndecodableError(f"{path}:{line}: {what}; {advice}") from error
-        except UnicodeError as error:
-            if isinstance(error, UnicodeEncodeError):  # half of a surrogate pair
-                lines += _more_lines(last, error.object[: error.start].encode(UTF8, errors="ignore"))
-            raise UndecodableError(f"{path}:{lines + 1}: not {encoding}: {error}; {_ADVICE}") from error
-        lines, last = lines + _more_lines(last, text), text[-1:] or last
+            raise UndecodableError(f"{path}:{lines}: {what}; {advice}") from error
+        except UnicodeError as error:  # UTF-16 without a byte order mark, or half of a surrogate pair
+            raise UndecodableError(f"{path}: not {encoding}: {error}; {_ADVICE}") from error
+        lines += count_lines(text)
         yield text
-
-
-def _more_lines(last: bytes, text: bytes) -> int:
-    """Returns the line ends that `text` adds after a text that ends with the byte `last`."""
-    return count_lines(text) - (last == b"\r" and text.startswith(b"\n"))

@@ -10,7 +10,7 @@ import pyarrow.json
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
-from jfi.data.io.decode import count_lines, stream_utf8
+from jfi.data.io.decode import stream_utf8
 from jfi.data.io.layouts import Layout
 from jfi.data.io.table import Reading, Table, columns_in
 from jfi.utils.encoding import text_of
@@ -34,7 +34,7 @@ def iterate_json(path: str, layout: Layout, wanted: Container[str], reading: Rea
         data = block.parse(wanted)
         known.update((name, None) for name in data.column_names if name)
         yield Table(path, columns_in(data, wanted), list(known), block.line, reading=reading)
-        before += count_lines(content)
+        before += content.count(b"\n")
 
 
 def _whole_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -66,8 +66,11 @@ class _Block:
             data = self._parse()
         except pa.ArrowInvalid:
             return self._parse_slowly(wanted)
-        plain = len(data) == self._count() and all(_is_exact(data.column(n)) for n in data.column_names if n in wanted)
-        return data if plain else self._parse_slowly(wanted)
+        # Arrow also takes several objects in a line, and an object in several lines.
+        lines = [line.strip() for _, line in self._rows()]
+        is_plain = len(data) == len(lines) and all(line[:1] == b"{" and line[-1:] == b"}" for line in lines)
+        is_plain = is_plain and all(_is_exact(data.column(name)) for name in data.column_names if name in wanted)
+        return data if is_plain else self._parse_slowly(wanted)
 
     def _parse(self) -> pa.Table:
         texts: dict[str, pa.DataType] = {}
@@ -84,15 +87,6 @@ class _Block:
             if not times:
                 return data
             texts |= times
-
-    def _count(self) -> int:
-        """Returns the number of rows if each line is blank or begins and ends with a brace, else -1."""
-        text = self._content.strip()
-        ends = text.count(b"\n")
-        if text[:1] == b"{" and text[-1:] == b"}" and text.count(b"}\n{") + text.count(b"}\r\n{") == ends:
-            return ends + 1
-        lines = [line.strip() for _, line in self._rows()]
-        return len(lines) if all(line[:1] == b"{" and line[-1:] == b"}" for line in lines) else -1
 
     def _rows(self) -> list[tuple[int, bytes]]:
         """Returns the number and the text of each line that is not blank."""

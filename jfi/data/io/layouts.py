@@ -3,28 +3,15 @@
 import codecs
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
 from jfi.data.errors import DataError
 
-_RATINGS = ["user_id", "item_id", "rating", "timestamp"]
-_GENRES = [
-    *(
-        "unknown",
-        "Action",
-        "Adventure",
-        "Animation",
-        "Children's",
-        "Comedy",
-        "Crime",
-        "Documentary",
-        "Drama",
-        "Fantasy",
-    ),
-    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
-]
-# MovieLens' own files are latin-1; some mirrors converted them to UTF-8.
-_MOVIELENS = ("utf-8", "latin-1")
+_RATINGS = "user_id item_id rating timestamp"
+_GENRES = (
+    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy "
+    "Film-Noir Horror Musical Mystery Romance Sci-Fi Thriller War Western"
+)
 
 
 @dataclass(frozen=True)
@@ -90,24 +77,23 @@ class FileSettings:
                 raise DataError(f"data.header.{name} is {columns}; it must be the names of columns, each once")
 
 
+def _movielens(delimiter: str, columns: str, **other: Any) -> Layout:
+    # MovieLens' own files are latin-1; some mirrors converted them to UTF-8.
+    return Layout("text", delimiter, columns.split(), encodings=("utf-8", "latin-1"), **other)
+
+
 _RECBOLE = Layout("text", "\t", typed=True)
 _JSON, _PARQUET = Layout("json"), Layout("parquet")
 # By the name of the file, else by its suffix.
 _LAYOUTS = {
-    "u.data": Layout("text", "\t", _RATINGS, encodings=_MOVIELENS),
-    "u.user": Layout("text", "|", ["user_id", "age", "gender", "occupation", "zip_code"], encodings=_MOVIELENS),
-    "u.item": Layout(
-        "text",
-        "|",
-        ["item_id", "title", "release_date", "video_release_date", "imdb_url", *_GENRES],
-        flags=_GENRES,
-        encodings=_MOVIELENS,
+    "u.data": _movielens("\t", _RATINGS),
+    "u.user": _movielens("|", "user_id age gender occupation zip_code"),
+    "u.item": _movielens(
+        "|", f"item_id title release_date video_release_date imdb_url {_GENRES}", flags=_GENRES.split()
     ),
-    "ratings.dat": Layout("text", "::", _RATINGS, encodings=_MOVIELENS),
-    "users.dat": Layout("text", "::", ["user_id", "gender", "age", "occupation", "zip_code"], encodings=_MOVIELENS),
-    "movies.dat": Layout(
-        "text", "::", ["item_id", "title", "genres"], separators={"genres": "|"}, encodings=_MOVIELENS
-    ),
+    "ratings.dat": _movielens("::", _RATINGS),
+    "users.dat": _movielens("::", "user_id gender age occupation zip_code"),
+    "movies.dat": _movielens("::", "item_id title genres", separators={"genres": "|"}),
     ".csv": Layout("text", ",", quote='"'),
     ".tsv": Layout("text", "\t", quote='"'),
     ".inter": _RECBOLE,

@@ -153,11 +153,12 @@ def _files_below(folder: str) -> list[str]:
 
     if all(os.path.isfile(os.path.join(folder, name)) for name in _PREPARED):
         raise DataError(f"{folder}: a prepared dataset, not a table; train on it with data.prepared")
-    found = []
+    found, seen = [], {}
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        other = seen.setdefault(os.path.realpath(parent), parent)
+        if other != parent:
+            raise DataError(f"{parent}: a link to {other}, which is read too; remove it")
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        for name in folders:
-            _check_loop(os.path.join(parent, name), folder)
         found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
     if not found:
         raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
@@ -198,17 +199,6 @@ def as_table(table: Any, setting: str) -> pa.Table:
     except (pa.ArrowException, AttributeError, TypeError) as error:
         what = f"a path, a pyarrow.Table or a DataFrame that Arrow can read, got {type(table).__name__}"
         raise DataError(f"{setting} must be {what}: {error}") from error
-
-
-def _check_loop(path: str, folder: str) -> None:
-    """Raises DataError if `path`, below `folder`, is a link to a folder that it is in."""
-    if not os.path.islink(path):
-        return
-    real, above = os.path.realpath(path), path
-    while len(above) > len(folder):
-        above = os.path.dirname(above)
-        if os.path.realpath(above) == real:
-            raise DataError(f"{path}: a link to {above}, the folder that it is in; remove it")
 
 
 def _partitions(path: str, folder: str | None) -> dict[str, str | None]:

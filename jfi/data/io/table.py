@@ -1,7 +1,7 @@
 """A table as read from files: its columns as texts, numbers or times, with the line of every fault."""
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +50,7 @@ class Table:
         known: names of all columns, for messages.
         line: from a row of `data` to its line (or row) in the file, for messages.
         separators: by multi-valued column that the file's layout declares, the separator of its values.
-        parts: of a table of several blocks, each block's first row, file, and `line` from the block's first row.
+        parts: the blocks of rows that a joined table is made of.
         reading: what the tables of one source have in common.
     """
 
@@ -59,7 +59,7 @@ class Table:
     known: list[str]
     line: Callable[[int], int]
     separators: dict[str, str] = field(default_factory=dict)
-    parts: list[tuple[int, str, Callable[[int], int]]] = field(default_factory=list)
+    parts: Sequence["Table"] = ()
     reading: Reading = field(default_factory=Reading)
 
     def __len__(self) -> int:
@@ -73,10 +73,11 @@ class Table:
         return f"{name}:{line}"
 
     def _origin(self, row: int) -> tuple[str, int]:
-        if not self.parts:
-            return self.name, self.line(row)
-        first, name, line = self.parts[bisect_right(self.parts, row, key=lambda part: part[0]) - 1]
-        return name, line(row - first)
+        for part in self.parts:
+            if row < len(part):
+                return part._origin(row)
+            row -= len(part)
+        return self.name, self.line(row)
 
     def fault(self, row: int, what: str) -> DataError:
         """Returns the error for a row."""
@@ -228,16 +229,12 @@ def join_tables(tables: Sequence[Table]) -> Table:
     first, last = tables[0], tables[-1]
     if len(tables) == 1:
         return first
-    parts, rows = [], 0
     for table in tables:
         check_columns(first, table)
-        inner = table.parts or [(0, table.name, table.line)]
-        parts += [(rows + start, name, line) for start, name, line in inner]
-        rows += len(table)
     data = {name: _join(tables, name) for name in first.data.column_names if name in first.known}
-    joined = pa.table(data or {"": pa.nulls(rows)}).replace_schema_metadata(first.data.schema.metadata)
+    joined = pa.table(data or {"": pa.nulls(sum(map(len, tables)))}).replace_schema_metadata(first.data.schema.metadata)
     name = first.name if first.name == last.name else f"{first.name} to {last.name}"
-    table = replace(first, name=name, data=joined, parts=parts)
+    table = replace(first, name=name, data=joined, parts=tables)
     return replace(table, line=lambda row: table._origin(row)[1])
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pyarrow.csv
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT
-from jfi.data.io.decode import stream_utf8
+from jfi.data.io.decode import count_lines, stream_utf8
 from jfi.data.io.layouts import Layout
 from jfi.data.io.table import Reading, Table, columns_in, header_hint
 
@@ -25,7 +26,6 @@ _MAX_NAME = 1000
 #: Arrow and csv split at single characters: a longer delimiter becomes the ASCII unit separator.
 _UNIT_SEPARATOR = "\x1f"
 _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
-_LINE_ENDS = [10, 13]
 #: The error of Python's csv for a quote that is never closed.
 _OPEN = "unexpected end of data"
 
@@ -74,7 +74,7 @@ def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], 
 
 
 class _Block:
-    """The rows of some text of a file.
+    """The whole rows at the start of some text of a file.
 
     Args:
         path: of the file.
@@ -86,14 +86,13 @@ class _Block:
     """
 
     def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
-        self.path, self.layout, self.names, self._before, self._is_last = path, layout, names, before, is_last
-        self._text, self._delimiter = text, layout.delimiter
-        #: Bytes and lines of whole rows.
-        self.end = self.num_lines = 0
-        #: The fields of the rows, if Python's csv has read them.
-        self._records: list[list[str]] | None = None
-        if not self._find_rows():
-            self._read_slowly()
+        self.path, self.layout, self.names, self._before = path, layout, names, before
+        #: The first line and the fields of each row, if Python's csv has read them.
+        self._rows: list[tuple[int, list[str]]] | None = None
+        end = _end_of_rows(text, layout, is_last)
+        self.end = self._read(text, is_last) if end is None else end
+        self._text = text[: self.end]
+        self.num_lines = count_lines(self._text)
 
     def fault(self, line: int, what: str) -> DataError:
         """Returns the error for a line of the text, counted from 1."""
@@ -101,64 +100,23 @@ class _Block:
 
     def line(self, row: int) -> int:
         """Returns the line of the file on which a row starts."""
-        if self._records is None:
-            return self._before + 1 + int(np.searchsorted(self._ends, self._starts[row], side="right"))
-        return self._before + self._first_lines[row]
-
-    def _find_rows(self) -> bool:
-        """Finds where rows and lines end, if each quote opens or closes a field or doubles one."""
-        content, text = np.frombuffer(self._text, np.uint8), self._text
-        ends = np.flatnonzero(content == 10) + 1
-        if b"\r" in text:
-            returns = np.flatnonzero(content == 13) + 1
-            # After a last CR an LF may follow.
-            alone = np.append(content, 0 if self._is_last else 10)[returns] != 10
-            ends = np.sort(np.append(ends, returns[alone]))
-        if self._is_last and text and (not len(ends) or ends[-1] < len(text)):
-            ends = np.append(ends, len(text))
-        row_ends = ends
-        quote = (self.layout.quote or "").encode()
-        if quote and quote in text:
-            quotes = np.flatnonzero(content == quote[0])
-            row_ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
-            self.end = int(row_ends[-1]) if len(row_ends) else 0
-            if self._is_last and self.end < len(text):
-                return False
-            quotes = quotes[quotes < self.end]
-            around = np.zeros(256, bool)
-            around[[ord(self._delimiter), quote[0], *_LINE_ENDS]] = True
-            openers, closers = quotes[::2], quotes[1::2] + 1
-            starts_field = around[content[openers - 1]] | (openers == 0)
-            if not (starts_field.all() and around[content[closers[closers < len(text)]]].all()):
-                return False
-        self.end = int(row_ends[-1]) if len(row_ends) else 0
-        self.num_lines = int(np.searchsorted(ends, self.end, side="right"))
-        starts = np.append(0, row_ends[:-1])[: len(row_ends)]
-        first = content[starts]
-        self._starts, self._ends = starts[(first != 10) & (first != 13)], ends  # blank lines are no rows
-        return True
+        if self._rows is None:
+            self._read(self._text, is_last=True)
+        return self._before + self._rows[row][0]
 
     def parse(self, used: list[str]) -> pa.Table:
         """Returns some columns as texts."""
-        if self._records is None and len(self._starts):
+        if self._rows is None:
             try:
-                data = self._parse(used)
-                if len(data) == len(self._starts):
-                    return data
+                return self._parse(used)
             except pa.ArrowInvalid:
-                pass
-            self._text, self._is_last = self._text[: self.end], True
-            self._read_slowly()
-        records = self._records or []
+                self._read(self._text, is_last=True)
         places = [self.names.index(name) for name in used]
-        return pa.table([pa.array([record[i] for record in records], TEXT) for i in places], used)
+        return pa.table([pa.array([record[i] for _, record in self._rows], TEXT) for i in places], used)
 
     def _parse(self, used: list[str]) -> pa.Table:
-        text, delimiter, quote = self._text[: self.end], self._delimiter, self.layout.quote
-        if quote is not None and quote.encode() not in text:
-            quote = None
-        if len(delimiter) > 1:
-            text, delimiter = text.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
+        text, delimiter = _split_by_one(self._text, self.layout.delimiter)
+        quote = self.layout.quote if self.layout.quote and self.layout.quote.encode() in text else None
         return pyarrow.csv.read_csv(
             pa.BufferReader(text),
             # In one block, since Arrow loses the LF of a CR LF in quotes where a block ends between them.
@@ -175,84 +133,88 @@ class _Block:
             ),
         )
 
-    def _read_slowly(self) -> None:
-        """Reads the rows by Python's csv, which takes quotes within a field for characters as Arrow does.
+    def _read(self, content: bytes, is_last: bool) -> int:
+        """Reads the whole rows by Python's csv, and returns the number of their bytes.
 
         Raises:
-            DataError: a row has too few or too many fields, or a quote takes in other rows.
+            DataError: a row has too few or too many fields, or text follows the quote that closes a field.
         """
-        text, delimiter = self._text.decode(), self._delimiter
-        if len(delimiter) > 1:
-            text, delimiter = text.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
-        lines = list(io.StringIO(text, newline=""))
-        quoting = _quoting(self.layout.quote)
-        found: list[tuple[int, int, list[str]]] = []  # the lines before and up to the end of each row, and its fields
-        with _long_fields():
-            reader, start = csv.reader(iter(lines), delimiter=delimiter, quoting=quoting), 0
+        text, delimiter = _split_by_one(content, self.layout.delimiter)
+        lines, rows, start = list(io.StringIO(text.decode(), newline="")), [], 0
+        with _csv_reader(lines, delimiter, self.layout.quote) as reader:
             try:
                 for record in reader:
-                    found.append((start, reader.line_num, record))
-                    start = reader.line_num
+                    end = reader.line_num
+                    if not is_last and end == len(lines):  # it may go on
+                        break
+                    if record and len(record) != len(self.names):
+                        what = f"{len(record)} fields, expected {len(self.names)}"
+                        is_quoted = self.layout.quote is not None and self.layout.quote in "".join(lines[start:end])
+                        raise self.fault(start + 1, f"{what}; {_UNQUOTE}" if is_quoted else what)
+                    if record:  # a blank line has none
+                        rows.append((start + 1, record))
+                    start = end
             except csv.Error as error:
-                raise self.fault(reader.line_num, str(error)) from error
-            if not self._is_last:
-                start = found.pop()[0] if found else 0
-            for i, (first, last, record) in enumerate(found):
-                # A blank line gives a record without fields.
-                if record and (len(record) != len(self.names) or last > first + 1 or i == len(found) - 1):
-                    self._check(lines[first:last], first + 1, delimiter, record)
-        self.end = len(self._text) if self._is_last else len("".join(lines[:start]).encode())
-        self.num_lines = start
-        self._records = [record for _, _, record in found if record]
-        self._first_lines = [first + 1 for first, _, record in found if record]
-
-    def _check(self, lines: list[str], first: int, delimiter: str, record: list[str]) -> None:
-        """Raises DataError if a row has not as many fields as there are names, or a quote takes in other rows."""
-        fault, end = _quote_fault(lines, delimiter, self.layout.quote)
-        if fault == _OPEN:
-            raise self.fault(first, f"the quote that opens a field here is never closed; {_UNQUOTE}")
-        if len(record) != len(self.names):
-            what = f"{len(record)} fields, expected {len(self.names)}"
-            if len(lines) > 1 or any(delimiter in field for field in record):
-                taken = f"text up to line {self._before + first + len(lines) - 1}" if len(lines) > 1 else "a delimiter"
-                what += f"; the quote that opens a field here takes in {taken}; {_UNQUOTE}"
-            raise self.fault(first, what)
-        if fault is not None and len(lines) > 1:
-            line = self._before + first + end - 1
-            what = f"the quote that opens a field here takes in text up to a quote within line {line}"
-            raise self.fault(first, f"{what}; {_UNQUOTE}")
+                if is_last or str(error) != _OPEN:
+                    what = f"takes in text up to a quote within line {self._before + reader.line_num}"
+                    what = "is never closed" if str(error) == _OPEN else what
+                    raise self.fault(start + 1, f"the quote that opens a field here {what}; {_UNQUOTE}") from error
+        self._rows = rows
+        return len(content) if is_last else len("".join(lines[:start]).encode())
 
 
-def _quote_fault(lines: list[str], delimiter: str, quote: str | None) -> tuple[str | None, int]:
-    """Returns what Python's csv finds wrong with the quotes of a row, and the number of lines up to there."""
-    reader = csv.reader(iter(lines), delimiter=delimiter, quoting=_quoting(quote), strict=True)
+def _end_of_rows(text: bytes, layout: Layout, is_last: bool) -> int | None:
+    """Returns the number of bytes of whole rows, or None if not each quote opens or closes a field or doubles one."""
+    quote = (layout.quote or "").encode()
+    if not quote or quote not in text:
+        return len(text) if is_last else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+    content = np.frombuffer(text, np.uint8)
+    quotes = np.flatnonzero(content == quote[0])
+    around = np.zeros(256, bool)
+    around[[ord(layout.delimiter), quote[0], *b"\r\n"]] = True
+    openers, closers = quotes[::2], quotes[1::2] + 1
+    starts_field = around[content[openers - 1]] | (openers == 0)
+    if not (starts_field.all() and around[content[closers[closers < len(text)]]].all()):
+        return None
+    if is_last:
+        return len(text) if len(quotes) % 2 == 0 else None
+    ends = np.flatnonzero((content == 10) | (content == 13)) + 1
+    ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+    return int(ends[-1]) if len(ends) else 0
+
+
+def _split_by_one(text: bytes, delimiter: str) -> tuple[bytes, str]:
+    if len(delimiter) == 1:
+        return text, delimiter
+    return text.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
+
+
+@contextmanager
+def _csv_reader(lines: list[str], delimiter: str, quote: str | None) -> Iterator[Any]:
+    """Makes a reader by Python's csv, without its limit of 128 KiB a field within the block."""
+    limit = csv.field_size_limit(sys.maxsize)
+    quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     try:
-        next(reader)
-    except csv.Error as error:
-        return str(error), reader.line_num
-    return None, 0
-
-
-def _quoting(quote: str | None) -> int:
-    return csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
+        yield csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the columns, and the separators of those that are multi-valued."""
-    place = f"{path}:1"
-    if not line.strip("\r\n"):
+    place, names = f"{path}:1", line.strip("\r\n")
+    if not names:
         what = "empty line" if line else "the file is empty"
         raise DataError(f"{place}: {what}, expected the names of the columns")
     if "\0" in line:
         raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16? set data.encoding: utf-16")
-    delimiter = layout.delimiter
-    if len(delimiter) > 1:
-        line, delimiter = line.replace(delimiter, _UNIT_SEPARATOR), _UNIT_SEPARATOR
-    lines = [line.strip("\r\n")]
-    with _long_fields():
-        if _quote_fault(lines, delimiter, layout.quote)[0] == _OPEN:
-            raise DataError(f"{place}: the quote of a column's name is not closed on the line; {_UNQUOTE}")
-        names = next(csv.reader(lines, delimiter=delimiter, quoting=_quoting(layout.quote)))
+    text, delimiter = _split_by_one(names.encode(), layout.delimiter)
+    try:
+        with _csv_reader([text.decode()], delimiter, layout.quote) as reader:
+            names = next(reader)
+    except csv.Error as error:
+        what = "is not closed on the line" if str(error) == _OPEN else "is followed by text"
+        raise DataError(f"{place}: the quote of a column's name {what}; {_UNQUOTE}") from error
     longest = max(map(len, names))
     if longest > _MAX_NAME:
         raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
@@ -275,13 +237,3 @@ def _join_flags(flags: pa.Table) -> pa.LargeListArray:
     offsets = np.append(0, np.cumsum(present.sum(axis=1)))
     names = np.array(flags.column_names)[np.nonzero(present)[1]]
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(names, TEXT))
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Lifts the limit of Python's csv, which is 128 KiB a field."""
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
