@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jfi.data.io.layouts import FileSettings
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
@@ -351,10 +350,6 @@ class DataConfig:
         """A copy that can be written: of each table in memory it has the SHA-256."""
         named = {name: getattr(self, name) for name in FILES}
         return dataclasses.replace(self, **{name: name_tables(source) for name, source in named.items()})
-
-    def file_settings(self) -> FileSettings:
-        """The settings that say how the files of the tables are read."""
-        return FileSettings(self.encoding, self.quoting, self.delimiter, self.header, tuple(self.missing_values))
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:

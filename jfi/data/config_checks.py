@@ -1,5 +1,6 @@
 """Faults in the settings of `data` that are known before a table is read."""
 
+import codecs
 import math
 
 from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureConfig
@@ -35,7 +36,7 @@ def check_data_config(config: DataConfig) -> None:
     if config.max_timeline is not None and not config.max_history <= config.max_timeline <= MAX_COUNT:
         bounds = f"from data.max_history, {config.max_history}, to {MAX_COUNT}"
         raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bounds}, or null")
-    config.file_settings().check()
+    _check_files(config)
     _check_targets(config)
     if config.label is None and config.negatives < 1:
         raise DataError(f"data.negatives is {config.negatives}; without a label it must be at least 1")
@@ -53,6 +54,25 @@ def check_data_config(config: DataConfig) -> None:
     _check_features(config)
     _check_leaks(config)
     _check_split(config)
+
+
+def _check_files(config: DataConfig) -> None:
+    try:
+        # Codecs such as rot13 and base64 are not for text: str.encode refuses them.
+        "a".encode(config.encoding)
+        codecs.getincrementaldecoder(config.encoding)
+    except (LookupError, ValueError) as error:
+        raise DataError(
+            f"data.encoding is '{config.encoding}'; it must be an encoding that Python knows, such as utf-8, gb18030, "
+            "latin-1, cp1252 or utf-16"
+        ) from error
+    if config.delimiter is not None and (not config.delimiter or any(sign in config.delimiter for sign in '"\r\n')):
+        raise DataError(f"data.delimiter is {config.delimiter!r}; it must be a character such as ';', and no quote")
+    for name, columns in config.header.items():
+        if name not in ("interactions", "users", "items"):
+            raise DataError(f"data.header has '{name}'; it must have interactions, users or items")
+        if not columns or len(set(columns)) < len(columns):
+            raise DataError(f"data.header.{name} is {columns}; it must be the names of columns, each once")
 
 
 def _check_features(config: DataConfig) -> None:

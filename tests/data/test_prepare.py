@@ -27,7 +27,7 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(coded.blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
-    monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
+    monkeypatch.setattr(table_blocks, "BLOCK", 7)
     monkeypatch.setattr("jfi.data.io.decode.PART", 100)
     monkeypatch.setattr("jfi.data.schema.columns.BLOCK", 7)
     prepare_dataset(config, out)

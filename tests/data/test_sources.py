@@ -13,7 +13,6 @@ from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
-from jfi.data.io.layouts import FileSettings
 from jfi.data.prepared.prepare import prepare_dataset
 
 ROWS = [(f"u{i % 4}", i % 5, i * i % 3 % 2, 10 * i) for i in range(40)]
@@ -37,7 +36,7 @@ def samples(config: DataConfig) -> list:
     return [(one.sparse_features.values().tolist(), one.labels.tolist()) for one in batches]
 
 
-def message(paths, settings: FileSettings | None = None, wanted=("user_id", "item_id")) -> str:
+def message(paths, settings: DataConfig | None = None, wanted=("user_id", "item_id")) -> str:
     with pytest.raises(DataError) as caught:
         read = read_table(paths, list(wanted), settings)
         for name in wanted:
@@ -102,21 +101,21 @@ def test_urls_are_read_as_paths(tmp_path, memory, table):
     assert message("memory://gone/*.csv").startswith("memory://gone/*.csv: no file matches")
     assert message("nosuch://a.csv").startswith("nosuch://a.csv: data.interactions: Protocol not known: nosuch")
     memory.pipe("/bad.parquet", b"PAR1 no")
-    assert message("memory://bad.parquet") == "memory://bad.parquet: an incomplete Parquet file: its end is missing"
+    assert message("memory://bad.parquet").startswith("memory://bad.parquet: a damaged Parquet file")
 
 
 def test_a_delimiter_and_a_header_by_settings(write):
     rows = ["u1;i1;4", 'u2;"i;2";5']
     headed = write("r.txt", "user_id;item_id;stars", *rows)
-    read = read_table(headed, ["item_id"], FileSettings(delimiter=";"))
+    read = read_table(headed, ["item_id"], DataConfig(delimiter=";"))
     assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.place(1) == f"{headed}:3"
-    settings = FileSettings(delimiter=";", header={"interactions": ["user_id", "item_id", "stars"]})
+    settings = DataConfig(delimiter=";", header={"interactions": ["user_id", "item_id", "stars"]})
     for name in ("r.log", "r.csv"):
         read = read_table(write(name, *rows), ["item_id"], settings)
         assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.place(1).endswith(f"{name}:2")
     assert read_table(headed, ["user_id"], settings, "data.users").known == ["user_id", "item_id", "stars"]
     several = write("r.txt", "user_id::item_id", 'u1::"a', "u2::b:c")
-    assert read_table(several, ["item_id"], FileSettings(delimiter="::")).ids("item_id").to_pylist() == ['"a', "b:c"]
+    assert read_table(several, ["item_id"], DataConfig(delimiter="::")).ids("item_id").to_pylist() == ['"a', "b:c"]
     assert message(several).endswith("; for other text files set data.delimiter")
     table = write("r.json", '{"user_id": 1, "item_id": 2}')
     assert read_table(table, ["user_id"]).ids("user_id").to_pylist() == ["1"]
@@ -145,7 +144,7 @@ def test_a_header_that_is_a_row_is_named(write):
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.jsonl", "r.parquet"])
-def test_values_that_mean_a_missing_one(write, tmp_path, caplog, name):
+def test_values_that_mean_a_missing_one(write, tmp_path, caplog, monkeypatch, name):
     values = ["NULL", "7", None, "-1", "nan", ""]
     if name == "r.csv":
         path = write(name, "x,y", *(f"{value or ''},1" for value in values))
@@ -155,15 +154,16 @@ def test_values_that_mean_a_missing_one(write, tmp_path, caplog, name):
     else:
         path = str(tmp_path / name)
         pa.parquet.write_table(pa.table({"x": values, "y": [1] * 6}), path)
-    with caplog.at_level(logging.WARNING):
-        for part in read_blocks(path, ["x", "y"], size=2):
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr("jfi.data.io.blocks.BLOCK", 2)
+        for part in read_blocks(path, ["x", "y"]):
             part.strings("x")
     advice = "if it means a missing value, add it to data.missing_values"
     assert [one.getMessage() for one in caplog.records] == [
         f"{path}: column 'x' has the value '{mark}'; {advice}" for mark in ("NULL", "nan")
     ]
     caplog.clear()
-    marks = FileSettings(missing_values=("NULL", "-1", "nan"))
+    marks = DataConfig(missing_values=["NULL", "-1", "nan"])
     read = read_table(path, ["x", "y"], marks)
     assert read.strings("x").to_pylist() == [None, "7", None, None, None, None] and not caplog.records
     assert read.numbers("x").tolist() == pytest.approx([float("nan"), 7, *[float("nan")] * 4], nan_ok=True)

@@ -3,14 +3,14 @@
 import codecs
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 import pyarrow as pa
 
 from jfi.data.errors import DataError
 from jfi.data.io.layouts import COMPRESSED
-from jfi.data.io.paths import open_file
+from jfi.data.io.paths import File, open_file
 
 UTF8 = "utf-8"
 #: Bytes of a part of a file, of which memory holds a few.
@@ -24,16 +24,15 @@ _MAGIC = {
 _ADVICE = "set data.encoding to the encoding of the file, such as gb18030, latin-1, cp1252 or utf-16"
 
 
-def stream_utf8(path: str, encodings: Sequence[str]) -> Iterator[bytes]:
+def stream_utf8(file: File) -> Iterator[bytes]:
     """Yields the text of a file as UTF-8, without a byte order mark, in parts of about 16 MiB.
 
-    Args:
-        path: the file; a name that ends in `.gz` or `.zst` is decompressed.
-        encodings: tried in this order. Where there are several, the file is read twice.
+    A file whose name ends in `.gz` or `.zst` is decompressed. Where its layout has several encodings, it is read twice.
 
     Raises:
         DataError: the file is in none of the encodings, or its content is another format's.
     """
+    path, encodings = file.path, file.layout.encodings
     for encoding in encodings[:-1]:
         try:
             for _ in _decode(path, _raw_parts(path), encoding):

@@ -11,7 +11,7 @@ import pyarrow.json
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
 from jfi.data.io.decode import stream_utf8
-from jfi.data.io.layouts import Layout
+from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in
 from jfi.utils.encoding import text_of
 
@@ -19,7 +19,7 @@ from jfi.utils.encoding import text_of
 _EXACT = 2.0**53
 
 
-def iterate_json(path: str, layout: Layout, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
     """Yields the columns of a file of JSON Lines that are in `wanted`; a table has the rows of about 16 MiB.
 
     Values keep the types that Arrow finds in a part of the file, or are texts where they are of several types.
@@ -29,11 +29,11 @@ def iterate_json(path: str, layout: Layout, wanted: Container[str], reading: Rea
     """
     known: dict[str, None] = {}
     before = 0
-    for content in _whole_lines(stream_utf8(path, layout.encodings)):
-        block = _Block(path, content, before)
+    for content in _whole_lines(stream_utf8(file)):
+        block = _Block(file.path, content, before)
         data = block.parse(wanted)
         known.update((name, None) for name in data.column_names if name)
-        yield Table(path, columns_in(data, wanted), list(known), block.line, reading=reading)
+        yield Table(file.path, columns_in(data, wanted), list(known), block.line, reading=reading)
         before += content.count(b"\n")
 
 

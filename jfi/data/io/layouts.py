@@ -1,11 +1,8 @@
 """The layouts of files, by their names: the format, and for text the delimiter, header and encodings."""
 
-import codecs
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
-
-from jfi.data.errors import DataError
 
 _RATINGS = "user_id item_id rating timestamp"
 _GENRES = (
@@ -37,44 +34,6 @@ class Layout:
     separators: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     encodings: tuple[str, ...] = ("utf-8",)
-
-
-@dataclass(frozen=True)
-class FileSettings:
-    """The settings of a config that say how files are read; see `jfi.data.DataConfig`.
-
-    Args:
-        encoding: of text files; UTF-8 leaves it to the layout, which for MovieLens' files allows latin-1 too.
-        quoting: whether `"` quotes a field of CSV and TSV.
-        delimiter: of text files with a header or with names in `header`, or None for that of the layout.
-        header: by setting, such as "interactions", the names of the columns of text files without a header.
-        missing_values: texts that mean a missing value.
-    """
-
-    encoding: str = "utf-8"
-    quoting: bool = True
-    delimiter: str | None = None
-    header: dict[str, list[str]] = field(default_factory=dict)
-    missing_values: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raises DataError for settings that are wrong for any file."""
-        try:
-            # Codecs such as rot13 and base64 are not for text: str.encode refuses them.
-            "a".encode(self.encoding)
-            codecs.getincrementaldecoder(self.encoding)
-        except (LookupError, ValueError) as error:
-            raise DataError(
-                f"data.encoding is '{self.encoding}'; it must be an encoding that Python knows, such as utf-8, "
-                "gb18030, latin-1, cp1252 or utf-16"
-            ) from error
-        if self.delimiter is not None and (not self.delimiter or any(sign in self.delimiter for sign in '"\r\n')):
-            raise DataError(f"data.delimiter is {self.delimiter!r}; it must be a character such as ';', and no quote")
-        for name, columns in self.header.items():
-            if name not in ("interactions", "users", "items"):
-                raise DataError(f"data.header has '{name}'; it must have interactions, users or items")
-            if not columns or len(set(columns)) < len(columns):
-                raise DataError(f"data.header.{name} is {columns}; it must be the names of columns, each once")
 
 
 def _movielens(delimiter: str, columns: str, **other: Any) -> Layout:
@@ -126,18 +85,3 @@ def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
     if layout is _PARQUET and plain != name:  # Parquet compresses by itself.
         return None
     return Layout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
-
-
-def with_settings(layout: Layout, settings: FileSettings, setting: str) -> Layout:
-    """Returns the layout of a file that the setting `data.interactions`, or another one, names."""
-    if codecs.lookup(settings.encoding).name != "utf-8":
-        layout = replace(layout, encodings=(settings.encoding,))
-    if not settings.quoting:
-        layout = replace(layout, quote=None)
-    if layout.format != "text" or layout.typed or layout.columns is not None:
-        return layout
-    delimiter = settings.delimiter or layout.delimiter
-    quote = layout.quote if len(delimiter) == 1 else None
-    name = setting.removeprefix("data.")
-    name = "interactions" if name in ("validation", "test") else name
-    return replace(layout, delimiter=delimiter, quote=quote, columns=settings.header.get(name))

@@ -1,98 +1,76 @@
-"""Parquet files -> tables with the types that the files declare."""
+"""Parquet files and tables in memory -> tables with the types that they declare."""
 
-import os
 from collections.abc import Callable, Container, Iterator
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_text
-from jfi.data.io.paths import is_url, open_file
-from jfi.data.io.table import Reading, Table, columns_in
+from jfi.data.io.paths import File, is_url, open_file
+from jfi.data.io.table import BLOCK, Reading, Table, columns_in, first_fault
 from jfi.utils.memory import memory_cause
 
 _T = TypeVar("_T")
-#: The first and the last bytes of a Parquet file.
-_MAGIC = b"PAR1"
 
 
-def iterate_parquet(path: str, wanted: Container[str], size: int, reading: Reading) -> Iterator[Table]:
-    """Yields the columns of a Parquet file that are in `wanted` as tables of at most `size` rows."""
+def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+    """Yields the columns of a Parquet file that are in `wanted` as tables of some rows."""
+    path = file.path
     with open_file(path) as stream:
-        file = _open(path, stream)
-        known = _try(path, lambda: file.schema_arrow.names)
+        # Other units would wrap INT96 times that are far from 1970.
+        settings = {"coerce_int96_timestamp_unit": "us", "page_checksum_verification": True}
+        source = stream if is_url(path) else path
+        parquet = _try(path, lambda: pyarrow.parquet.ParquetFile(source, **settings))
+        schema = _try(path, lambda: parquet.schema_arrow)
+        _check_names(path, schema.names, wanted)
         # Without a column the number of rows would be lost.
-        used = [name for name in known if name in wanted] or known[:1]
-        for name in used:
-            if known.count(name) > 1:
-                raise DataError(f"{path}: column '{name}' appears twice")
-        batches, start = file.iter_batches(size, columns=used), 0
+        used = [name for name in schema.names if name in wanted] or schema.names[:1]
+        batches, start = parquet.iter_batches(BLOCK, columns=used), 0
         while (batch := _try(path, lambda: next(batches, None))) is not None:
-            data = columns_in(pa.Table.from_batches([batch]), wanted)
-            data = data.replace_schema_metadata(file.schema_arrow.metadata)
-            for name in data.column_names:
-                check_values(path, name, data.column(name), start)
-            yield Table(path, data, known, _line_from(start), reading=reading)
+            data = pa.Table.from_batches([batch]).replace_schema_metadata(schema.metadata)
+            yield _table(path, data, schema.names, wanted, start, reading)
             start += len(data)
         if not start:
-            empty = columns_in(file.schema_arrow.empty_table(), wanted)
-            yield Table(path, empty, known, _line_from(0), reading=reading)
+            yield _table(path, schema.empty_table(), schema.names, wanted, 0, reading)
 
 
-def _line_from(start: int) -> Callable[[int], int]:
-    return lambda row: start + row + 1
+def iterate_memory(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+    """Yields the columns of a table in memory that are in `wanted`."""
+    _check_names(file.path, file.table.column_names, wanted)
+    yield _table(file.path, file.table, file.table.column_names, wanted, 0, reading)
 
 
-def _open(path: str, stream: IO[bytes]) -> pyarrow.parquet.ParquetFile:
-    # A damaged file makes pyarrow raise errors of many kinds: those of Arrow, OSError, ValueError, UnicodeDecodeError.
-    begin = stream.read(len(_MAGIC))
-    if not begin:
-        raise DataError(f"{path}: not a Parquet file: it is empty")
-    stream.seek(-len(begin), os.SEEK_END)
-    if begin == _MAGIC != stream.read():
-        raise DataError(f"{path}: an incomplete Parquet file: its end is missing")
-    source = stream if is_url(path) else path
-    # Other units would wrap INT96 times that are far from 1970.
-    settings = {"coerce_int96_timestamp_unit": "us", "page_checksum_verification": True}
-    return _try(path, lambda: pyarrow.parquet.ParquetFile(source, **settings))
+def _check_names(path: str, names: list[str], wanted: Container[str]) -> None:
+    if twice := next((name for name in names if name in wanted and names.count(name) > 1), None):
+        raise DataError(f"{path}: column '{twice}' appears twice")
 
 
 def _try(path: str, read: Callable[[], _T]) -> _T:
+    # A damaged file makes pyarrow raise errors of many kinds: those of Arrow, OSError, ValueError, UnicodeDecodeError.
     try:
         return read()
     except Exception as error:
         if (isinstance(error, OSError) and error.errno is not None) or memory_cause(error) is not None:
             raise
-        if isinstance(error, pa.ArrowInvalid) and "magic bytes" in str(error):
-            raise DataError(f"{path}: not a Parquet file") from error
         raise DataError(f"{path}: a damaged Parquet file, or one that Arrow cannot read: {error}") from error
 
 
-def check_values(path: str, name: str, column: pa.ChunkedArray, row: int) -> None:
-    """Raises DataError for content that does not fit its type, such as text that is not UTF-8.
+def _table(path: str, data: pa.Table, known: list[str], wanted: Container[str], start: int, reading: Reading) -> Table:
+    """Returns the table of some rows, after `start` others.
 
-    Args:
-        path: of the file.
-        name: of the column.
-        column: some rows of it.
-        row: the number of rows before them.
+    Raises:
+        DataError: content does not fit its type, such as text that is not UTF-8.
     """
-    for chunk in column.chunks:
+    table = Table(path, columns_in(data, wanted), known, lambda row: start + row + 1, reading=reading)
+    for name in table.data.column_names:
+        column = table.data.column(name)
         try:
-            chunk.validate(full=True)
+            column.validate(full=True)
         except pa.ArrowInvalid as error:
-            if is_text(chunk.type):
-                row += next(i for i in range(len(chunk)) if not _valid(chunk[i : i + 1]))
-                raise DataError(f"{path}:{row + 1}: '{name}' is not UTF-8") from error
+            if is_text(column.type):
+                row = first_fault(lambda values: values.validate(full=True), column)
+                raise table.fault(row, f"'{name}' is not UTF-8") from error
             raise DataError(f"{path}: column '{name}' is damaged: {error}") from error
-        row += len(chunk)
-
-
-def _valid(array: pa.Array) -> bool:
-    try:
-        array.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
+    return table

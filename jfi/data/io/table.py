@@ -2,9 +2,10 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,8 @@ from jfi.utils.suggest import suggest
 
 _log = logging.getLogger(__name__)
 
+#: Rows that are read at a time.
+BLOCK = 1 << 18
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Texts by which programs write a missing value.
@@ -65,6 +68,16 @@ class Table:
     def __len__(self) -> int:
         return self.data.num_rows
 
+    def cut(self, size: int) -> "Iterator[Table]":
+        """Yields the rows as tables of at most `size` rows, at least one."""
+        for start in range(0, max(len(self), 1), size):
+            yield replace(self, data=self.data.slice(start, size), line=lambda row, start=start: self.line(start + row))
+
+    def with_column(self, name: str, value: str | None) -> "Table":
+        """Returns the table with a further column, which holds `value` in each row."""
+        column = pa.nulls(len(self)) if value is None else pa.repeat(pa.scalar(value, TEXT), len(self))
+        return replace(self, data=self.data.append_column(name, column), known=[*self.known, name])
+
     def place(self, row: int, beside: int | None = None) -> str:
         """Returns `file:line` of a row; with `beside`, a row of the same file is only `line 7`."""
         name, line = self._origin(row)
@@ -108,7 +121,7 @@ class Table:
             return as_text(column, partial(self._known_values, name))
         except pa.ArrowException:
             if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-                _, row = _convert(lambda values: values.cast(pa.string()), column)
+                row = first_fault(lambda values: values.cast(pa.string()), column)
                 raise self.fault(row, f"'{name}' has type {kind}, and this value is not UTF-8 text") from None
             raise DataError(f"{self.name}: column '{name}' has type {kind}, which has no text") from None
 
@@ -286,12 +299,17 @@ def _convert(convert: Callable[[pa.Array], pa.Array], column: pa.Array) -> tuple
     try:
         return convert(column), None
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        # A prefix converts as long as it ends before the first fault.
-        prefixes = range(1, len(column) + 1)
-        return None, bisect_left(prefixes, True, key=lambda count: not _works(partial(convert, column[:count])))
+        return None, first_fault(convert, column)
 
 
-def _works(convert: Callable[[], pa.Array]) -> bool:
+def first_fault(convert: Callable[[pa.Array], Any], column: pa.Array | pa.ChunkedArray) -> int:
+    """Returns the first row of a column for which `convert`, which fails for the column, fails."""
+    # A prefix converts as long as it ends before the first fault.
+    prefixes = range(1, len(column) + 1)
+    return bisect_left(prefixes, True, key=lambda count: not _works(partial(convert, column[:count])))
+
+
+def _works(convert: Callable[[], Any]) -> bool:
     try:
         convert()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

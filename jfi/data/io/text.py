@@ -18,6 +18,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT
 from jfi.data.io.decode import count_lines, stream_utf8
 from jfi.data.io.layouts import Layout
+from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, header_hint
 
 #: No row is longer.
@@ -30,15 +31,16 @@ _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this fi
 _OPEN = "unexpected end of data"
 
 
-def iterate_text(path: str, layout: Layout, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
     """Yields the columns of a text file that are in `wanted`, as texts; a table has the rows of about 16 MiB.
 
     Raises:
         DataError: the header is malformed, a row has too few or too many fields, or a quote is not closed.
     """
+    path, layout = file.path, file.layout
     names, separators, before = layout.columns, layout.separators, 0
     pending, enough, begun = bytearray(), 1, False
-    for part in chain(stream_utf8(path, layout.encodings), [None]):
+    for part in chain(stream_utf8(file), [None]):
         pending += part or b""
         # A row that is longer than the text so far is not looked through once a part.
         if part is not None and len(pending) < enough:

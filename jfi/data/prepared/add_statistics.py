@@ -39,9 +39,7 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.
         raise DataError("data.statistics is empty; it must name statistics to add")
     if config.label is None:
         raise DataError("data.statistics counts positives, so that it needs data.label")
-    parts = list(
-        read_blocks(table, table.column_names, config.file_settings()) if isinstance(table, pa.Table) else table
-    )
+    parts = list(read_blocks(table, table.column_names, config) if isinstance(table, pa.Table) else table)
     own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history")
     settings = DataConfig(**{name: getattr(config, name) for name in own})
     given = Tables(parts[0].name if parts else "the table", None, None, None, settings, parts)

@@ -19,7 +19,7 @@ from jfi.data.io.arrays import is_list
 from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.splits import named_splits
-from jfi.data.schema.coded import Dictionary, flat_lists
+from jfi.data.schema.coded import Dictionary, blocks, flat_lists
 from jfi.data.schema.labels import check_held, labels_of, read_labels, read_targets, target_names
 from jfi.data.schema.rules import describe_values, parse_rule
 
@@ -45,7 +45,7 @@ class RawColumn:
 
     @property
     def counts(self) -> str:
-        """The name of a multi-valued column's counts; its codes are then as many as these add up to."""
+        """The name of a multi-valued column's counts, which add up to the number of its codes; others have none."""
         return f"counts {self.name}"
 
 
@@ -81,7 +81,7 @@ def read_rows(
         config: the meaning of the columns.
         folder: of the stage.
         advance: called with the number of rows after each block.
-        lists: the multi-valued columns; None means those that are multi-valued in the first block.
+        lists: the multi-valued columns; None means those whose first value is a list.
 
     Raises:
         DataError: a fault in the files.
@@ -139,10 +139,8 @@ class RowReader:
         if made := next((name for name in config.statistics_columns() if name in first.known), None):
             raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
         categories = [column for column in self._columns if column.kind == "category"]
-        if lists is None:
-            found = {column.name: first.categories(column.name, config.separators()) for column in categories}
-            lists = {name for name, column in found.items() if is_list(column.type)}
-        self._lists = lists
+        #: By column whether it is multi-valued, as far as rows have told it.
+        self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         types |= dict.fromkeys(target_names(config), np.float32)
         types |= {"split": np.int8} if config.split in ("column", "files") else {}
@@ -150,7 +148,7 @@ class RowReader:
         types |= {} if config.group is None else {"group": np.int64}
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
-            if column.kind == "category" and column.name in lists:
+            if column.kind == "category":
                 types[column.counts] = np.int32
         self._writer = ColumnWriter(folder, types)
         coded = ["user", "item", *(column.file for column in categories)]
@@ -190,19 +188,33 @@ class RowReader:
         self.rows += len(table)
 
     def _append_categories(self, column: RawColumn, table: Table) -> None:
-        values = table.categories(column.name, self.config.separators())
-        if column.name in self._lists:
-            if not is_list(values.type):
-                if values.null_count < len(values):
-                    raise DataError(f"{table.name}: column '{column.name}' has single values here, but lists before")
-                values = pa.nulls(len(values), pa.list_(pa.string()))
+        values, name = table.categories(column.name, self.config.separators()), column.name
+        is_missing = values.null_count == len(values)
+        if name not in self._lists and (is_list(values.type) or not is_missing):
+            self._set_lists(column, is_list(values.type))
+        has_lists = self._lists.get(name)
+        if is_missing:
+            self._append_missing(column, len(values), has_lists)
+            return
+        if is_list(values.type) != has_lists:
+            here, before = ("single values", "lists") if has_lists else ("lists", "single values")
+            raise DataError(f"{table.name}: column '{name}' has {here} here, but {before} before")
+        if has_lists:
             values, offsets = flat_lists(values)
             self._put(column.counts, np.diff(offsets))
-        elif is_list(values.type):
-            if values.null_count < len(values):
-                raise DataError(f"{table.name}: column '{column.name}' has lists here, but single values before")
-            values = pa.nulls(len(values), pa.large_string())
         self._dictionaries[column.file].add(values)
+
+    def _set_lists(self, column: RawColumn, has_lists: bool) -> None:
+        """Appends the rows so far, in which no value told whether the column is multi-valued."""
+        self._lists[column.name] = has_lists
+        for begin, end in blocks(self.rows):
+            self._append_missing(column, end - begin, has_lists)
+
+    def _append_missing(self, column: RawColumn, count: int, has_lists: bool | None) -> None:
+        if has_lists:
+            self._put(column.counts, np.zeros(count, np.int32))
+        elif has_lists is not None:
+            self._dictionaries[column.file].add(pa.nulls(count, pa.large_string()))
 
     def _put(self, name: str, values: np.ndarray) -> None:
         self._writer.append(name, values)
@@ -221,6 +233,9 @@ class RowReader:
 
     def close(self) -> None:
         """Writes what is left, and the distinct values."""
+        for column in self._columns:
+            if column.kind == "category" and column.name not in self._lists:
+                self._set_lists(column, False)
         # Names of columns may hold any character, so files have numbers.
         (self.folder / _VALUES).write_text(json.dumps(list(self._dictionaries)))
         for number, dictionary in enumerate(self._dictionaries.values()):

@@ -100,9 +100,9 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        wanted, how = config.columns(), config.file_settings()
+        wanted = config.columns()
         self._entities = {
-            of: None if paths is None else read_table(paths, wanted, how, f"{of}s")
+            of: None if paths is None else read_table(paths, wanted, config, f"{of}s")
             for of, paths in (("user", sources.users), ("item", sources.items))
         }
         self._sids = self._read_sids(sources)
@@ -212,11 +212,10 @@ class ScoringRows:
 
     def _tables(self, sources: Sources, wanted: set[str]) -> Iterator[tuple[int, Table]]:
         """The rows of the history, then those to score, whose keys are written."""
-        how = self._config.file_settings()
         if sources.history is not None:
-            for table in read_blocks(sources.history, wanted, how, "history"):
+            for table in read_blocks(sources.history, wanted, self._config, "history"):
                 yield 0, self._fill(table, scored=False)
-        for table in read_blocks(sources.interactions, wanted | set(self._by), how, "interactions"):
+        for table in read_blocks(sources.interactions, wanted | set(self._by), self._config, "interactions"):
             self._write_keys(table)
             self.num_rows += len(table)
             yield 0, self._fill(table, scored=True)
@@ -251,10 +250,9 @@ class ScoringRows:
                 _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
         else:
             optional |= of_contexts - {*config.names("event", "category")}
-        data, lacking = table.data, sorted(optional - needed - set(table.known))
-        for name in lacking:
-            data = data.append_column(name, pa.nulls(len(table), pa.string()))
-        return replace(table, data=data, known=[*table.known, *lacking])
+        for name in sorted(optional - needed - set(table.known)):
+            table = table.with_column(name, None)
+        return table
 
     def _write_keys(self, table: Table) -> None:
         for name in self._by:

@@ -44,8 +44,8 @@ def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scrat
         ranks[name] = np.empty(len(order), np.int32)
         ranks[name][order] = np.arange(len(order))
         write_arrow(folder / f"{name}_ids.arrow", {"id": values.take(pa.array(order))})
-    lists = [column for column in raw_columns(config) if column.counts in columns and column.kind == "category"]
-    counts = {column.counts for column in lists}
+    categories = [column for column in raw_columns(config) if column.kind == "category"]
+    lists, counts = [one for one in categories if len(columns[one.counts])], {one.counts for one in categories}
     plain = [name for name in columns if name not in counts and name not in {column.file for column in lists}]
     types = {name: columns[name].dtype for name in plain} | {ROW: np.dtype(np.int64)}
     types |= {column.file: np.dtype(np.int32) for column in lists}

@@ -53,9 +53,9 @@ def open_tables(config: DataConfig) -> Tables:
     if config.source == "synthetic":
         interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
         return Tables(interactions.name, None, items, sids, settings, [interactions])
-    wanted, how = config.columns(), config.file_settings()
+    wanted = config.columns()
     users, items = (
-        None if paths is None else read_table(paths, wanted, how, f"data.{of}")
+        None if paths is None else read_table(paths, wanted, config, f"data.{of}")
         for of, paths in (("users", config.users), ("items", config.items))
     )
     return Tables(name_of(config), users, items, sids, settings)
