@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from jfi.data import DataConfig, FeatureConfig
+from jfi.data.io.table import Table
 
 LISTS = {
     "user_categorical": ("user", "category"),
@@ -61,3 +62,8 @@ def lists_of(config: DataConfig) -> dict:
         values = {one.name: getattr(one, setting) for one in config.features}
         lists[kind] = {name: value for name, value in values.items() if value != default}
     return lists | {"event_crosses": list(config.crosses().values())}
+
+
+def line_of(table: Table, row: int) -> int:
+    """The line of a row in its file."""
+    return int(table.place(row).rpartition(":")[2])

@@ -178,7 +178,7 @@ def test_split_too_small_to_leave_one_out(write):
 def test_tables_of_users_and_items(write):
     path = write("r.csv", HEADER, *ROWS)
     users = write("users.csv", "user_id,gender", "1,F", "2,M", "1,M")
-    assert fault(path, users=users) == "users.csv:4: 'user_id' 1 is already on line 2"
+    assert fault(path, users=users) == "users.csv:4: 'user_id' 1 is already in users.csv:2"
     users = write("users.csv", "id,gender", "1,F")
     assert fault(path, users=users) == "users.csv: no column 'user_id'; known: id, gender"
     users = write("users.csv", "user_id,gender", "u1,F", "u2,M")
@@ -219,7 +219,9 @@ def test_headers(write):
 
 
 def test_parquet(write, tmp_path):
-    assert fault(write("r.parquet", "no parquet")).startswith("r.parquet: a damaged Parquet file, or one that Arrow cannot")
+    assert fault(write("r.parquet", "no parquet")).startswith(
+        "r.parquet: a damaged Parquet file, or one that Arrow cannot"
+    )
     table = {"user_id": [1, 2], "item_id": [1, 2], "rating": [["4"], ["5"]], "timestamp": [1, 2]}
     pa.parquet.write_table(pa.table(table), tmp_path / "t.parquet")
     assert fault(str(tmp_path / "t.parquet")) == "t.parquet:1: 'rating' is '['4']', not a number"

@@ -4,6 +4,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import line_of
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io import arrays
@@ -33,8 +34,8 @@ def test_gzip(write, tmp_path, name):
         table = read_table(path, ["user_id", "rating"])
         assert table.ids("user_id").to_pylist() == ["7", "9"]
         assert table.numbers("rating").tolist() == [4.0, 2.0]
-        first = table.line(0)
-        assert table.line(1) == first + 1
+        first = line_of(table, 0)
+        assert line_of(table, 1) == first + 1
     content = packed.read_bytes()
     packed.write_bytes(content[:-9])
     assert fault(lambda: read_table(str(packed), [])).startswith(f"{name}.gz: not a whole gzip file: ")
@@ -74,7 +75,7 @@ def test_json_lines(write):
     assert table.numbers("seen").tolist()[:2] == [1.0, 0.0]
     assert table.strings("seen").to_pylist() == ["true", "false", None]
     assert table.strings("mixed").to_pylist() == ["1", "x", "true"]
-    assert [table.line(row) for row in range(3)] == [1, 3, 4]
+    assert [line_of(table, row) for row in range(3)] == [1, 3, 4]
 
 
 def test_json_lines_of_more_than_a_block(write, monkeypatch):
@@ -84,7 +85,7 @@ def test_json_lines_of_more_than_a_block(write, monkeypatch):
     table = read_table(write("r.jsonl", *lines), ["user", "late"])
     assert table.strings("user").to_pylist() == [str(i) for i in range(11)]
     assert table.strings("late").to_pylist() == [None] * 8 + ["8", "9", "10"]
-    assert table.line(5) == 8
+    assert line_of(table, 5) == 8
     assert fault(lambda: read_table(write("t.jsonl", *lines, '{"user": [1]}'), ["user"])).startswith("t.jsonl:")
 
 

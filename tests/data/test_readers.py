@@ -1,6 +1,7 @@
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import line_of
 
 from jfi.data.io.blocks import read_table
 
@@ -28,7 +29,7 @@ def test_interactions(write, name, header, delimiter, newline):
     assert table.known == COLUMNS
     for i, column in enumerate(COLUMNS):
         assert table.strings(column).to_pylist() == [row[i] for row in ROWS]
-    assert [table.line(row) for row in range(3)] == [len(lines) - 2 + row for row in range(3)]
+    assert [line_of(table, row) for row in range(3)] == [len(lines) - 2 + row for row in range(3)]
 
 
 def test_parquet_types(tmp_path):

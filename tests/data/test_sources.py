@@ -9,7 +9,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_configs import data_config, replace_data
+from data_configs import data_config, line_of, replace_data
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
@@ -61,7 +61,7 @@ def test_tables_of_python_are_read_as_files(tmp_path, table):
     prepare_dataset(replace_data(config, interactions=table), tmp_path / "prepared")
     assert samples(DataConfig(prepared=str(tmp_path / "prepared"))) == expected
     for name, ids in (("user", ["u0", "u0"]), ("item", [1, 1])):
-        with pytest.raises(DataError, match=rf"^the table:2: '{name}_id' \w+ is already on line 1$"):
+        with pytest.raises(DataError, match=rf"^the table:2: '{name}_id' \w+ is already in the table:1$"):
             load_dataset(replace_data(config, **{f"{name}s": pa.table({f"{name}_id": ids})}))
     assert message({"user_id": [1]}).startswith("data.interactions must be a path, a pyarrow.Table or a DataFrame ")
 
@@ -252,7 +252,7 @@ def test_line_ends_in_two_quoted_fields_of_a_row(tmp_path, monkeypatch, part):
     read = read_table(str(tmp_path / "r.csv"), ["a", "b"])
     assert read.strings("a").to_pylist() == ["x\n\ny", "1", "c\r\nd"]
     assert read.strings("b").to_pylist() == ["a\nb", "2", "e\rf"]
-    assert [read.line(row) for row in range(3)] == [2, 6, 7]
+    assert [line_of(read, row) for row in range(3)] == [2, 6, 7]
 
 
 def test_line_ends_in_quotes_are_kept_in_long_files(tmp_path):

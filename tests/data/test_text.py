@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from data_configs import line_of
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
@@ -48,7 +49,7 @@ def test_encodings(tmp_path, monkeypatch, name, encoding, title):
     table = read_table(str(path), ["user", title], DataConfig(encoding=encoding))
     assert table.strings(title).to_pylist() == [title] * 2
     assert table.ids("user").to_pylist() == ["u1", "u2"]
-    assert table.line(1) == len(lines)
+    assert line_of(table, 1) == len(lines)
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
@@ -106,7 +107,7 @@ def test_quotes_can_be_ordinary_characters(write):
     table = read_table(path, ["user", "title"], DataConfig(quoting=False))
     assert table.ids("user").to_pylist() == ["u1", "u2", "u3", "u4", "u5", "u6"]
     assert table.strings("title").to_pylist() == ["x", '"Foo bar', "x", '5" disc', '"Q"', "x"]
-    assert table.line(4) == 6
+    assert line_of(table, 4) == 6
 
 
 UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
@@ -157,7 +158,7 @@ def test_line_ends(tmp_path, end, last):
     table = read_table(str(path), HEADER.split(","))
     assert table.strings("title").to_pylist() == ["x", "y", None]
     assert table.times("time", "s").tolist() == [1.0, 2.0, 3.0]
-    assert [table.line(row) for row in range(3)] == [2, 4, 5]
+    assert [line_of(table, row) for row in range(3)] == [2, 4, 5]
     path.write_bytes((end.join([*lines, "u4,x"]) + end * last).encode())
     assert message(str(path)) == "r.csv:6: 2 fields, expected 3"
 
@@ -281,8 +282,8 @@ def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
             continue
         parts = blocks_of(4, str(path), HEADER.split(","))
         assert [x for part in parts for x in part.strings("title").to_pylist()] == whole.strings("title").to_pylist()
-        lines = [part.line(row) for part in parts for row in range(len(part))]
-        assert lines == [whole.line(row) for row in range(len(whole))]
+        lines = [line_of(part, row) for part in parts for row in range(len(part))]
+        assert lines == [line_of(whole, row) for row in range(len(whole))]
         outcomes["read"] += 1
     assert min(outcomes.values()) > 10
 
@@ -315,4 +316,4 @@ def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, val
     assert [x for part in parts for x in part.strings("y").to_pylist()] == [None, None, None, "3", "4"]
     types = [column.type for part in parts if (column := part.categories("x", {})).null_count < len(part)]
     assert set(types) == {whole.categories("x", {}).type}
-    assert [part.line(row) for part in parts for row in range(len(part))] == [2, 3, 4, 5, 6]
+    assert [line_of(part, row) for part in parts for row in range(len(part))] == [2, 3, 4, 5, 6]

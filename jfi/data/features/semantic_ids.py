@@ -104,7 +104,7 @@ def unique_items(table: Table, column: str) -> pa.Array:
     again = first != np.arange(len(items))
     if again.any():
         row = int(again.argmax())
-        raise table.fault(row, f"'{column}' is '{items[row]}' again, as in {table.place(int(first[row]), row)}")
+        raise table.fault(row, f"'{column}' is '{items[row]}' again, as in {table.place(int(first[row]))}")
     return items
 
 

@@ -22,8 +22,9 @@ def is_text(kind: pa.DataType) -> bool:
 
 def is_list(kind: pa.DataType) -> bool:
     """True for all of Arrow's lists."""
-    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return _is_view(kind) or any(test(kind) for test in tests)
+    types = pa.types
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return any(test(kind) for test in tests)
 
 
 def type_name(kind: pa.DataType) -> str:
@@ -31,15 +32,9 @@ def type_name(kind: pa.DataType) -> str:
     return str(kind).replace("large_", "")
 
 
-def _is_view(kind: pa.DataType) -> bool:
-    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-
-
 def flatten(column: pa.ChunkedArray) -> pa.Array:
-    """Returns the column as one array of values: without dictionaries, views and extension types; texts are `TEXT`."""
-    chunks = [_plain(chunk) for chunk in column.chunks]
-    if not chunks:
-        chunks = [_plain(pa.array([], column.type))]
+    """Returns the column as one array of values: without dictionaries and extension types; texts are `TEXT`."""
+    chunks = [_plain(chunk) for chunk in column.chunks or [pa.array([], column.type)]]
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
@@ -52,23 +47,13 @@ def _plain(array: pa.Array) -> pa.Array:
         return _uuids(array.storage) if kind.extension_name == "arrow.uuid" else _plain(array.storage)
     if is_text(kind):
         return array.cast(TEXT)
-    return _list_of_view(array) if _is_view(kind) else array
+    return array
 
 
 def _uuids(storage: pa.Array) -> pa.Array:
     encoded = storage.dictionary_encode()
     texts = [str(uuid.UUID(bytes=value)) for value in encoded.dictionary.to_pylist()]
     return pa.array(texts, TEXT).take(encoded.indices)
-
-
-def _list_of_view(array: pa.Array) -> pa.Array:
-    """Returns lists with consecutive values; Arrow's own cast of list views may read outside of them."""
-    counts = np.where(array.is_null().to_numpy(False), 0, array.sizes.to_numpy(zero_copy_only=False)).astype(np.int64)
-    offsets = np.append(0, np.cumsum(counts))
-    starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-    places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
-    mask = array.is_null() if array.null_count else None
-    return pa.LargeListArray.from_arrays(pa.array(offsets), _plain(array.values).take(pa.array(places)), mask=mask)
 
 
 def as_text(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda texts: texts) -> pa.Array:

@@ -4,6 +4,7 @@ import codecs
 import io
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 
 import pyarrow as pa
@@ -32,17 +33,13 @@ def stream_utf8(file: File) -> Iterator[bytes]:
     Raises:
         DataError: the file is in none of the encodings, or its content is another format's.
     """
-    path, encodings = file.path, file.layout.encodings
-    for encoding in encodings[:-1]:
-        try:
-            for _ in _decode(path, _raw_parts(path), encoding):
+    path, first, encoding = file.path, file.layout.encodings[0], file.layout.encodings[-1]
+    if first != encoding:
+        with suppress(DataError):
+            for _ in _decode(path, first):
                 pass
-            break
-        except UndecodableError:
-            pass
-    else:
-        encoding = encodings[-1]
-    parts = (part for part in _decode(path, _raw_parts(path), encoding) if part)
+            encoding = first
+    parts = (part for part in _decode(path, encoding) if part)
     yield next(parts, b"").removeprefix(codecs.BOM_UTF8)
     yield from parts
 
@@ -52,42 +49,27 @@ def count_lines(text: bytes | bytearray) -> int:
     return text.count(b"\n") + (text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else 0)
 
 
-class UndecodableError(DataError):
-    """A file is not in an encoding."""
-
-
 def _raw_parts(path: str) -> Iterator[bytes]:
     codec = COMPRESSED.get(os.path.splitext(path.lower())[1])
     with open_file(path) as file:
         stream = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
-        first = True
-        while part := _read(path, stream, codec):
-            if first:
-                _check_magic(path, part)
-            first = False
-            yield part
+        try:
+            for number, part in enumerate(iter(lambda: stream.read(PART), b"")):
+                for magic, what in _MAGIC.items():
+                    if number == 0 and part.startswith(magic):
+                        raise DataError(f"{path}: this is no text, but {what}")
+                yield part
+        except OSError as error:
+            if codec is None or error.errno is not None:
+                raise
+            raise DataError(f"{path}: not a whole {codec} file: {str(error).lower()}") from error
 
 
-def _read(path: str, stream: pa.NativeFile, codec: str | None) -> bytes:
-    try:
-        return stream.read(PART)
-    except OSError as error:
-        if codec is None or error.errno is not None:
-            raise
-        raise DataError(f"{path}: not a whole {codec} file: {str(error).lower()}") from error
-
-
-def _check_magic(path: str, raw: bytes) -> None:
-    for magic, what in _MAGIC.items():
-        if raw.startswith(magic):
-            raise DataError(f"{path}: this is no text, but {what}")
-
-
-def _decode(path: str, parts: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yields the text of the parts of a file as UTF-8; none ends between the CR and the LF of a line end."""
+def _decode(path: str, encoding: str) -> Iterator[bytes]:
+    """Yields the text of a file as UTF-8; no part ends between the CR and the LF of a line end."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=False)
     begin, offset, lines = b"", 0, 1
-    for part in chain(parts, [b""]):
+    for part in chain(_raw_parts(path), [b""]):
         begin, offset = begin or part[:4], offset + len(part)
         try:
             text = decoder.decode(part, final=not part).encode(UTF8)
@@ -96,12 +78,11 @@ def _decode(path: str, parts: Iterator[bytes], encoding: str) -> Iterator[bytes]
             place = offset - len(error.object) + error.start
             lines += count_lines(error.object[: error.start].decode(encoding, "ignore").encode(UTF8, "ignore"))
             name = "UTF-8" if codecs.lookup(encoding).name == UTF8 else encoding
-            advice = _ADVICE
-            if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                advice = "it starts like UTF-16: set data.encoding: utf-16"
+            is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            advice = "it starts like UTF-16: set data.encoding: utf-16" if is_utf16 else _ADVICE
             what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
-            raise UndecodableError(f"{path}:{lines}: {what}; {advice}") from error
+            raise DataError(f"{path}:{lines}: {what}; {advice}") from error
         except UnicodeError as error:  # UTF-16 without a byte order mark, or half of a surrogate pair
-            raise UndecodableError(f"{path}: not {encoding}: {error}; {_ADVICE}") from error
+            raise DataError(f"{path}: not {encoding}: {error}; {_ADVICE}") from error
         lines += count_lines(text)
         yield text

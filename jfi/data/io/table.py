@@ -78,26 +78,20 @@ class Table:
         column = pa.nulls(len(self)) if value is None else pa.repeat(pa.scalar(value, TEXT), len(self))
         return replace(self, data=self.data.append_column(name, column), known=[*self.known, name])
 
-    def place(self, row: int, beside: int | None = None) -> str:
-        """Returns `file:line` of a row; with `beside`, a row of the same file is only `line 7`."""
-        name, line = self._origin(row)
-        if beside is not None and self._origin(beside)[0] == name:
-            return f"line {line}"
-        return f"{name}:{line}"
-
-    def _origin(self, row: int) -> tuple[str, int]:
+    def place(self, row: int) -> str:
+        """Returns `file:line` of a row."""
         for part in self.parts:
             if row < len(part):
-                return part._origin(row)
+                return part.place(row)
             row -= len(part)
-        return self.name, self.line(row)
+        return f"{self.name}:{self.line(row)}"
 
     def fault(self, row: int, what: str) -> DataError:
         """Returns the error for a row."""
         return DataError(f"{self.place(row)}: {what}")
 
     def column(self, name: str) -> pa.Array:
-        """Returns the column in one piece, without dictionaries and views; texts are large_string.
+        """Returns the column in one piece, without dictionaries; texts are large_string.
 
         Raises:
             DataError: there is no such column.
@@ -247,8 +241,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
     data = {name: _join(tables, name) for name in first.data.column_names if name in first.known}
     joined = pa.table(data or {"": pa.nulls(sum(map(len, tables)))}).replace_schema_metadata(first.data.schema.metadata)
     name = first.name if first.name == last.name else f"{first.name} to {last.name}"
-    table = replace(first, name=name, data=joined, parts=tables)
-    return replace(table, line=lambda row: table._origin(row)[1])
+    return replace(first, name=name, data=joined, parts=tables)
 
 
 def _join(tables: Sequence[Table], name: str) -> pa.ChunkedArray:

@@ -22,7 +22,7 @@ from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, header_hint
 
 #: No row is longer.
-LONGEST_ROW = 1 << 28
+LONGEST_ROW = 1 << 26
 _MAX_NAME = 1000
 #: Arrow and csv split at single characters: a longer delimiter becomes the ASCII unit separator.
 _UNIT_SEPARATOR = "\x1f"
@@ -39,12 +39,9 @@ def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterat
     """
     path, layout = file.path, file.layout
     names, separators, before = layout.columns, layout.separators, 0
-    pending, enough, begun = bytearray(), 1, False
+    pending, begun = bytearray(), False
     for part in chain(stream_utf8(file), [None]):
         pending += part or b""
-        # A row that is longer than the text so far is not looked through once a part.
-        if part is not None and len(pending) < enough:
-            continue
         if names is None:
             header = re.match(rb"[^\r\n]*(\r\n|\r|\n)?", pending)
             if part is not None and header.end() == len(pending):  # it may go on
@@ -61,7 +58,6 @@ def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterat
             raise block.fault(1, f"a row longer than {LONGEST_ROW >> 20} MiB")
         del pending[: block.end]
         before += block.num_lines
-        enough = 1 if block.end else 2 * len(pending)
 
 
 def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: Reading) -> Table:

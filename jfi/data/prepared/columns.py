@@ -196,7 +196,7 @@ def _places(table: Table, key: str, ids: pa.Array, interactions: str | None) -> 
     again = first != np.arange(len(first))
     if again.any():
         row = int(again.argmax())
-        raise table.fault(row, f"'{key}' {known[row]} is already on {table.place(int(first[row]), row)}")
+        raise table.fault(row, f"'{key}' {known[row]} is already in {table.place(int(first[row]))}")
     places = pc.index_in(ids.cast(pa.large_string()), value_set=known)
     if interactions is not None and places.null_count == len(ids):
         raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
