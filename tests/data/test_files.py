@@ -160,7 +160,7 @@ def test_an_id_given_twice_names_both_places(write):
     interactions = write("r.csv", HEADER, "u1,i1,1,1", "u1,i2,0,2", "u1,i1,1,3")
     config = DataConfig(interactions=interactions, user="user", item="item", timestamp="time", label="stars")
     config.users = [write("a.csv", "user", "u1"), write("b.csv", "user", "u2", "u1")]
-    with pytest.raises(DataError, match=r"b.csv:3: 'user' u1 is already on \S*a.csv:2$"):
+    with pytest.raises(DataError, match=r"b.csv:3: 'user' u1 is already in \S*a.csv:2$"):
         load_dataset(config)
 
 

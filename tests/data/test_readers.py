@@ -59,7 +59,7 @@ def test_quotes_and_empty_fields(write):
     table = read_table(write("i.csv", "item_id,title", '1,"One, Two"', "2,"), ["item_id", "title"])
     assert table.strings("title").to_pylist() == ["One, Two", None]
     # RecBole's files know no quotes.
-    table = read_table(write("r.item", "item_id:token\ttitle:token_seq", '1\t"One" Two', "2\t"), ["title"])
+    table = read_table(write("r.item", "item_id:token\ttitle:token", '1\t"One" Two', "2\t"), ["title"])
     assert table.strings("title").to_pylist() == ['"One" Two', None]
 
 

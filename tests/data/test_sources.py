@@ -116,6 +116,8 @@ def test_a_delimiter_and_a_header_by_settings(write):
     assert read_table(headed, ["user_id"], settings, "data.users").known == ["user_id", "item_id", "stars"]
     several = write("r.txt", "user_id::item_id", 'u1::"a', "u2::b:c")
     assert read_table(several, ["item_id"], DataConfig(delimiter="::")).ids("item_id").to_pylist() == ['"a', "b:c"]
+    wide = write("w.txt", "user_id§item_id", 'u1§"a', "u2§b")
+    assert read_table(wide, ["item_id"], DataConfig(delimiter="§")).ids("item_id").to_pylist() == ['"a', "b"]
     assert message(several).endswith("; for other text files set data.delimiter")
     table = write("r.json", '{"user_id": 1, "item_id": 2}')
     assert read_table(table, ["user_id"]).ids("user_id").to_pylist() == ["1"]

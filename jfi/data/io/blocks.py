@@ -17,7 +17,7 @@ from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
 from jfi.data.io.paths import File, find_files, is_url
-from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables
+from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
 
@@ -73,7 +73,7 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
     if layout.format != "text" or layout.typed or layout.columns is not None:
         return layout
     delimiter = config.delimiter or layout.delimiter
-    quote = layout.quote if len(delimiter) == 1 else None
+    quote = layout.quote if len(delimiter.encode()) == 1 else None
     name = setting.removeprefix("data.")
     name = "interactions" if name in ("validation", "test") else name
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
@@ -125,9 +125,8 @@ def _check_lists(table: Table, lists: dict[str, bool]) -> None:
         has_lists = is_list(column.type)
         if lists.get(name) == has_lists or _is_empty(column) or lists.setdefault(name, has_lists) == has_lists:
             continue
-        here, there = ("a list", "a single value") if has_lists else ("a single value", "a list")
         row = pc.index(column.is_valid(), True).as_py()
-        raise table.fault(row, f"'{name}' is {here} here and {there} in other rows; it must be of one kind")
+        raise table.fault(row, f"'{name}' {of_other_kind(has_lists)}")
 
 
 def _is_empty(column: pa.ChunkedArray) -> bool:

@@ -12,7 +12,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
 from jfi.data.io.decode import stream_utf8
 from jfi.data.io.paths import File
-from jfi.data.io.table import Reading, Table, columns_in
+from jfi.data.io.table import Reading, Table, columns_in, of_other_kind
 from jfi.utils.encoding import text_of
 
 #: Integers up to it are exact in float64.
@@ -67,9 +67,9 @@ class _Block:
         except pa.ArrowInvalid:
             return self._parse_slowly(wanted)
         # Arrow also takes several objects in a line, and an object in several lines.
-        lines = [line.strip() for _, line in self._rows()]
-        is_plain = len(data) == len(lines) and all(line[:1] == b"{" and line[-1:] == b"}" for line in lines)
-        is_plain = is_plain and all(_is_exact(data.column(name)) for name in data.column_names if name in wanted)
+        text = self._content.strip()
+        has_lines = text.count(b"\n") == text.count(b"}\n{") + text.count(b"}\r\n{") == len(data) - 1
+        is_plain = has_lines and all(_is_exact(data.column(name)) for name in data.column_names if name in wanted)
         return data if is_plain else self._parse_slowly(wanted)
 
     def _parse(self) -> pa.Table:
@@ -122,8 +122,15 @@ class _Block:
         has_lists = isinstance(next((value for value in values if value not in (None, "")), None), list)
         found = []
         for (line, _), value in zip(rows, values, strict=True):
+            if value in (None, ""):
+                found.append(None)
+                continue
+            if isinstance(value, dict):
+                raise self._fault(line, f"'{name}' is an object; it must have one value per row")
+            if isinstance(value, list) != has_lists:
+                raise self._fault(line, f"'{name}' {of_other_kind(not has_lists)}")
             try:
-                found.append(_texts(value) if has_lists and value not in (None, "") else _text(value))
+                found.append([_text(one) for one in value] if has_lists else _text(value))
             except TypeError as error:
                 raise self._fault(line, f"'{name}' {error}") from None
         return pa.array(found, TEXTS if has_lists else TEXT)
@@ -159,19 +166,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _texts(value: Any) -> list[str | None]:
-    if not isinstance(value, list):
-        raise TypeError("is a single value here and a list in other rows; it must be of one kind")
-    if any(isinstance(one, list | dict) for one in value):
-        raise TypeError("is a list of lists or objects; it must be a list of texts or numbers")
-    return [_text(one) for one in value]
-
-
 def _text(value: Any) -> str | None:
     if isinstance(value, list | dict):
-        if isinstance(value, dict):
-            raise TypeError("is an object; it must have one value per row")
-        raise TypeError("is a list here and a single value in other rows; it must be of one kind")
+        raise TypeError("is a list of lists or objects; it must be a list of texts or numbers")
     text = text_of(value)
     if text is None and isinstance(value, str) and value:
         raise TypeError("holds half of a surrogate pair, which is no character")

@@ -52,7 +52,6 @@ class Table:
         data: the columns in use.
         known: names of all columns, for messages.
         line: from a row of `data` to its line (or row) in the file, for messages.
-        separators: by multi-valued column that the file's layout declares, the separator of its values.
         parts: the blocks of rows that a joined table is made of.
         reading: what the tables of one source have in common.
     """
@@ -61,7 +60,6 @@ class Table:
     data: pa.Table
     known: list[str]
     line: Callable[[int], int]
-    separators: dict[str, str] = field(default_factory=dict)
     parts: Sequence["Table"] = ()
     reading: Reading = field(default_factory=Reading)
 
@@ -145,11 +143,10 @@ class Table:
             DataError: there is no such column, or it has values without a text.
         """
         column = self.column(name)
-        separator = separators.get(name, self.separators.get(name))
-        if not is_list(column.type) and separator is None:
+        if not is_list(column.type) and name not in separators:
             return self.strings(name)
         try:
-            lists = column if is_list(column.type) else pc.split_pattern(as_text(column), separator)
+            lists = column if is_list(column.type) else pc.split_pattern(as_text(column), separators[name])
             return text_lists(lists, partial(self._known_values, name))
         except pa.ArrowException:
             what = f"has type {column.type}, but it must hold texts or numbers, or lists of these"
@@ -223,12 +220,15 @@ def columns_in(data: pa.Table, wanted: Container[str]) -> pa.Table:
 
 def check_columns(first: Table, table: Table) -> None:
     """Raises DataError if two tables differ in their columns in use."""
-    if table.separators != first.separators:
-        raise DataError(f"{table.name}: other multi-valued columns than in {first.name}")
     for one, other in ((first, table), (table, first)):
-        for name in one.data.column_names:
-            if name in one.known and name not in other.known:
-                raise DataError(f"{other.name}: no column '{name}', which {one.name} has")
+        for name in set(one.data.column_names) & set(one.known) - set(other.known):
+            raise DataError(f"{other.name}: no column '{name}', which {one.name} has")
+
+
+def of_other_kind(has_lists: bool) -> str:
+    """Returns what is wrong with a list among single values, or with a single value among lists."""
+    here, there = ("a list", "a single value") if has_lists else ("a single value", "a list")
+    return f"is {here} here and {there} in other rows; it must be of one kind"
 
 
 def join_tables(tables: Sequence[Table]) -> Table:

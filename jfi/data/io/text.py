@@ -32,7 +32,9 @@ _OPEN = "unexpected end of data"
 
 
 def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
-    """Yields the columns of a text file that are in `wanted`, as texts; a table has the rows of about 16 MiB.
+    """Yields columns of a text file as texts, and as lists where its layout has separators.
+
+    A table has the rows of about 16 MiB.
 
     Raises:
         DataError: the header is malformed, a row has too few or too many fields, or a quote is not closed.
@@ -64,11 +66,14 @@ def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], 
     names, flags = block.names, block.layout.flags
     used = [name for name in names if name in wanted or ("genres" in wanted and name in flags)]
     data = columns_in(block.parse(used or names[:1]), used)
+    for name in separators.keys() & set(used):
+        lists = pc.split_pattern(data.column(name), separators[name])
+        data = data.set_column(data.column_names.index(name), name, lists)
     if flags:
         names = [name for name in names if name not in flags] + ["genres"]
         if "genres" in wanted:
             data = data.append_column("genres", _join_flags(data.select(flags)))
-    return Table(block.path, data, names, block.line, separators, reading=reading)
+    return Table(block.path, data, names, block.line, reading=reading)
 
 
 class _Block:
@@ -182,7 +187,7 @@ def _end_of_rows(text: bytes, layout: Layout, is_last: bool) -> int | None:
 
 
 def _split_by_one(text: bytes, delimiter: str) -> tuple[bytes, str]:
-    if len(delimiter) == 1:
+    if len(delimiter.encode()) == 1:
         return text, delimiter
     return text.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
-from jfi.data.io.table import Table
+from jfi.data.io.table import Table, of_other_kind
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.splits import named_splits
 from jfi.data.schema.coded import Dictionary, blocks, flat_lists
@@ -197,8 +197,7 @@ class RowReader:
             self._append_missing(column, len(values), has_lists)
             return
         if is_list(values.type) != has_lists:
-            here, before = ("single values", "lists") if has_lists else ("lists", "single values")
-            raise DataError(f"{table.name}: column '{name}' has {here} here, but {before} before")
+            raise DataError(f"{table.name}: column '{name}' {of_other_kind(not has_lists)}")
         if has_lists:
             values, offsets = flat_lists(values)
             self._put(column.counts, np.diff(offsets))
