@@ -21,6 +21,7 @@ def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Ite
     with open_file(path) as stream:
         # Other units would wrap INT96 times that are far from 1970.
         settings = {"coerce_int96_timestamp_unit": "us", "page_checksum_verification": True}
+        stream.read(1)  # an error of the storage, which Arrow may take for an empty file
         source = stream if is_url(path) else path
         parquet = _try(path, lambda: pyarrow.parquet.ParquetFile(source, **settings))
         schema = _try(path, lambda: parquet.schema_arrow)
