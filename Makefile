@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo test test-all test-trackers bench docs lint clean
 
 demo: $(VENV)/.installed
-	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
+	$(PYTHON) -m jfi compare --config configs/quickstart.yaml
 
 # Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures.
 WORKERS ?= 2

@@ -11,7 +11,6 @@ rank.
 import argparse
 from dataclasses import dataclass, replace
 
-from jfi.training import ConfigError
 from jfi.training.cli import parse_config
 from jfi.training.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.utils.exit_codes import run_command
@@ -111,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_command(main, (ConfigError,)))
+    raise SystemExit(run_command(main))

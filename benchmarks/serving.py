@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
 def add_artifact_options(parser: argparse.ArgumentParser) -> None:
     """What is served, and where the results go."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--artifact", type=Path, help="of examples/export.py; its requests have random values")
+    which.add_argument("--artifact", type=Path, help="of `jfi export`; its requests have random values")
     which.add_argument("--synthetic", action="store_true", help="a model with random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="with --synthetic")
     parser.add_argument("--tables", default="float32", help="float32 or int8, with --synthetic")
@@ -173,10 +173,10 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 
 
 @contextmanager
-def server(path: Path, *options: object, command: Sequence[str] = ("examples/serve.py",)):
-    """examples/serve.py, or another command with its options, in a process of its own; gives its address."""
+def server(path: Path, *options: object, command: Sequence[str] = ("-m", "jfi", "serve")):
+    """`jfi serve`, or another command with its options, in a process of its own; gives its address."""
     whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, *options]
-    # This checkout's jfi, whichever is installed: a script finds modules in its own folder.
+    # This checkout's jfi, whichever is installed.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
     process = subprocess.Popen(list(map(str, whole)), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -4,7 +4,7 @@ python -m benchmarks.serving_stages --synthetic            the model of benchmar
 python -m benchmarks.serving_stages --synthetic --light    with mean pooling of width 8, which takes little to score
 python -m benchmarks.serving_stages --artifact ARTIFACT
 
-One client on loopback sends one request after the other to examples/serve.py, first as it is, then with time stamps
+One client on loopback sends one request after the other to `jfi serve`, first as it is, then with time stamps
 (benchmarks/stamped_server.py). A stage is the time between two stamps; its CPU time is that of its thread, where one
 thread does it all. Bodies go round, so many of them that what is looked up for one is out of the caches for the next.
 Medians do not add up exactly. Results go to `benchmarks/results/<device>/serving_stages.json`.

@@ -1,28 +1,25 @@
-"""examples/serve.py with time stamps: the same server, which says where the time of a request went.
+"""`jfi serve` with time stamps: the same server, which says where the time of a request went.
 
-python -m benchmarks.stamped_server --artifact ARTIFACT --port 0     with the options of examples/serve.py
+python -m benchmarks.stamped_server --artifact ARTIFACT --port 0     with the options of `jfi serve`
 
 GET /stages answers the stamps of each request to /score since the last time, in their order: the name of what has just
 ended, nanoseconds of CLOCK_MONOTONIC, which is the same in all processes of a machine, nanoseconds of CPU that the
 thread has used, and the thread. Requests must come one at a time. On a GPU the look-up and the model are waited for.
 """
 
-import runpy
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import torch
 from aiohttp import web
 
+from jfi import cli
 from jfi.serving import requests, server
 from jfi.serving.batcher import Batcher
 from jfi.serving.limits import Bodies
 from jfi.serving.scorer import Scorer
-
-SERVE = Path(__file__).parents[1] / "examples/serve.py"
 
 
 class Stamps:
@@ -100,8 +97,7 @@ def main() -> None:
         return app
 
     server.make_app = make_stamped_app
-    sys.argv[0] = str(SERVE)
-    runpy.run_path(str(SERVE), run_name="__main__")
+    sys.exit(cli.main(["serve", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

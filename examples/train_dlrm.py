@@ -1,58 +1,14 @@
-"""Trains a DLRM with sequence features on an interaction table.
+"""Trains a DLRM with sequence features on an interaction table, in Python; `jfi train` does the same.
 
 python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs 3 --model.pooling mean
-python examples/train_dlrm.py --resume runs/20250101-120000
 torchrun --nproc_per_node 2 examples/train_dlrm.py --config configs/multi_gpu.yaml
-
-See docs/distributed.md for several processes and hosts.
 """
 
-from jfi.utils.exit_codes import begin_command
-
-if __name__ == "__main__":  # before the other imports
-    begin_command()
-
-import os
 import sys
 
-from jfi.training import ConfigError, resume, train
-from jfi.training.cli import parse_config, run_cli
+from jfi.training import train
+from jfi.training.cli import parse_config
 
-CHANGED = {"choices": ["refuse", "accept"], "default": "refuse"}
-OPTIONS = {
-    "--resume": {
-        "metavar": "RUN",
-        "help": "continue the run in this folder, with its config; --data.prepared gives it another dataset",
-    },
-    "--data-changed": CHANGED
-    | {"help": "with --resume: what to do if the data is not what the run was started with (default: refuse)"},
-    "--config-changed": CHANGED
-    | {"help": "with --resume: what to do if the run's config.yaml was changed (default: refuse)"},
-}
-
-
-def main() -> None:
-    arguments = sys.argv[1:]
-    config, options = parse_config(arguments, "Train a DLRM with sequence features.", OPTIONS)
-    named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
-    if options.resume is None:
-        for name in ("--data-changed", "--config-changed"):
-            if name in named:
-                raise ConfigError(f"{name} belongs to --resume")
-        result = train(config)
-    else:
-        others = [name for name in named if name not in (*OPTIONS, "--data.prepared")]
-        if others:
-            raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
-        changed = {"data_changed": options.data_changed, "config_changed": options.config_changed}
-        result = resume(options.resume, prepared=config.data.prepared, **changed)
-    if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
-        return
-    print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")
-    for split, metrics in (("validation", result.validation), ("test", result.test)):
-        print(f"{split:10s} " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-    print(f"run folder {result.run_dir}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))
+config, _ = parse_config(sys.argv[1:], "Train a DLRM with sequence features.")
+result = train(config)
+print(f"best epoch {result.best_epoch} of {result.epochs}: test AUC {result.test['auc']:.4f}; {result.run_dir}")

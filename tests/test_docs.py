@@ -18,7 +18,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from benchmarks import readme
-from jfi.training import cli
+from jfi.cli import COMMANDS, options, run
+from jfi.training import cli as settings
 from jfi.utils.options import OptionParser
 
 ROOT = Path(__file__).parents[1]
@@ -71,10 +72,17 @@ def then_stop(parse):
 
 
 def run_python_command(words: list[str], monkeypatch) -> None:
-    """Runs the script or module until it has parsed its arguments."""
-    monkeypatch.setattr(cli, "parse_config", then_stop(cli.parse_config))
+    """Runs the command, script or module until it has parsed its arguments."""
+    monkeypatch.setattr(settings, "parse_config", then_stop(settings.parse_config))
     for parser in (argparse.ArgumentParser, OptionParser):
         monkeypatch.setattr(parser, "parse_args", then_stop(parser.parse_args))
+    if words[0] == "jfi" and {"--help", "--help=all"}.isdisjoint(words):
+        module = importlib.import_module(f"jfi.cli.{COMMANDS[words[1]][0]}")  # its name of parse_config
+        if hasattr(module, "parse_config"):
+            monkeypatch.setattr(module, "parse_config", settings.parse_config)
+        with pytest.raises(Parsed):
+            run(words[1:])
+        return
     name, *arguments = words[1:] if words[0] == "-m" else words
     monkeypatch.setattr("sys.argv", [name, *arguments])
     with pytest.raises(Parsed):
@@ -89,11 +97,13 @@ def test_commands_are_known(page, command, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     elif words[0] == "torchrun":
-        start = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
+        start = words.index("-m")
         get_args_parser().parse_args([*words[1:start], "script.py"])
-        run_python_command(words[start:], monkeypatch)
+        run_python_command(words[start + (words[start + 1] == "jfi") :], monkeypatch)
     elif words[0] == "python":
         run_python_command(words[1:], monkeypatch)
+    elif words[0] == "jfi":
+        run_python_command(words, monkeypatch)
     elif words[0] == "pip":
         extras = re.findall(r"\[([\w,]+)\]", command)
         known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
@@ -188,11 +198,8 @@ def test_site_has_every_page_and_every_name():
         assert hasattr(owner, attribute), name
 
 
-def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / "examples/serve.py"), run_name="__main__")
-    known = set(re.findall(r"^ +(--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE))
+def test_the_options_of_the_server_are_those_of_the_command():
+    known = set(re.findall(r"^ +(--[\w-]+)", options.serve().format_help(), flags=re.MULTILINE))
     listed = set(re.findall(r"^\| `(--[\w-]+)`", TEXTS["docs/serving.md"], flags=re.MULTILINE))
     assert listed == known - {"--artifact"}
 

@@ -25,17 +25,14 @@ data:
 model: {{embedding_dim: 8, num_heads: 2, dense_arch: [8], over_arch: [8]}}
 training: {{epochs: 1, batch_size: 32, device: cpu, run_dir: {folder}/run}}
 """
-#: Runs commands in one process, each as its own file would be run.
+#: Runs commands in one process.
 COMMANDS = """
-import json, locale, runpy, sys
+import json, locale, sys
+from jfi import cli
 assert locale.getencoding() not in ("utf-8", "UTF-8")
-for name, *arguments in json.loads(sys.stdin.buffer.read()):
-    sys.argv = [name, *arguments]
-    print("--", name, flush=True)
-    try:
-        runpy.run_path(f"examples/{name}.py", run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, (name, end.code)
+for arguments in json.loads(sys.stdin.buffer.read()):
+    print("--", arguments[0], flush=True)
+    assert cli.main(arguments) == 0, arguments
 """
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
@@ -65,16 +62,16 @@ def test_every_command_takes_names_that_its_output_cannot_encode(tmp_path):
     config, new = ["--config", str(tmp_path / "config.yaml")], ["--interactions", str(tmp_path / "table.csv")]
     run = ["--run", str(tmp_path / "run")]
     commands = [
-        ["train_dlrm", *config],
-        ["train_dlrm", "--resume", str(tmp_path / "run")],
-        ["prepare_data", *config, "--out", str(tmp_path / "prepared")],
-        ["baselines", *config, "--training.run_dir", str(tmp_path / "baselines")],
-        ["predict", *run, *new, "--evaluate", str(tmp_path / "metrics.json"), "--by", "место", "товар"],
+        ["train", *config],
+        ["train", "--resume", str(tmp_path / "run")],
+        ["prepare", *config, "--out", str(tmp_path / "prepared")],
+        ["compare", *config, "--training.run_dir", str(tmp_path / "baselines"), "--poolings"],
+        ["evaluate", *run, *new, "--out", str(tmp_path / "metrics.json"), "--by", "место", "товар"],
         ["predict", *run, *new, "--out", str(tmp_path / "scores.csv")],
-        ["fit_policy", *config, "--remove", "0.3", "--out", str(tmp_path / "policy.json")],
-        ["add_statistics", *config, "--data.statistics", "[item]", "--out", str(tmp_path / "statistics.parquet")],
+        ["policy", *config, "--remove", "0.3", "--out", str(tmp_path / "policy.json")],
+        ["prepare", *config, "--data.statistics", "[item]", "--add-statistics", str(tmp_path / "statistics.parquet")],
         [
-            *["make_semantic_ids", "--items", str(tmp_path / "items.csv"), "--item", "товар", "--text", "название"],
+            *["semantic-ids", "--items", str(tmp_path / "items.csv"), "--item", "товар", "--text", "название"],
             *["--categorical", "каталог", "--codec", "rq", "--levels", "2", "--codebook-size", "2"],
             *["--out", str(tmp_path / "sids.parquet")],
         ],

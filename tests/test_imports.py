@@ -1,7 +1,7 @@
 """Who may import whom: by the files' import lines, and in a fresh process for each package.
 
-utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- sharded <- training, serving <- baselines; data beside
-models; history <- data; sid <- modules, data.
+utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines <- cli;
+data beside models; history <- data; sid <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
 """
@@ -18,6 +18,7 @@ import pytest
 #: What must not have been imported after importing the first.
 FORBIDDEN = {
     "jfi": {"torch", "torchrec", "triton", "fbgemm_gpu"},
+    "jfi.cli": {"torch", "numpy", "pyarrow"},
     "jfi.utils.encoding": {"torch", "pyarrow"},
     "jfi.utils.suggest": {"torch", "numpy"},
     "jfi.ops": {
@@ -277,6 +278,7 @@ MAY_IMPORT["models"] = MAY_IMPORT["cuda_graphs"] = MAY_IMPORT["modules"] | {"mod
 MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
 MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data", "history"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "sid", "cli"}
 
 
 def import_graph() -> dict[str, set[str]]:

@@ -15,14 +15,12 @@ if __name__ == "__main__":  # before the other imports
 import sys
 from pathlib import Path
 
-from benchmarks.quality.fuxictr import PeerError, Peers
+from benchmarks.quality.fuxictr import Peers
 from benchmarks.quality.models import MODELS
 from benchmarks.quality.page import RESULTS
 from benchmarks.quality.results import Results
 from benchmarks.quality.run import run_table
 from benchmarks.quality.tables import DATA, TABLES
-from jfi.data import DataError
-from jfi.training import ConfigError
 from jfi.utils.exit_codes import run_command
 from jfi.utils.options import OptionError, OptionParser
 from jfi.utils.suggest import suggest
@@ -49,4 +47,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, (ConfigError, DataError, PeerError)))
+    sys.exit(run_command(main))

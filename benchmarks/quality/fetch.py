@@ -5,6 +5,7 @@ folder already is left as it is. MovieLens-100K is not downloaded: get it yourse
 its folder with --movielens.
 """
 
+from jfi.utils.errors import InputError
 from jfi.utils.exit_codes import EXIT_CODES, begin_command
 
 if __name__ == "__main__":  # before the other imports
@@ -20,7 +21,6 @@ from pathlib import Path
 
 from benchmarks.quality import convert
 from benchmarks.quality.sources import SOURCES, Source
-from jfi.data import DataError
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import writing_folder
 from jfi.utils.options import OptionError, OptionParser
@@ -31,7 +31,7 @@ MOVIELENS = "ml-100k"
 MOVIELENS_FILES = ("ml-100k.inter", "ml-100k.item")
 
 
-class FetchError(Exception):
+class FetchError(InputError):
     """A file cannot be had, as one line that names it."""
 
 
@@ -158,4 +158,4 @@ def _say(name: str, out: Path, written: bool, terms: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, (FetchError, DataError)))
+    sys.exit(run_command(main))

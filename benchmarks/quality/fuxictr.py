@@ -18,6 +18,7 @@ import torch
 from jfi.data import DataError, InteractionDataset
 from jfi.data.schema.schema import FeatureSpec
 from jfi.training.metrics import Predictions
+from jfi.utils.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 SPLITS = ("train", "validation", "test")
@@ -25,7 +26,7 @@ SPLITS = ("train", "validation", "test")
 INSTALL = "python -m venv .venv-peers && .venv-peers/bin/pip install -r benchmarks/quality/requirements-peers.txt"
 
 
-class PeerError(Exception):
+class PeerError(InputError):
     """FuxiCTR is missing or failed."""
 
 

@@ -3,7 +3,7 @@
 python -m benchmarks.quality.fetch --out data/quality amazon_office
 python -m benchmarks.quality.semantic_ids
 
-The codecs are fitted and the IDs written by examples/make_semantic_ids.py, to data/quality/semantic_ids. Users are
+The codecs are fitted and the IDs written by `jfi semantic-ids`, to data/quality/semantic_ids. Users are
 split 8 : 1 : 1, and a tenth of the items is in no row of the training users, so that test rows have new items. Every
 form has four trials of learning rates; the one with the best NE on the validation rows is trained with three seeds.
 Results go to benchmarks/results/quality/semantic_ids.json after each training; another call goes on from there.
@@ -29,10 +29,9 @@ from benchmarks.quality.models import Model, grid
 from benchmarks.quality.page import RESULTS, where
 from benchmarks.quality.results import Results, chosen, final_runs, of_model
 from benchmarks.quality.run import Task, run_table, train_ours
-from benchmarks.quality.tables import DATA, ROOT, TABLES, Table
+from benchmarks.quality.tables import DATA, TABLES, Table
 from benchmarks.sid_tables import draw_gains
 from jfi.data import DataError, InteractionDataset
-from jfi.training import ConfigError
 from jfi.training.metrics import Predictions
 from jfi.utils.exit_codes import run_command
 from jfi.utils.options import OptionError, OptionParser
@@ -46,7 +45,7 @@ TABLE = Table(_OFFICE.title, _OFFICE.config, [_FILES])
 #: Users 0 of 10 test, 1 validate; items 0 of 10 are new: by CRC-32.
 _PARTS = 10
 _BOTH = ["--text", "title,description"]
-#: By the name of their file, the options of examples/make_semantic_ids.py.
+#: By the name of their file, the options of `jfi semantic-ids`.
 CODECS: dict[str, list[str]] = {
     "rq": [*_BOTH, "--codec", "rq"],
     "dpca": [*_BOTH, "--codec", "dpca"],
@@ -138,7 +137,7 @@ def make_ids(data: Path) -> None:
         if out.exists():
             continue
         items = data / TABLE.folds[0]["items"]
-        command = [sys.executable, ROOT / "examples/make_semantic_ids.py", "--items", items, *options, "--out", out]
+        command = [sys.executable, "-m", "jfi", "semantic-ids", "--items", items, *options, "--out", out]
         done = subprocess.run([str(one) for one in command], capture_output=True, text=True)
         if done.returncode:
             raise DataError(f"{out}: {done.stderr.strip()[-400:]}")
@@ -243,4 +242,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, (ConfigError, DataError)))
+    sys.exit(run_command(main))

@@ -135,7 +135,7 @@ class DataConfig:
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz` or `.zst`.
         users: files of users in the same forms, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
         items: files of items in the same forms, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
-        semantic_ids: file of the items' semantic IDs that examples/make_semantic_ids.py wrote, with its codec beside
+        semantic_ids: file of the items' semantic IDs that `jfi semantic-ids` wrote, with its codec beside
             it, or None. It names the items in a column `item`, as the table of items does. Events get the key
             `history_sid`, and the target `item_sid`, with the ID -1 for an item that the file lacks.
         user: column of the user's id.
@@ -207,7 +207,7 @@ class DataConfig:
             reads it. None means `label`.
         policy: file of a `jfi.history.Policy`: which of the newest `max_history` events of a history a model computes,
             by their dwell and surface and the segment of the user, and their weights. None keeps all.
-        prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and the settings of this section
+        prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section
             are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
             `eval_negatives`, `unknown_share` and `policy`, which are the run's own.
     """

@@ -1,9 +1,11 @@
 """The error of this package."""
 
+from jfi.utils.errors import InputError
+
 _MAX_LENGTH = 2000
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """A fault in the input data or in the config that describes it, as one line that names the place.
 
     Messages quote what files hold, so line breaks and other characters that are not printable are escaped, and a

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jfi.utils.errors import InputError
 from jfi.utils.files import SUMS, DamagedFileError, check_sum, naming, parse_sums, write_sums, writing_folder
 from jfi.utils.files import sha256_of as file_sha256
 
@@ -39,7 +40,7 @@ _INSTRUCTIONS = re.compile(
 )
 
 
-class ArtifactError(Exception):
+class ArtifactError(InputError):
     """An artifact that cannot be written or used; the message is one line."""
 
 

@@ -1,4 +1,4 @@
-"""Command lines of the examples: a YAML file, overrides of any field, and faults reported in one line.
+"""Reads configs from YAML files and command lines, and writes them; a fault is one line.
 
 `jfi.utils.exit_codes` has the exit codes.
 """
@@ -9,7 +9,7 @@ import re
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from jfi.data import DataError
 from jfi.data.prepared.manifest import CHOICES, prepared_config
 from jfi.data.removed_settings import REMOVED, check_removed
 from jfi.training.config import Config, ConfigError
-from jfi.utils.exit_codes import EXIT_CODES, run_command, shorten
+from jfi.utils.exit_codes import EXIT_CODES, shorten
 from jfi.utils.files import is_storage_fault, write_file
 from jfi.utils.suggest import suggest
 
@@ -130,11 +130,6 @@ def save_config(config: Config, path: str | Path) -> None:
     """Writes all fields, including defaults, as YAML; whole or not at all."""
     tree = {"version": VERSION, **config.as_dict()}
     write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-
-
-def run_cli(main: Callable[[], int | None]) -> int:
-    """`run_command` for a command with a config and data."""
-    return run_command(main, (ConfigError, DataError))
 
 
 def _read_file(path: str, needs_version: bool = False) -> str:

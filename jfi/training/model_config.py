@@ -8,10 +8,11 @@ from typing import Literal
 
 from jfi.data.config import AGE, HISTORY
 from jfi.models.sequence_dlrm import Pooling
+from jfi.utils.errors import InputError
 from jfi.utils.files import absolute_path
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A fault in the config that the user can fix, as one line that names the key."""
 
 

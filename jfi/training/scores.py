@@ -193,7 +193,7 @@ def scored(
         yield Scores(rows, score, schema.labels, user, unknown.shares(), positives, calibration)
 
 
-def check_out(out: str | Path | None) -> Path | None:
+def check_out(out: str | Path | None, option: str = "--out") -> Path | None:
     """The path of a file to write.
 
     Raises:
@@ -203,8 +203,8 @@ def check_out(out: str | Path | None) -> Path | None:
         return None
     out = Path(out)
     if out.suffix not in SUFFIXES:
-        raise ConfigError(f"--out {out}: the name must end in {' or '.join(SUFFIXES)}")
-    check_place("--out", out)
+        raise ConfigError(f"{option} {out}: the name must end in {' or '.join(SUFFIXES)}")
+    check_place(option, out)
     return out
 
 

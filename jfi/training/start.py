@@ -90,7 +90,7 @@ def resume(
     Args:
         run_dir: the run folder.
         prepared: a prepared dataset to go on with from now on, or None for the data of config.yaml. Of other rows it
-            must have been prepared with the run's schema (`examples/prepare_data.py --run`).
+            must have been prepared with the run's schema (`jfi prepare --run`).
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.

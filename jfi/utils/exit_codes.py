@@ -13,9 +13,9 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
+from jfi.utils.errors import InputError
 from jfi.utils.files import naming
 from jfi.utils.memory import memory_cause, memory_line
-from jfi.utils.options import OptionError
 
 
 class ExitCode(IntEnum):
@@ -84,14 +84,13 @@ def _exit_at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
-def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exception], ...] = ()) -> int:
+def run_command(main: Callable[[], int | None]) -> int:
     """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
 
     Under torchrun one process per host writes the line, unless the error is of one process alone.
 
     Args:
-        main: what the command does; it returns an exit code, or None for success.
-        wrong_input: the errors of the command's input, whose messages are for users.
+        main: what the command does; it returns an exit code, or None for success. An `InputError` is of its input.
 
     Example:
         >>> run_command(lambda: None)
@@ -111,11 +110,11 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
         line, code = f"stopped by {signum.name}", 128 + signum
     except Exception as error:
         memory = memory_line(error)
-        if isinstance(error, (OptionError, *wrong_input)):
+        if isinstance(error, InputError):
             memory = memory_cause(error)
         if memory is not None:
             line, code = _out_of_memory(memory), ExitCode.MEMORY
-        elif isinstance(error, (OptionError, *wrong_input)):
+        elif isinstance(error, InputError):
             line, code = f"error: {error}", ExitCode.WRONG_INPUT
         elif isinstance(error, FloatingPointError):
             line, code = f"error: {error}", ExitCode.DIVERGED

@@ -5,10 +5,11 @@ import math
 import re
 from collections.abc import Sequence
 
+from jfi.utils.errors import InputError
 from jfi.utils.suggest import suggest
 
 
-class OptionError(ValueError):
+class OptionError(InputError):
     """A wrong option of a command, as one line that names it."""
 
 

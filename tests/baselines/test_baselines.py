@@ -2,11 +2,11 @@
 
 import json
 import random
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -20,7 +20,6 @@ from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import ConfigError
-from jfi.training.cli import run_cli
 from jfi.training.metrics import auc, user_auc
 from jfi.utils.exit_codes import ExitCode
 
@@ -144,17 +143,16 @@ def test_the_command_writes_its_table(tmp_path, monkeypatch, capsys, results):
     monkeypatch.chdir(tmp_path)
     overrides = ["--data.synthetic.num_users", "150", "--data.synthetic.num_items", "60"]
     arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), *overrides, "--training.run_dir", "out"]
-    monkeypatch.setattr(sys, "argv", ["baselines.py", *arguments, "--seeds", "0", "1"])
-    main = runpy.run_path(str(ROOT / "examples/baselines.py"))["main"]
-    assert run_cli(main) == ExitCode.SUCCESS
-    record = json.loads((tmp_path / "out/baselines.json").read_text())
+    command = ["compare", *arguments, "--seeds", "0", "1", "--poolings"]
+    assert commands.call(*command) == ExitCode.SUCCESS
+    record = json.loads((tmp_path / "out/comparison.json").read_text())
     assert record["seeds"] == [0, 1] and list(record["summary"]) == NAMES
     assert record["data"]["synthetic"]["num_users"] == 150
-    boosting = record["runs"]["gradient boosting"]
+    boosting = record["baselines"]["gradient boosting"]
     assert [run["test"] for run in boosting] == [results["gradient boosting"][0].test] * 2
     lines = capsys.readouterr().out.splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.startswith("test split"))
     assert [line[: len(name)] for line, name in zip(lines[head + 1 :], NAMES, strict=False)] == NAMES
     assert f"{boosting[0]['test']['auc']:.4f} ± 0.0000" in lines[head + 6]
-    assert run_cli(main) == ExitCode.WRONG_INPUT
+    assert commands.call(*command) == ExitCode.WRONG_INPUT
     assert "training.run_dir: out is not empty" in capsys.readouterr().err

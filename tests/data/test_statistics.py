@@ -180,7 +180,8 @@ def test_a_table_to_score_needs_them(tmp_path):
         folder.mkdir()
         return ScoringRows(Sources(interactions, history=table), folder, schema, column_settings(config))
 
-    with pytest.raises(DataError, match=r"no column 'past_user_rate' of data.statistics; make it with examples/"):
+    advice = r"no column 'past_user_rate' of data.statistics; make it by `jfi prepare --add-statistics`"
+    with pytest.raises(DataError, match=advice):
         parts(table)
     part = parts(add_statistics(table, config))
     (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
@@ -189,19 +190,20 @@ def test_a_table_to_score_needs_them(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path):
-    script = [sys.executable, str(ROOT / "examples/add_statistics.py")]
+    script = [sys.executable, "-m", "jfi", "prepare"]
     synthetic = ["--data.source", "synthetic", "--data.synthetic.num_users", "20", "--data.statistics", "[item]"]
     out = tmp_path / "out.parquet"
-    done = subprocess.run([*script, *synthetic, "--out", out], capture_output=True, text=True)
+    done = subprocess.run([*script, *synthetic, "--add-statistics", out], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert pa.parquet.read_table(out).column_names[-2:] == STATISTICS["item"]
-    rows = tmp_path / "rows.csv"
+    out, rows = tmp_path / "no.parquet", tmp_path / "rows.csv"
     rows.write_text("user_id,item_id,timestamp,liked\n1,7,0,1\n2,7,soon,0\n")
     options = ["--data.interactions", rows, "--data.label", "liked", "--data.statistics", "[item]"]
-    done = subprocess.run([*script, *options, "--out", tmp_path / "no.parquet"], capture_output=True, text=True)
+    done = subprocess.run([*script, *options, "--add-statistics", out], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: {rows}:3: 'timestamp' is 'soon', neither a number nor a date\n"
-    done = subprocess.run([*script, *options, "--data.prepared", "x", "--out", out], capture_output=True, text=True)
+    options += ["--data.prepared", "x"]
+    done = subprocess.run([*script, *options, "--add-statistics", out], capture_output=True, text=True)
     assert done.returncode == 2 and "data.prepared must be null" in done.stderr
 
 

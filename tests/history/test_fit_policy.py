@@ -1,10 +1,9 @@
 """The command: what it writes, that it reads nothing after --until, and what it refuses, by name."""
 
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,19 +15,13 @@ from benchmarks.online_shoppers import fit_sessions, read_sessions, share_of_ent
 from jfi.data import DataConfig
 from jfi.data.prepared.training_log import training_log
 from jfi.history import EventLog, Policy, fit
-from jfi.training.cli import run_cli
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = shlex.split("--interactions log.parquet --surface tab --dwell ms --dwell-unit ms --conversion buys")
 
 
-@pytest.fixture(scope="module")
-def main():
-    return runpy.run_path(str(ROOT / "examples/fit_policy.py"))["main"]
-
-
 @pytest.fixture
-def command(main, monkeypatch, capsys, tmp_path):
+def command(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     events, conversion, _ = planted(60)
     dwell = pa.array(events.dwell * 1000, mask=np.arange(len(events)) % 10 == 0)
@@ -38,8 +31,7 @@ def command(main, monkeypatch, capsys, tmp_path):
     pq.write_table(pa.table(table), "log.parquet")
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fit_policy.py", *map(str, arguments)])
-        return run_cli(main), *capsys.readouterr()
+        return commands.call("policy", *arguments), *capsys.readouterr()
 
     return call
 

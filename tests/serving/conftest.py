@@ -1,12 +1,12 @@
 """One tiny run, trained and exported once: compiling is what takes long."""
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import commands
 import pytest
 import torch
 from filelock import FileLock  # torch requires it
@@ -15,7 +15,7 @@ from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
 from jfi.training import train
-from jfi.training.cli import parse_config, run_cli
+from jfi.training.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -25,14 +25,6 @@ TINY = [
     *["--encoder.bias", "position", "--encoder.causal", "true", "--encoder.relative_bias", "distance"],
     *["--training.device", "cpu", "--training.epochs", "1", "--training.batch_size", "64"],
 ]
-
-
-def load_script(name: str) -> ModuleType:
-    """A script of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"examples/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def logits(model: SequenceDLRM, batch: Batch) -> torch.Tensor:
@@ -74,9 +66,7 @@ def exported(tmp_path_factory, worker_id) -> SimpleNamespace:
 def export_tiny(folder: Path) -> None:
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["export.py", "--run", str(folder / "run")])
-        assert run_cli(load_script("export").main) == 0
+    commands.run("export", "--run", folder / "run")
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +76,7 @@ def scorer(exported) -> Scorer:
 
 @pytest.fixture
 def log(caplog):
-    """What the server logs, as one text, as examples/serve.py sets it up."""
+    """What the server logs, as one text, as `jfi serve` sets it up."""
     server = pytest.importorskip("jfi.serving.server")
     quiet = logging.getLogger("aiohttp.server")
     quiet.addFilter(server.without_traceback)

@@ -18,24 +18,23 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
+import commands
 import pytest
 import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import CppCompileError, InductorError
 
 from jfi.serving.artifact import ArtifactError, identity, read, writing
-from jfi.training import ConfigError
-from jfi.utils.exit_codes import run_command
 
-from .conftest import ROOT, load_script
+from .conftest import ROOT
 
 pytest.importorskip("aiohttp")
 
 
 @contextmanager
 def server(*options: object, env: dict[str, str] | None = None, begun: Callable = lambda process: None):
-    """A process of serve.py and the address it says; `begun` is called with the process when it has just begun."""
-    command = [sys.executable, "-u", "examples/serve.py", "--port", "0", *map(str, options)]
+    """A process of `jfi serve` and the address it says; `begun` is called with the process when it has just begun."""
+    command = [sys.executable, "-u", "-m", "jfi", "serve", "--port", "0", *map(str, options)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, env=env, **pipes)
     try:
@@ -103,14 +102,14 @@ def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, r
 
 
 def test_an_artifact_of_an_earlier_version_has_all_but_calibrated_scores(exported, scorer, tmp_path, request_body):
-    """It has no calibration: serve.py says what to do. One that replaces it later is refused in the same way."""
+    """It has no calibration: `jfi serve` says what to do. One that replaces it later is refused in the same way."""
     old = tmp_path / "old"
     with writing(old) as folder:
         shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
         info = json.loads((folder / "artifact.json").read_text())
         assert info.pop("calibration")
         (folder / "artifact.json").write_text(json.dumps(info))
-    command = [sys.executable, "examples/serve.py", "--artifact", old, "--output"]
+    command = [sys.executable, "-m", "jfi", "serve", "--artifact", old, "--output"]
     ended = subprocess.run([*command, "calibrated"], cwd=ROOT, capture_output=True, text=True)
     why = f"{old} has no calibration, like all artifacts of earlier versions; train its run again and export it"
     assert ended.returncode == 2
@@ -167,14 +166,11 @@ def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
 def test_json_lines_need_neither_the_model_nor_training_nor_triton(exported, scorer, request_body):
     """Float tables need no TorchRec either, and what comes by lines no aiohttp."""
     script = f"""
-import runpy, sys
+import sys
 for absent in ("triton", "torchrec", "fbgemm_gpu", "pyarrow", "aiohttp"):
     sys.modules[absent] = None
-sys.argv = ["examples/serve.py", "--artifact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]
-try:
-    runpy.run_path("examples/serve.py", run_name="__main__")
-except SystemExit as end:
-    assert not end.code, end.code
+from jfi import cli
+assert cli.main(["serve", "--artifact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]) == 0
 print(sorted(name for name in sys.modules if name.startswith("jfi.")))
 """
     bodies = [request_body, request_body | {"candidates": []}, request_body]
@@ -215,17 +211,14 @@ def test_a_damaged_artifact_is_refused_by_one_line(exported, tmp_path, spoil, re
         read(path)
 
 
-def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
-    """The exit code of a script run in this process, and its stderr."""
-    script = load_script(name)
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    code = run_command(script.main, (ArtifactError, ConfigError))
-    return code, capsys.readouterr().err
+def said(name: str, capsys, *arguments: object) -> tuple[int, str]:
+    """The exit code of a command in this process, and its stderr."""
+    return commands.call(name, *arguments), capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
-    say = partial(said, "export", monkeypatch, capsys)
+    say = partial(said, "export", capsys)
     assert say("--run", exported.run) == (2, f"error: --out {exported.path}: exists already; name a new folder\n")
     assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: not a run folder, config.yaml is missing\n")
     if not torch.cuda.is_available():
@@ -273,13 +266,13 @@ def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_pa
             if compile_with is not None:
                 patch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
             with largest_file(size):
-                code, text = said("export", patch, capsys, "--run", exported.run, "--out", out)
+                code, text = said("export", capsys, "--run", exported.run, "--out", out)
         assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
         assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
-    say = partial(said, "serve", monkeypatch, capsys)
+    say = partial(said, "serve", capsys)
     missing = f"error: {tmp_path} is not an artifact: SHA256SUMS is missing\n"
     assert say("--artifact", tmp_path) == (2, missing)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -52,8 +52,8 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> No
 
 
 def answering(artifact: Path, temporary: Path, *options: object, **pipes: object) -> subprocess.Popen:
-    """A process of serve.py --jsonl."""
-    command = [sys.executable, "examples/serve.py", "--artifact", artifact, "--jsonl", *map(str, options)]
+    """A process of `jfi serve --jsonl`."""
+    command = [sys.executable, "-m", "jfi", "serve", "--artifact", artifact, "--jsonl", *map(str, options)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | pipes
     return subprocess.Popen(command, cwd=ROOT, env=environment(temporary), **pipes)
 
@@ -122,7 +122,7 @@ def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, tempo
 
 
 def test_a_server_that_ends_while_it_loads_leaves_nothing(exported, temporary):
-    command = [sys.executable, "examples/serve.py", "--artifact", exported.path, "--port", "0"]
+    command = [sys.executable, "-m", "jfi", "serve", "--artifact", exported.path, "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(temporary), stdout=subprocess.PIPE)
     try:
         wait_until(lambda: list(temporary.iterdir()), process)

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from hostile import Marker, attack
@@ -22,9 +23,8 @@ from hostile import Marker, attack
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, identity, sha256_of
 from jfi.serving.scorer import Scorer
-from jfi.training.cli import run_cli
 
-from .conftest import ROOT, load_script
+from .conftest import ROOT
 from .test_commands import post, said, server
 
 
@@ -63,8 +63,7 @@ def test_the_sha256_is_printed_by_export_and_that_of_SHA256SUMS(exported, tmp_pa
         "jfi.serving.export._compile",
         lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
     )
-    monkeypatch.setattr("sys.argv", ["export.py", "--run", str(exported.run), "--out", str(tmp_path / "out")])
-    assert run_cli(load_script("export").main) == 0
+    commands.run("export", "--run", exported.run, "--out", tmp_path / "out")
     found = hashlib.sha256((tmp_path / "out/SHA256SUMS").read_bytes()).hexdigest()
     assert f"\nsha256 {found}\n" in capsys.readouterr().out
     assert Scorer(tmp_path / "out", sha256={found}).identity == found[:12]
@@ -83,12 +82,12 @@ def test_serve_refuses_an_artifact_with_another_sha256_in_one_line(exported, tmp
         (tmp_path / "empty", f"--sha256 {tmp_path}/empty: has no SHA-256"),
         (tmp_path / "short", f"--sha256 {tmp_path}/short: line 2 must be 64 hexadecimal digits, got '12ab'"),
     ):
-        code, text = said("serve", monkeypatch, capsys, "--artifact", other, "--sha256", known, "--jsonl")
+        code, text = said("serve", capsys, "--artifact", other, "--sha256", known, "--jsonl")
         assert (code, text) == (2, f"error: {reason}\n")
 
 
 def test_serve_takes_the_sha256_itself(exported, request_body):
-    command = [sys.executable, "examples/serve.py", "--jsonl", "--artifact", exported.path]
+    command = [sys.executable, "-m", "jfi", "serve", "--jsonl", "--artifact", exported.path]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "input": json.dumps(request_body)}
     assert "scores" in subprocess.run([*command, "--sha256", sha256_of(exported.path).upper()], **options).stdout
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -33,7 +34,7 @@ from jfi.serving.tables import FloatTables
 from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, resume, train
 from jfi.training.build import build_model
 
-from .conftest import load_script, logits
+from .conftest import logits
 
 MAX_HISTORY = 24
 
@@ -165,15 +166,15 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
     replace(run.policy, newest=3).save(path)
     warm = run.config.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"))
     warm = replace(warm, data=replace(warm.data, policy=str(folder / "moved.json")))
-    given = ["--run", tmp_path / "run"]
+    given, log = ["--run", tmp_path / "run"], folder / "log.parquet"
     for command in (
         lambda: resume(tmp_path / "run"),
         lambda: resume(tmp_path / "run", data_changed="accept"),
         lambda: jfi.load_run(tmp_path / "run"),
         lambda: train(warm),
-        lambda: call("predict", *given, "--interactions", folder / "log.parquet", "--out", tmp_path / "out.csv"),
-        lambda: call("export", *given, "--out", tmp_path / "out"),
-        lambda: call("prepare_data", *given, "--out", tmp_path / "out"),
+        lambda: commands.run("predict", *given, "--interactions", log, "--out", tmp_path / "out.csv"),
+        lambda: commands.run("export", *given, "--out", tmp_path / "out"),
+        lambda: commands.run("prepare", *given, "--out", tmp_path / "out"),
     ):
         with pytest.raises(ConfigError, match=f"{path} has changed since the checkpoint; restore it"):
             command()
@@ -181,13 +182,6 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
     with pytest.raises(ConfigError, match=f"{path} is missing; restore it"):
         jfi.load_run(tmp_path / "run")
     assert {one.name for one in tmp_path.iterdir()} == {"run"}
-
-
-def call(script: str, *arguments: object) -> None:
-    """Calls the main function of a script of examples/."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [script, *map(str, arguments)])
-        load_script(script).main()
 
 
 def test_weights_need_a_model_that_reads_them(folder, run, tmp_path):

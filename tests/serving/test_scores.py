@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -17,10 +18,9 @@ from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Scorer, _check_environment, group_by_size
 from jfi.serving.tables import load_tables, save_tables
-from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
 
-from .conftest import load_script, logits
+from .conftest import logits
 
 SAMPLES = 1000
 
@@ -165,9 +165,7 @@ def int8(exported, tmp_path_factory) -> Path:
             "jfi.serving.export._compile",
             lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
         )
-        arguments = ["--run", exported.run, "--out", path, "--tables", "int8"]
-        patch.setattr("sys.argv", ["export.py", *map(str, arguments)])
-        assert run_cli(load_script("export").main) == 0
+        commands.run("export", "--run", exported.run, "--out", path, "--tables", "int8")
     return path
 
 

@@ -2,11 +2,10 @@
 
 import json
 import random
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
+import commands
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,25 +14,18 @@ import torch
 from jfi.data import DataError
 from jfi.data.features.semantic_ids import read_sids, write_sids
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
-from jfi.training.cli import run_cli
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["red pen", "blue pen", "paper clip", "green folder", "desk lamp", "paper tray"]
 
 
-@pytest.fixture(scope="module")
-def main():
-    return runpy.run_path(str(ROOT / "examples/make_semantic_ids.py"))["main"]
-
-
 @pytest.fixture
-def command(main, monkeypatch, capsys, tmp_path):
+def command(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["make_semantic_ids.py", *map(str, arguments)])
-        return run_cli(main), *capsys.readouterr()
+        return commands.call("semantic-ids", *arguments), *capsys.readouterr()
 
     return call
 
@@ -279,14 +271,13 @@ def other_codec(sids: list[int] | None = None, codec: Codec | None = None) -> No
 
 
 @pytest.fixture(scope="module")
-def made(main, tmp_path_factory) -> Path:
+def made(tmp_path_factory) -> Path:
     """A folder with the items, the IDs and the codec of `DPCA`."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         pq.write_table(rows(60), "items.parquet")
-        patch.setattr(sys, "argv", ["make_semantic_ids.py", *DPCA])
-        assert run_cli(main) == 0
+        commands.run("semantic-ids", *DPCA)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""examples/train_dlrm.py whose last process dies: dying.py DEATHS ARGUMENT...
+"""`jfi train` whose last process dies: dying.py DEATHS ARGUMENT...
 
 DEATHS is a JSON list of [phase, step], one for each start by torchrun: the process kills itself in this phase of the
 step after so many. The phase "error" raises an error instead. Later starts live.
@@ -6,18 +6,15 @@ step after so many. The phase "error" raises an error instead. Later starts live
 
 import json
 import os
-import runpy
 import signal
 import sys
-from pathlib import Path
 from unittest import mock
 
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
+from jfi import cli
 from jfi.training.loop import Trainer
 from jfi.training.tensor_files import TensorWriter
-
-SCRIPT = Path(__file__).parents[2] / "examples/train_dlrm.py"
 
 
 def patches(phase: str, step: int) -> list:
@@ -62,5 +59,4 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "1" and start < len(deaths):
         for patch in patches(*deaths[start]):
             patch.start()
-    sys.path.insert(0, str(SCRIPT.parent))
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.exit(cli.main(["train", *sys.argv[1:]]))

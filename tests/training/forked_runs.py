@@ -98,7 +98,8 @@ def main() -> None:
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
     from jfi.training import resume, train
-    from jfi.training.cli import load_config, run_cli
+    from jfi.training.cli import load_config
+    from jfi.utils.exit_codes import run_command
     from jfi.utils.files import write_file
 
     def do() -> None:
@@ -124,7 +125,7 @@ def main() -> None:
             with count.open("w") as file, mock.patch.multiple("jfi.training.plots", **pictures):
                 calls = disturb(job)
                 try:
-                    code = run_cli(do)
+                    code = run_command(do)
                 except BaseException:
                     code = 99
                     sys.excepthook(*sys.exc_info())

@@ -1,10 +1,9 @@
 """The calibration of runs: the best epoch's, after an interruption too; none in a run of an earlier version."""
 
 import dataclasses
-import runpy
-import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -20,7 +19,6 @@ from jfi.data.config import LabelConfig
 from jfi.training import Config, resume, state, train
 from jfi.training.calibration import fit_platt
 from jfi.training.checkpoint import save_checkpoint
-from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
 from jfi.training.progress import Progress
 from jfi.training.saved_run import SavedRun
@@ -94,9 +92,8 @@ def test_a_resumed_run_has_the_calibration_of_the_best_epoch(folder, tmp_path, m
     assert found["identity"] == "" and (found["a"], found["b"]) == pytest.approx(fitted(run), rel=1e-3, abs=1e-4)
 
 
-def predict(monkeypatch, capsys, *options: object) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, options)])
-    return run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"]), capsys.readouterr().err
+def predict(capsys, *options: object) -> tuple[int, str]:
+    return commands.call("predict", *options), capsys.readouterr().err
 
 
 def test_a_run_of_an_earlier_version_has_all_but_calibrated_probabilities(folder, tmp_path, monkeypatch, capsys):
@@ -105,11 +102,11 @@ def test_a_run_of_an_earlier_version_has_all_but_calibrated_probabilities(folder
         patch.setattr(state, "save_checkpoint", save_without_calibration)
         train(made(folder, "old"))
     options = ["--run", old, "--interactions", folder / "table.csv", "--out"]
-    code, said = predict(monkeypatch, capsys, *options, tmp_path / "a.csv", "--output", "calibrated")
+    code, said = predict(capsys, *options, tmp_path / "a.csv", "--output", "calibrated")
     why = f"run {old} has no calibration, like all runs of earlier versions; train it again, or choose probabilities"
     assert (code, said) == (2, f"error: output is calibrated, but {why}\n") and not list(tmp_path.iterdir())
-    assert predict(monkeypatch, capsys, *options, tmp_path / "b.csv") == (0, "")
-    assert predict(monkeypatch, capsys, *options, tmp_path / "c.csv", "--output", "probabilities") == (0, "")
+    assert predict(capsys, *options, tmp_path / "b.csv") == (0, "")
+    assert predict(capsys, *options, tmp_path / "c.csv", "--output", "probabilities") == (0, "")
     assert (tmp_path / "b.csv").read_bytes() == (tmp_path / "c.csv").read_bytes()
     # Trained further, it has one where a new epoch is the best.
     monkeypatch.setattr(Trainer, "_evaluate", better(Trainer._evaluate))

@@ -1,20 +1,20 @@
 import dataclasses
 import functools
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import yaml
 
 from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.training import Config, ConfigError
-from jfi.training.cli import load_config, parse_config, run_cli, save_config
+from jfi.training.cli import load_config, parse_config, save_config
+from jfi.utils.exit_codes import run_command
 from jfi.utils.options import OptionError, OptionParser, at_least_zero
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples/train_dlrm.py"
 
 
 def parse(*arguments: str) -> Config:
@@ -276,11 +276,11 @@ def test_exit_codes(capsys):
     def diverge() -> None:
         raise FloatingPointError("the loss is nan")
 
-    assert run_cli(fail) == 2
+    assert run_command(fail) == 2
     assert capsys.readouterr().err == "error: a fault\n"
-    assert run_cli(stop) == 130
-    assert run_cli(diverge) == 1
-    assert run_cli(lambda: None) == 0
+    assert run_command(stop) == 130
+    assert run_command(diverge) == 1
+    assert run_command(lambda: None) == 0
 
 
 def test_an_error_in_a_process_group_ends_at_once(capsys, monkeypatch):
@@ -299,7 +299,7 @@ def test_an_error_in_a_process_group_ends_at_once(capsys, monkeypatch):
         (KeyError("a bug"), 1, "KeyError: 'a bug'\n"),
     ]:
         with pytest.raises(SystemExit) as ended:
-            run_cli(functools.partial(fail, error))
+            run_command(functools.partial(fail, error))
         assert ended.value.code == code
         assert capsys.readouterr().err.endswith(line)
 
@@ -313,13 +313,12 @@ def test_an_error_in_a_process_group_ends_at_once(capsys, monkeypatch):
 )
 def test_a_fault_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, part):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train_dlrm.py", *arguments])
-    assert run_cli(runpy.run_path(str(SCRIPT))["main"]) == 2
+    assert commands.call("train", *arguments) == 2
     assert_one_line(capsys.readouterr().err, part, tmp_path)
 
 
 def test_a_process_with_a_fault_says_it_in_one_line(tmp_path):
-    command = [sys.executable, SCRIPT, "--training.seed", "-1"]
+    command = [sys.executable, "-m", "jfi", "train", "--training.seed", "-1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert_one_line(done.stderr, "training.seed", tmp_path)

@@ -28,7 +28,7 @@ def test_compare_pooling(tmp_path):
         *["--data.synthetic.num_users", "60", "--training.epochs", "1", "--training.batch_size", "256"],
     ]
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/compare_pooling.py", *map(str, arguments)],
+        [sys.executable, "-m", "jfi", "compare", *map(str, arguments)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

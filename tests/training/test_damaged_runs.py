@@ -15,9 +15,9 @@ from jfi.data import DataSchema
 from jfi.data.prepared.fits import check_equal
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.cli import run_cli
 from jfi.training.saved_run import SavedRun, load_run
 from jfi.utils.encoding import Vocabulary
+from jfi.utils.exit_codes import run_command
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
 #: Damages in CI, and with the slow tests.
@@ -95,7 +95,7 @@ def test_a_damaged_run_is_refused_in_one_line_or_ends_with_the_same_bits(runs, t
         shutil.copytree(died, run)
         what = damage(run, seed)
         capfd.readouterr()
-        code = run_cli(lambda run=run: resume(run) and None)
+        code = run_command(lambda run=run: resume(run) and None)
         errors = capfd.readouterr().err.splitlines()
         if code == 0:
             assert_same_run(whole, run)
@@ -135,7 +135,7 @@ def test_a_damaged_run_predicts_as_before_or_is_refused_in_one_line(runs, tmp_pa
         else:
             what = damage(run, seed)
         capfd.readouterr()
-        code = run_cli(lambda run=run: loaded.append(load_run(run)))
+        code = run_command(lambda run=run: loaded.append(load_run(run)))
         errors = capfd.readouterr().err.splitlines()
         if code == 0:
             assert_same_scores(loaded.pop(), whole)
@@ -165,7 +165,7 @@ def test_a_run_whose_scores_would_change_with_its_config_is_refused_with_the_fie
     text = (run / "config.yaml").read_text()
     assert text.count(f" {old}\n") == 1
     (run / "config.yaml").write_text(text.replace(f" {old}\n", f" {new}\n"))
-    assert run_cli(lambda: load_run(run) and None) == (2 if changes else 0)
+    assert run_command(lambda: load_run(run) and None) == (2 if changes else 0)
     lines = [
         f"error: run {run}: config.yaml has changed since the checkpoint: {change}; restore it" for change in changes
     ]
@@ -185,7 +185,7 @@ def test_the_vocabularies_of_another_run_are_refused_by_every_command(runs, tmp_
     assert values and DataSchema.load(run / "data").encodings.vocabularies.keys() == values.keys()
     warm = tiny(tmp_path / "warm", warm_start=str(run))
     for command in (resume, lambda run: resume(run, data_changed="accept"), load_run, lambda _: train(warm)):
-        assert run_cli(lambda command=command: command(run) and None) == 2
+        assert run_command(lambda command=command: command(run) and None) == 2
         line = f"error: {run}/data/schema.json has changed since the checkpoint; restore it\n"
         assert capfd.readouterr().err == line
     assert not (tmp_path / "warm").exists()
@@ -200,7 +200,7 @@ def test_a_run_that_goes_on_holds_no_links(runs, tmp_path, capfd, name):
     path.rename(other)
     path.symlink_to(other)
     before = sorted((one, one.stat().st_mtime_ns) for one in (other, *other.rglob("*")))
-    assert run_cli(lambda: resume(run) and None) == 2
+    assert run_command(lambda: resume(run) and None) == 2
     assert capfd.readouterr().err == f"error: --resume {run}: {path} is a link; a run that goes on holds none\n"
     assert sorted((one, one.stat().st_mtime_ns) for one in (other, *other.rglob("*"))) == before
     load_run(run)  # which writes nothing
@@ -220,14 +220,14 @@ def test_every_flipped_bit_of_a_checkpoint_is_refused_by_resume_and_export_with_
     run = tmp_path / "run"
     shutil.copytree(runs[1], run)
     best, last = sorted((run / "checkpoints").iterdir())
-    assert run_cli(lambda: load_run(run) and None) == 0
+    assert run_command(lambda: load_run(run) and None) == 0
     for folder, commands in ((last, [resume]), (best, [resume, load_run])):
         path, draw = folder / name, random.Random(0)
         for bit in draw.sample(range(8 * path.stat().st_size), 2):
             flip_bit(path, bit)
             capfd.readouterr()
             for command in commands:
-                assert run_cli(lambda command=command: command(run) and None) == 2
+                assert run_command(lambda command=command: command(run) and None) == 2
                 (line,) = capfd.readouterr().err.splitlines()
                 assert str(path) in line, line
             flip_bit(path, bit)
@@ -248,7 +248,7 @@ def test_progress_of_a_wrong_type_is_refused_in_one_line(runs, tmp_path, capfd, 
     path = folder / "progress.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS})
-    assert run_cli(lambda: resume(run) and None) == 2
+    assert run_command(lambda: resume(run) and None) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert f"{path} is damaged" in line
 
@@ -259,7 +259,7 @@ def test_a_damaged_line_of_metrics_is_named(runs, tmp_path, capfd):
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[1] = b"x" * (len(lines[1]) - 1) + b"\n"
     (run / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert run_cli(lambda: resume(run) and None) == 2
+    assert run_command(lambda: resume(run) and None) == 2
     assert capfd.readouterr().err == f"error: {run}/metrics.jsonl:2: damaged, not a line of metrics\n"
 
 
@@ -268,7 +268,7 @@ def test_a_changed_config_is_refused_with_its_fields_or_accepted(runs, tmp_path,
     shutil.copytree(runs[1], run)
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("epochs: 3", "epochs: 4").replace("patience: 2", "patience: null"))
-    assert run_cli(lambda: resume(run) and None) == 2
+    assert run_command(lambda: resume(run) and None) == 2
     assert "training.epochs was 3 and is 4, training.patience was 2 and is null" in capfd.readouterr().err
     assert resume(run, config_changed="accept").epochs == 4
     resume(run)  # it is the run's config from now on

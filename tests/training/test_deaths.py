@@ -75,7 +75,7 @@ def refused(folder: Path, *options: list[str]) -> list[tuple[int, str]]:
     save_config(tiny(folder, "refused", "rowwise_adagrad", "row_wise"), folder / "refused.yaml")
     port, processes = str(free_port()), []
     for rank in range(2):
-        command = [sys.executable, ROOT / "examples/train_dlrm.py", "--config", folder / "refused.yaml", *options[rank]]
+        command = [sys.executable, "-m", "jfi", "train", "--config", folder / "refused.yaml", *options[rank]]
         environ = {**os.environ, **environment(rank, 2), "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
     errors = [process.communicate(timeout=300)[1] for process in processes]

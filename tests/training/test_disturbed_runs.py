@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRuns, forked_runs
-from test_run import ROOT, assert_same_run, tiny
+from test_run import assert_same_run, tiny
 
 from jfi.training.cli import save_config
 from jfi.training.distributed import World
@@ -136,7 +136,7 @@ def test_processes_under_torchrun_refuse_a_damaged_shard_and_a_locked_run_in_one
 
     def launch(*arguments: object) -> tuple[int, list[str]]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        command += [ROOT / "examples/train_dlrm.py", *arguments]
+        command += ["-m", "jfi", "train", *arguments]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("error: ")]
 

@@ -8,8 +8,8 @@ from test_run import assert_same_run, saved_tensors, tiny
 
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
+from jfi.utils.exit_codes import run_command
 
 
 def small(run, **training):
@@ -42,13 +42,13 @@ def test_a_learning_rate_that_is_far_too_high(tmp_path, capfd):
     run = tmp_path / "run"
     config = small(run)
     config.optimizer.dense.learning_rate = 1e30
-    assert run_cli(lambda: train(config) and None) == 1
+    assert run_command(lambda: train(config) and None) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "learning_rate" in line and "step 2" in line
     assert all(tensor.isfinite().all() for tensor in saved_tensors(run).values())
     kept = files(run)
     assert kept
-    assert run_cli(lambda: resume(run) and None) == 1
+    assert run_command(lambda: resume(run) and None) == 1
     assert files(run) == kept
 
 
@@ -71,7 +71,7 @@ def test_a_run_continues_from_the_last_finite_step_to_the_bits_of_a_run_that_nev
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_forward", failing_forward)
-        assert run_cli(lambda: train(config) and None) == 1
+        assert run_command(lambda: train(config) and None) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert ("the loss is nan" if where == "loss" else "is not finite") in line and "at step 6; lower" in line, line
     assert latest_checkpoint(run / "checkpoints").name.endswith("batch-0000005")
@@ -90,7 +90,7 @@ def test_a_run_that_ran_out_of_memory_continues_to_the_same_bits(whole, tmp_path
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_forward", greedy_forward)
-        assert run_cli(lambda: train(config) and None) == 4
+        assert run_command(lambda: train(config) and None) == 4
     assert "error: out of memory" in capfd.readouterr().err
     resume(run)
     assert_same_run(whole, run)

@@ -1,12 +1,11 @@
 """Edits of every file of a run before every command: the file is named and refused, or the command does not read it."""
 
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import commands
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -18,10 +17,9 @@ from worker import without_pictures
 import jfi
 from jfi.data.prepared.manifest import prepared_config
 from jfi.training import resume, train
-from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
+from jfi.utils.exit_codes import run_command
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Edits of config.yaml.
 FIELDS = {
     "num_quantiles: 4": "num_quantiles: 5",
@@ -58,26 +56,15 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def script(name: str, **replaced: object) -> Callable:
-    """The main function of an example, with some of what it calls replaced."""
-    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-    main.__globals__.update(replaced)
-
-    def call(*arguments: object) -> None:
-        with mock.patch.object(sys, "argv", [name, *map(str, arguments)]):
-            main()
-
-    return call
-
-
 def predict(folder: Path, run: Path) -> list:
-    script("predict")("--run", run, "--interactions", folder / "table.csv", "--out", run.parent / "scores.parquet")
-    return pa.parquet.read_table(run.parent / "scores.parquet").to_pylist()
+    scores = run.parent / "scores.parquet"
+    commands.run("predict", "--run", run, "--interactions", folder / "table.csv", "--out", scores)
+    return pa.parquet.read_table(scores).to_pylist()
 
 
 def evaluate(folder: Path, run: Path) -> list:
     metrics = run.parent / "metrics.json"
-    script("predict")("--run", run, "--interactions", folder / "table.csv", "--evaluate", metrics)
+    commands.run("evaluate", "--run", run, "--interactions", folder / "table.csv", "--out", metrics)
     return [metrics.read_text()]
 
 
@@ -88,14 +75,15 @@ def export(folder: Path, run: Path) -> list:
         found.extend(value.tolist() for value in model.state_dict().values())
         return ""
 
-    script("export", export=write)("--run", run)
+    with mock.patch("jfi.cli.export.export", write):
+        commands.run("export", "--run", run)
     return found
 
 
 def prepare(folder: Path, run: Path) -> list:
     out = run.parent / "prepared"
     shutil.rmtree(out, ignore_errors=True)
-    script("prepare_data")("--run", run, "--out", out)
+    commands.run("prepare", "--run", run, "--out", out)
     return [prepared_config(out), (out / "SHA256SUMS").read_text()]
 
 
@@ -131,7 +119,7 @@ def test_a_file_that_was_edited_is_named_or_not_read(folder, tmp_path, capfd, re
         change(run)
         capfd.readouterr()
         with without_pictures():
-            code = run_cli(lambda: result.extend(command(folder, run)))
+            code = run_command(lambda: result.extend(command(folder, run)))
         return code, capfd.readouterr().err, result
 
     code, _, wanted = ends()
@@ -170,5 +158,5 @@ def test_a_checkpoint_under_another_name_is_refused(folder, tmp_path, capfd):
     shutil.rmtree(best)
     shutil.copytree(last, best)
     for command in (jfi.load_run, resume):
-        assert run_cli(lambda command=command: command(tmp_path / "run") and None) == 2
+        assert run_command(lambda command=command: command(tmp_path / "run") and None) == 2
         assert f"{best}/progress.json is damaged: it is not of a checkpoint of this name" in capfd.readouterr().err

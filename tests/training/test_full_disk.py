@@ -16,8 +16,8 @@ from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import Sources
 from jfi.training import Config
 from jfi.training.build import build_model
-from jfi.training.cli import run_cli
 from jfi.training.scores import scored
+from jfi.utils.exit_codes import run_command
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def config(tmp_path) -> Config:
 def assert_full(run: Callable[[], None], size: int, place: Path, capsys: pytest.CaptureFixture) -> None:
     capsys.readouterr()
     with no_file_beyond(size):
-        assert run_cli(run) == 3
+        assert run_command(run) == 3
     line = capsys.readouterr().err
     assert line.startswith(f"error: {place}") and ": File too large" in line and line.count("\n") == 1, line
 
@@ -49,7 +49,7 @@ def assert_full(run: Callable[[], None], size: int, place: Path, capsys: pytest.
 def test_a_prepared_dataset_that_has_no_space_is_one_line_and_goes_on_when_there_is(config, tmp_path, capsys, size):
     out = tmp_path / "out"
     assert_full(lambda: prepare_dataset(config.data, out), size, tmp_path / ".out.preparing", capsys)
-    assert run_cli(lambda: prepare_dataset(config.data, out)) == 0
+    assert run_command(lambda: prepare_dataset(config.data, out)) == 0
     assert (out / "manifest.json").exists()
 
 
@@ -67,7 +67,7 @@ def test_scores_that_have_no_space_are_one_line_and_leave_no_file(config, tmp_pa
 
     assert_full(predict, size, work, capsys)
     assert list(work.iterdir()) == []
-    assert run_cli(predict) == 0 and (work / "scores.csv").exists()
+    assert run_command(predict) == 0 and (work / "scores.csv").exists()
 
 
 def test_a_map_without_space_is_an_error_and_not_the_end_of_the_process(tmp_path):

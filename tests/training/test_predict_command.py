@@ -3,11 +3,11 @@
 import csv
 import json
 import resource
-import runpy
 import signal
 import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -16,11 +16,11 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
+from jfi.cli import evaluate
 from jfi.data import Batch
 from jfi.data.batches.dataset import Batches
 from jfi.data.schema import coded
 from jfi.training import train
-from jfi.training.cli import run_cli
 from jfi.utils.files import temporary_folder
 
 ROOT = Path(__file__).parents[2]
@@ -41,16 +41,14 @@ def run(folder):
     return jfi.load_run(folder / "run")
 
 
-def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
-    code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
-    return code, *capsys.readouterr()
+def command(capsys, *arguments: object) -> tuple[int, str, str]:
+    return commands.call(*arguments), *capsys.readouterr()
 
 
 def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatch, capsys):
     common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
     out, metrics = tmp_path / "scores.csv", tmp_path / "metrics.json"
-    code, text, _ = command(monkeypatch, capsys, *common, "--out", out, "--evaluate", metrics, "--by", "genre")
+    code, text, _ = command(capsys, "evaluate", *common, "--scores", out, "--out", metrics, "--by", "genre")
     assert code == 0
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
@@ -61,7 +59,7 @@ def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatc
     *lines, shares, first, second = text.splitlines()[1:]
     assert [line.split()[0] for line in (*lines, first, second)] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
     assert shares == "unknown or missing in 300 rows: user_id 0.0%, item_id 0.0%, genre 0.0%"
-    code, text, _ = command(monkeypatch, capsys, *common, "--out", tmp_path / "again.parquet")
+    code, text, _ = command(capsys, "predict", *common, "--out", tmp_path / "again.parquet")
     assert (code, text) == (0, f"{shares}\nwrote {tmp_path / 'again.parquet'}\n")
     assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
 
@@ -71,8 +69,7 @@ def test_the_table_is_straight_in_a_terminal_and_its_heads_are_whole():
     record = {"samples": 1_234_567, **dict.fromkeys(names, 0.5), "auc": None}
     values = ["phone", "手机", "カナ", "e\u0301te\u0301", "平板电脑" * 9, "two\nlines", None]
     groups = [{"value": value, **record} for value in values]
-    table = runpy.run_path(str(ROOT / "examples/predict.py"))["table"]
-    head, *lines = table({"overall": record, "by": {"设备": groups}}).splitlines()
+    head, *lines = evaluate.table({"overall": record, "by": {"设备": groups}}).splitlines()
     assert head.split() == ["samples", *names] and len(lines) == 1 + len(values)
     wide = "设备手机カナ平板电脑"
     for line in lines:
@@ -85,9 +82,8 @@ def test_the_table_is_straight_in_a_terminal_and_its_heads_are_whole():
     [
         (["--out", "scores.txt"], "--out scores.txt: the name must end in .parquet or .csv"),
         (["--out", "no/scores.csv"], "--out no/scores.csv: there is no folder no"),
-        ([], "name a file to write: --out for the scores, --evaluate for their metrics"),
-        (["--out", "s.csv", "--by", "genre"], "--by belongs to --evaluate"),
-        (["--evaluate", "no/m.json"], "--evaluate no/m.json: there is no folder no"),
+        ([], "the following arguments are required: --out"),
+        (["--out", "s.csv", "--by", "genre"], "unknown option --by"),
         (["--out", "s.csv", "--run", "nowhere"], "error: --run nowhere: not a run folder, config.yaml is missing"),
         (["--out", "s.csv", "--interactions", "no.csv"], "no.csv: no such file or directory"),
         (["--out", "s.csv", "--history", "no.csv"], "no.csv: no such file or directory"),
@@ -97,13 +93,11 @@ def test_the_table_is_straight_in_a_terminal_and_its_heads_are_whole():
         (["--out", "s.csv", "--users", ""], "--users is ''"),
         (["--out", "s.csv", "--items", "items"], "items: no such file or directory"),
         (["--out", "folder.csv"], "--out folder.csv: is a folder; name a file"),
-        (["--evaluate", "folder.csv"], "--evaluate folder.csv: is a folder; name a file"),
         (["--out", "s.csv", "--batch-size", "many"], "--batch-size: got 'many', must be a whole number of at least 1"),
         (["--out", "s.csv", "--batch", "1"], "unknown option --batch; did you mean '--batch-size'?"),
         (["--out", "s.csv", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--out", "s.csv", "new.csv"], "unknown argument new.csv"),
         (["--out"], "--out: expected one argument"),
-        (["--evaluate", "m.json", "--by", "gendre"], "no column 'gendre'; did you mean 'genre'?"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line_and_write_nothing(
@@ -112,7 +106,25 @@ def test_wrong_options_are_refused_in_one_line_and_write_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.csv").mkdir()
     common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
-    code, _, errors = command(monkeypatch, capsys, *common, *options)
+    code, _, errors = command(capsys, "predict", *common, *options)
+    assert code == 2 and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.csv"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "no/m.json"], "--out no/m.json: there is no folder no"),
+        (["--out", "folder.csv"], "--out folder.csv: is a folder; name a file"),
+        (["--scores", "scores.txt"], "--scores scores.txt: the name must end in .parquet or .csv"),
+        (["--out", "m.json", "--by", "gendre"], "no column 'gendre'; did you mean 'genre'?"),
+    ],
+)
+def test_wrong_options_of_an_evaluation_are_refused_too(folder, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
+    code, _, errors = command(capsys, "evaluate", *common, *options)
     assert code == 2 and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["folder.csv"]
 
@@ -143,7 +155,7 @@ def test_a_signal_leaves_nothing_behind(folder, tmp_path, monkeypatch, capsys, t
     else:
         monkeypatch.setattr(pa.parquet.ParquetWriter, "write_batch", write_batch)
     options = ["--run", folder / "run", "--interactions", folder / "table.csv", "--batch-size", 8]
-    code, text, errors = command(monkeypatch, capsys, *options, "--out", "scores.parquet")
+    code, text, errors = command(capsys, "predict", *options, "--out", "scores.parquet")
     assert (code, text, errors) == (128 + signum, "", f"stopped by {signum.name}\n")
     assert seen == [{"score", ".jfi-"} | ({".scor"} if target == "write" else set())]  # something to leave behind
     assert [path.name for path in tmp_path.iterdir()] == ["scores.parquet"]
@@ -171,11 +183,11 @@ def test_a_signal_while_the_temporary_folder_is_made_or_removed_waits(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--out", "in.csv"], "--out in.csv: --interactions names this file too"),
-        (["--out", "link.csv"], "--out link.csv: --interactions names this file too"),
-        (["--evaluate", "./in.csv"], "--evaluate ./in.csv: --interactions names this file too"),
-        (["--out", "same.csv", "--evaluate", "same.csv"], "--evaluate same.csv: --out names this file too"),
-        (["--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
+        (["predict", "--out", "in.csv"], "--out in.csv: --interactions names this file too"),
+        (["predict", "--out", "link.csv"], "--out link.csv: --interactions names this file too"),
+        (["evaluate", "--out", "./in.csv"], "--out ./in.csv: --interactions names this file too"),
+        (["evaluate", "--out", "same.csv", "--scores", "same.csv"], "--scores same.csv: --out names this file too"),
+        (["predict", "--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
     ],
 )
 def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypatch, capsys, options, message):
@@ -185,7 +197,7 @@ def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypa
         write_table(Path(name), [row(i) for i in range(20)])
     Path("link.csv").symlink_to("in.csv")
     before = Path("in.csv").read_bytes()
-    code, _, errors = command(monkeypatch, capsys, "--run", folder / "run", "--interactions", "in.csv", *options)
+    code, _, errors = command(capsys, *options, "--run", folder / "run", "--interactions", "in.csv")
     assert (code, errors) == (2, f"error: {message}; name a new one\n")
     assert Path("in.csv").read_bytes() == Path("log/0.csv").read_bytes() == before and not Path("same.csv").exists()
 
@@ -199,7 +211,7 @@ def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypat
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        code, _, errors = command(monkeypatch, capsys, *arguments)
+        code, _, errors = command(capsys, "predict", *arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 3 and errors.count("\n") == 1 and "File too large" in errors

@@ -3,10 +3,9 @@
 import dataclasses
 import json
 import logging
-import runpy
-import sys
 from pathlib import Path
 
+import commands
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -197,9 +196,7 @@ def test_the_command_prints_and_writes_them(trained, tmp_path, monkeypatch, caps
     folder, run, _ = trained
     out, scores = tmp_path / "metrics.json", tmp_path / "scores.parquet"
     paths = ["--run", folder / "run", "--interactions", folder / "test.csv", "--history", folder / "log.csv"]
-    arguments = [*paths, "--evaluate", out, "--out", scores, "--by", "device"]
-    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
-    runpy.run_path(str(ROOT / "examples/predict.py"))["main"]()
+    commands.run("evaluate", *paths, "--out", out, "--scores", scores, "--by", "device")
     first, line = capsys.readouterr().out.splitlines()[:2]
     assert first.split()[-4:] == ["hr@5", "ndcg@5", "hr@5_full", "ndcg@5_full"]
     overall = json.loads(out.read_text())["overall"]

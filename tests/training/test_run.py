@@ -234,7 +234,7 @@ def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
 
 def start(arguments: list[object], cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, ROOT / "examples/train_dlrm.py", *map(str, arguments)],
+        [sys.executable, "-m", "jfi", "train", *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

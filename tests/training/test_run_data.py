@@ -2,11 +2,10 @@
 
 import dataclasses
 import itertools
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from data_configs import replace_data
@@ -19,7 +18,7 @@ from jfi.data.batches.dataset import Batches
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
-from jfi.training.cli import load_config, run_cli, save_config
+from jfi.training.cli import load_config, save_config
 from jfi.training.recorder import read_metrics
 from jfi.training.saved_run import load_run
 
@@ -83,14 +82,10 @@ def test_scores_stay_when_items_are_renamed_or_rows_appended(trained, tmp_path):
 
 
 def exported(run: Path, monkeypatch) -> tuple:
-    """The model and the schema of requests that examples/export.py compiles for a run."""
-    script = runpy.run_path(str(ROOT / "examples/export.py"))
+    """The model and the schema of requests that `jfi export` compiles for a run."""
     seen = []
-    monkeypatch.setitem(
-        script["main"].__globals__, "export", lambda path, model, schema, *_, **__: seen.append((model, schema))
-    )
-    monkeypatch.setattr(sys, "argv", ["export.py", "--run", str(run)])
-    assert run_cli(script["main"]) == 0
+    monkeypatch.setattr("jfi.cli.export.export", lambda path, model, schema, *_, **__: seen.append((model, schema)))
+    assert commands.call("export", "--run", run) == 0
     return seen[0]
 
 
@@ -165,12 +160,10 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
     )
     config = load_config(copied / "run/config.yaml")
     save_config(config.with_training(epochs=3), copied / "run/config.yaml")
-    script = runpy.run_path(str(ROOT / "examples/train_dlrm.py"))["main"]
     vocabularies = (copied / "run/data/vocabularies.parquet").read_bytes()
     for options, code in (([], 2), (["--data-changed", "accept"], 0), ([], 0)):
-        command = ["train_dlrm.py", "--resume", str(copied / "run"), "--config-changed", "accept", *options]
-        monkeypatch.setattr(sys, "argv", command)
-        assert run_cli(script) == code, capsys.readouterr().err
+        command = ["train", "--resume", copied / "run", "--config-changed", "accept", *options]
+        assert commands.call(*command) == code, capsys.readouterr().err
     out = capsys.readouterr().out
     summary = Summary.load(copied / "run/summary.json")
     assert out.count("data: 300 rows, 7 users") == 1 and str(summary) in out and summary.rows == 300
@@ -270,8 +263,7 @@ def test_an_accepted_change_that_leaves_the_batches_alone_continues_the_epoch(be
 
 @pytest.mark.parametrize("options", [["--data-changed", "accept"], ["--resume", "run", "--training.epochs", "3"]])
 def test_options_that_do_not_go_together_are_refused(options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", *options])
-    assert run_cli(runpy.run_path(str(ROOT / "examples/train_dlrm.py"))["main"]) == 2
+    assert commands.call("train", *options) == 2
     assert capsys.readouterr().err.startswith("error: --")
 
 
@@ -396,13 +388,6 @@ def test_resume_refuses_a_dataset_that_was_prepared_again_with_other_settings(tr
         resume(tmp_path / "run")
 
 
-def run_example(monkeypatch, name: str, *arguments: object) -> int:
-    """The exit code of an example, in this process."""
-    main = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"]
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    return run_cli(main)
-
-
 def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained, tmp_path, monkeypatch, capsys):
     own, run = config_of(trained / "table.csv", tmp_path / "run", epochs=1), tmp_path / "run"
     prepare_dataset(own.data, tmp_path / "first")
@@ -412,27 +397,29 @@ def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained
     write_table(tmp_path / "grown.csv", [row(i) for i in range(230)])
     grown = ["--data.interactions", tmp_path / "grown.csv"]
     refused = ["--data.max_slots", 3, "--out", tmp_path / "grown"]
-    assert run_example(monkeypatch, "prepare_data", "--run", run, *grown, *refused) == 2
+    assert commands.call("prepare", "--run", run, *grown, *refused) == 2
     message = f"error: --run {run}: data.max_slots is 3, but the run was started with 8"
     assert capsys.readouterr().err.splitlines()[-1] == message and not (tmp_path / "grown").exists()
-    assert run_example(monkeypatch, "prepare_data", "--run", run, *grown, "--out", tmp_path / "grown") == 0
+    assert commands.call("prepare", "--run", run, *grown, "--out", tmp_path / "grown") == 0
     out = capsys.readouterr().out
     assert "data: 230 rows" in out
     assert "grown is written; train with --data.prepared" in out
 
     resumed = ["--resume", run, "--config-changed", "accept", "--data.prepared", tmp_path / "grown"]
-    assert run_example(monkeypatch, "train_dlrm", *resumed) == 2
+    assert commands.call("train", *resumed) == 2
     refused = f"the data {tmp_path / 'grown'} has changed: it has 230 rows, 30 more than the run was started with"
     assert refused in capsys.readouterr().err
     assert load_config(run / "config.yaml").data.prepared == str(tmp_path / "first")
-    assert run_example(monkeypatch, "train_dlrm", *resumed, "--data-changed", "accept") == 0
+    assert commands.call("train", *resumed, "--data-changed", "accept") == 0
     data = load_config(run / "config.yaml").data
     assert (data.prepared, data.interactions) == (str(tmp_path / "grown"), str(tmp_path / "grown.csv"))
     assert resume(run).epochs == 2  # it is the run's data from now on
 
     # A dataset with other vocabularies, or settings, is none that the run can go on with.
     prepare_dataset(dataclasses.replace(own.data, interactions=str(tmp_path / "grown.csv")), tmp_path / "new")
-    with pytest.raises(DataError, match=r"was prepared with other .* prepare the tables again with \S+ --run$"):
+    with pytest.raises(
+        DataError, match=r"was prepared with other .* prepare the tables again with `jfi prepare --run`$"
+    ):
         resume(run, prepared=tmp_path / "new", data_changed="accept")
     prepare_dataset(dataclasses.replace(own.data, max_slots=3), tmp_path / "other")
     with pytest.raises(ConfigError, match=r"data\.max_slots was 8, but .* was prepared again with 3"):

@@ -45,7 +45,7 @@ def test_one_row_is_scored(folder, tmp_path):
 
 
 def test_a_command_prints_no_warning_of_torch_that_users_cannot_change(folder, tmp_path):
-    command = [sys.executable, "examples/predict.py", "--run", folder / "run", "--interactions", folder / "table.csv"]
+    command = [sys.executable, "-m", "jfi", "predict", "--run", folder / "run", "--interactions", folder / "table.csv"]
     command += ["--out", tmp_path / "scores.csv", "--device", "cpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -33,7 +32,7 @@ from jfi.serving.tables import FloatTables
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
 from jfi.training.build import build_model
-from jfi.training.cli import load_config, run_cli, save_config
+from jfi.training.cli import load_config, save_config
 from jfi.training.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +53,7 @@ def items(folder: Path, count: int) -> None:
 
 def make_ids(folder: Path, out: str = "sids.parquet", *more: str) -> None:
     arguments = ["--items", folder / "items.parquet", "--item", "item_id", "--text", "title", "--out", folder / out]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["make_semantic_ids.py", *map(str, [*arguments, *(more or DPCA)])])
-        assert run_cli(runpy.run_path(str(ROOT / "examples/make_semantic_ids.py"))["main"]) == 0
+    assert commands.call("semantic-ids", *arguments, *(more or DPCA)) == 0
 
 
 DPCA = ("--codec", "dpca", "--digits", "8")

@@ -14,8 +14,9 @@ from jfi.data import DataConfig, DataSchema, SyntheticConfig, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import train
-from jfi.training.cli import load_config, run_cli, save_config
+from jfi.training.cli import load_config, save_config
 from jfi.training.config import Config
+from jfi.utils.exit_codes import run_command
 
 #: Capabilities with which root reads any file.
 _OVERRIDE, _READ_SEARCH = 1, 2
@@ -105,17 +106,17 @@ def test_a_file_that_may_not_be_read_is_a_fault_of_the_storage(case, tmp_path, c
     name, write, load = CASES[case]
     path = tmp_path / name
     write(path)
-    assert run_cli(lambda: load(path)) == 0
+    assert run_command(lambda: load(path)) == 0
     path.chmod(0)
     with without_override():
-        assert run_cli(lambda: load(path)) == 3
+        assert run_command(lambda: load(path)) == 3
     assert capsys.readouterr().err == f"error: {path}: Permission denied\n"
     path.chmod(0o700)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_file_that_does_not_exist_is_wrong_input(name, tmp_path, capsys):
-    assert run_cli(lambda: read(tmp_path / name)) == 2
+    assert run_command(lambda: read(tmp_path / name)) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / name}: no such file or directory\n"
 
 
@@ -125,15 +126,15 @@ def test_a_place_for_a_run_that_may_not_be_written_is_named_before_the_tables_ar
     folder.mkdir(mode=0o500)
     config = Config(DataConfig(interactions="no table")).with_training(run_dir=str(folder / name))
     with without_override():
-        assert run_cli(lambda: train(config)) == 3
+        assert run_command(lambda: train(config)) == 3
     assert capsys.readouterr().err == f"error: {folder}: Permission denied\n"
     config = config.with_training(run_dir=str(tmp_path / "other"))
-    assert run_cli(lambda: train(config)) == 2
+    assert run_command(lambda: train(config)) == 2
     assert not (tmp_path / "other").exists()
 
 
 def test_an_io_error_is_a_fault_of_the_storage(tmp_path, capsys):
     path = tmp_path / "t.parquet"
     path.symlink_to("/proc/self/mem")  # reading it from its start is an I/O error
-    assert run_cli(lambda: read(path)) == 3
+    assert run_command(lambda: read(path)) == 3
     assert capsys.readouterr().err == f"error: {path}: Input/output error\n"

@@ -76,7 +76,7 @@ def sort_batches(
             raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
         except duckdb.OutOfMemoryException as error:
             raise MemoryLimitError(
-                f"sorting the table needs more memory than {memory}; examples/prepare_data.py --memory names more"
+                f"sorting the table needs more memory than {memory}; `jfi prepare --memory` names more"
             ) from error
 
 

@@ -51,7 +51,7 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
     """
     for what, learnt, now in _pairs(schema, prepared):
         if learnt != now:
-            advice = "prepare the tables again with examples/prepare_data.py --run"
+            advice = "prepare the tables again with `jfi prepare --run`"
             raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
 
 

@@ -237,8 +237,8 @@ class ScoringRows:
             needed |= of_contexts
             if made := next((name for name in self._made if name not in table.known), None):
                 raise DataError(
-                    f"{table.name}: no column '{made}' of data.statistics; make it with examples/add_statistics.py of "
-                    "a table with the past"
+                    f"{table.name}: no column '{made}' of data.statistics; make it by `jfi prepare --add-statistics` "
+                    "of a table with the past"
                 )
             rule = [] if config.history is None else parse_rule(config.history).columns
             happened = {*config.names("event"), *config.engagement_columns(), *rule}

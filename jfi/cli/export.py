@@ -1,17 +1,6 @@
-"""Exports a trained run as an artifact, which examples/serve.py serves.
-
-python examples/export.py --run runs/20250101-120000
-python examples/export.py --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
-"""
-
-from jfi.utils.exit_codes import begin_command
-
-if __name__ == "__main__":  # before the other imports
-    begin_command()
+"""Runs `jfi export`."""
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 
@@ -20,30 +9,12 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
-from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
-from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
-from jfi.utils.options import OptionParser, at_least_one
+from jfi.utils.exit_codes import raise_on_sigterm
 
 
-def arguments() -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
-    parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
-    parser.add_argument(
-        "--tables",
-        choices=["float32", "int8"],
-        default="float32",
-        help="format of the embedding tables (default: float32)",
-    )
-    parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
-    parser.add_argument("--max-candidates", type=at_least_one, default=1000, help="limit per request (default: 1000)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = arguments()
+def main(options: argparse.Namespace) -> None:
+    """Exports a run."""
     out = options.out or options.run / "artifact"
     # Check the options before loading the run, which takes seconds.
     if out.exists():
@@ -77,7 +48,3 @@ def main() -> None:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

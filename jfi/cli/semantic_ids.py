@@ -1,22 +1,7 @@
-r"""Turns the content of a catalogue's items into semantic IDs, one int64 an item, and writes them once.
-
-python examples/make_semantic_ids.py --items items.parquet --text title,description --categorical brand \
-    --out sids.parquet
-python examples/make_semantic_ids.py --items items.parquet --embeddings image,text --out sids.parquet --codec rq
-
-The first run fits a codec, writes it to the folder sids.codec beside the IDs, and prints and draws how good the IDs
-are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
-content gets the ID -1, and an ID of its own once the table has content of it.
-"""
-
-from jfi.utils.exit_codes import begin_command
-
-if __name__ == "__main__":  # before the other imports
-    begin_command()
+"""Runs `jfi semantic-ids`."""
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,50 +30,16 @@ from jfi.sid import (
 from jfi.sid.content import Content
 from jfi.sid.plots import draw_quality
 from jfi.training import ConfigError
-from jfi.training.cli import run_cli
 from jfi.training.scores import check_place, check_results
 from jfi.utils.display import Display
-from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
 from jfi.utils.lock import locking_folder
-from jfi.utils.options import OptionParser, at_least_one
 
 CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"
 #: Of scikit-learn.
 MOST_SEED = 2**32 - 1
-
-
-def names(text: str) -> list[str]:
-    found = [name.strip() for name in text.split(",")]
-    if not all(found) or len({*found}) < len(found):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be different names with commas between them")
-    return found
-
-
-def arguments() -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("--items", required=True, help="table of the items: a file, a folder or a glob")
-    parser.add_argument("--item", default="item", metavar="COLUMN", help="column of the item (default: item)")
-    columns = {"type": names, "default": [], "metavar": "COLUMNS"}
-    parser.add_argument("--text", **columns, help="columns of text, each embedded by TF-IDF and SVD")
-    parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
-    parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
-    kinds = ["vq", "fsq", "dpca", "rq", "raw"]
-    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA, residual k-means, or the content itself"
-    help_kind += " (default: vq)"
-    parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
-    parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits, but for rq (default: 25)")
-    parser.add_argument("--levels", type=at_least_one, default=3, help="codebooks of rq (default: 3)")
-    parser.add_argument("--codebook-size", type=at_least_one, default=256, help="codes of each (default: 256)")
-    parser.add_argument(
-        "--steps", type=at_least_one, default=2000, help="of the training of vq and fsq (default: 2000)"
-    )
-    parser.add_argument("--text-width", type=at_least_one, default=64, help="of a text's embedding (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")
-    return parser.parse_args()
 
 
 def new_codec(options: argparse.Namespace) -> Codec:
@@ -231,8 +182,8 @@ def add(table: Table, options: argparse.Namespace, codec: Codec, content: Conten
     return pa.concat_arrays([known, items]), torch.cat([old, new]), len(known), int((late != UNKNOWN_SID).sum())
 
 
-def main() -> None:
-    options = arguments()
+def main(options: argparse.Namespace) -> None:
+    """Makes the IDs, or adds those of new items."""
     if not options.text and not options.embeddings:
         raise ConfigError("name the content: --text, --embeddings or both")
     if options.item == SID:
@@ -276,7 +227,3 @@ def run(options: argparse.Namespace) -> None:
         f"wrote {options.out}: {before - found:,} items as they were, {late}{len(new):,} new, "
         f"of which {unknown:,} without content have the ID {UNKNOWN_SID}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

@@ -1,27 +1,10 @@
-"""Serves an artifact of examples/export.py over HTTP, or answers JSON lines.
-
-python examples/serve.py --artifact ARTIFACT --port 8000
-python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
-
-On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
-SIGTERM does: all requests that have been read are answered.
-
-An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
-to the folder, --sha256 refuses any that does not have the SHA-256 that examples/export.py has printed.
-"""
-
-import signal
-
-from jfi.utils.exit_codes import begin_command
-
-if __name__ == "__main__":  # before the other imports
-    begin_command()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it waits until it can be handled
+"""Runs `jfi serve`."""
 
 import argparse
 import asyncio
 import logging
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,51 +14,9 @@ from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
-from jfi.serving.scorer import OUTPUTS, Scorer
-from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
+from jfi.serving.scorer import Scorer
+from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
-from jfi.utils.options import OptionParser, at_least_one, at_least_zero
-
-
-def arguments() -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("--artifact", type=Path, required=True, help="folder written by examples/export.py")
-    parser.add_argument(
-        "--sha256",
-        metavar="HEX|FILE",
-        help="SHA-256 that export.py has printed, or a file of them, one a line, read at each swap; others are refused",
-    )
-    parser.add_argument(
-        "--jsonl", action="store_true", help="read requests from stdin and write answers to stdout, one per line"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one (default: 8000)")
-    parser.add_argument(
-        "--tables-device", choices=["cpu", "cuda"], help="device of the embedding tables (default: the model's)"
-    )
-    parser.add_argument("--max-candidates", type=at_least_one, help="limit per request (default: the artifact's)")
-    parser.add_argument("--max-history", type=at_least_one, help="newest events to keep (default: the artifact's)")
-    parser.add_argument("--max-body-mb", type=at_least_one, default=8, help="limit of a request's body (default: 8)")
-    parser.add_argument(
-        "--queue", type=at_least_one, default=64, help="concurrent requests, more get a 503 (default: 64)"
-    )
-    parser.add_argument(
-        "--deadline-ms", type=at_least_one, default=5000, help="wait for the model, then a 503 (default: 5000)"
-    )
-    parser.add_argument("--bodies", type=at_least_one, default=256, help="bodies that are arriving (default: 256)")
-    parser.add_argument("--body-seconds", type=at_least_one, default=10, help="for a body to arrive (default: 10)")
-    parser.add_argument("--max-batch", type=at_least_one, default=4096, help="candidates per batch (default: 4096)")
-    parser.add_argument(
-        "--max-wait-ms", type=at_least_zero, default=0.0, help="time that a batch waits for more requests (default: 0)"
-    )
-    parser.add_argument(
-        "--output",
-        choices=OUTPUTS,
-        default=OUTPUTS[0],
-        help="of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)",
-    )
-    parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
-    return parser.parse_args()
 
 
 @contextmanager
@@ -136,7 +77,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
 
         from jfi.serving.server import LIVE, make_app, without_traceback
     except ModuleNotFoundError as error:
-        print(f"error: HTTP needs {error.name}: pip install -e '.[serve]', or use --jsonl", file=sys.stderr)
+        print(f"error: HTTP needs {error.name}: pip install 'jfi[serve]', or use --jsonl", file=sys.stderr)
         return 2
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -170,8 +111,8 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     return 0
 
 
-def main() -> int:
-    options = arguments()
+def main(options: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C."""
     limits = {
         "max_batch": options.max_batch,
         "max_wait": options.max_wait_ms / 1e3,
@@ -183,7 +124,3 @@ def main() -> int:
             return serve(options, limits)
         asyncio.run(answer_stdin(options, limits))
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main, (ArtifactError,)))

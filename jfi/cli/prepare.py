@@ -1,31 +1,25 @@
-"""Turns tables of any length into a prepared dataset, from which training starts in seconds.
-
-python examples/prepare_data.py --config configs/own.yaml --data.interactions clicks.parquet --out clicks.prepared
-python examples/train_dlrm.py --config configs/own.yaml --data.prepared clicks.prepared
-python examples/prepare_data.py --run runs/first --data.interactions more_clicks.parquet --out more_clicks.prepared
-python examples/prepare_data.py --verify clicks.prepared
-
-Killed at any point and called again, it continues. See docs/prepared-data.md.
-"""
-
-from jfi.utils.exit_codes import begin_command
-
-if __name__ == "__main__":  # before the other imports
-    begin_command()
+"""Runs `jfi prepare`."""
 
 import dataclasses
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow.parquet
+
+from jfi.data import DataConfig
+from jfi.data.config_checks import check_data_config
+from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.store import verify_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError
 from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.cli import load_config, parse_config, run_cli
+from jfi.training.cli import load_config, parse_config
 from jfi.training.progress import describe_changes, load_progress
 from jfi.training.run_data import check_settings, load_schema
 from jfi.training.run_folder import RunFolder
+from jfi.utils.files import writing_file
 
 OPTIONS = {
     "--out": {"type": Path, "metavar": "FOLDER", "help": "folder to write, must not exist"},
@@ -39,16 +33,25 @@ OPTIONS = {
         "metavar": "FOLDER",
         "help": "verify the checksums of a dataset; takes no other option",
     },
+    "--add-statistics": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write the interactions with the columns of data.statistics, Parquet, and nothing else",
+    },
 }
 
 
-def main() -> None:
-    arguments, description = sys.argv[1:], "Turn tables of any length into a prepared dataset."
+def main(arguments: Sequence[str]) -> None:
+    """Prepares a dataset, verifies one, or adds statistics to a table."""
+    description = "Turn tables of any length into a prepared dataset."
     config, options = parse_config(arguments, description, OPTIONS)
     if options.verify is not None:
         _takes_only(arguments, "--verify")
         verify_dataset(options.verify)
         print(f"{options.verify} is whole")
+        return
+    if options.add_statistics is not None:
+        _write_statistics(config.data, options.add_statistics)
         return
     if options.out is None:
         raise ConfigError("--out is not set; it must name the folder to write")
@@ -76,11 +79,20 @@ def main() -> None:
     print(f"{options.out} is written; train with --data.prepared {options.out}")
 
 
-def _takes_only(arguments: list[str], option: str) -> None:
+def _write_statistics(config: DataConfig, out: Path) -> None:
+    check_data_config(config)
+    if config.prepared is not None:
+        raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
+    if out.exists():
+        raise ConfigError(f"--add-statistics: {out} exists")
+    tables = open_tables(config)
+    table = add_statistics(tables.blocks(), tables.config)
+    with writing_file(out) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished, write_page_checksum=True)
+    print(f"{table.num_rows:,} rows with {', '.join(config.statistics_columns())} in {out}")
+
+
+def _takes_only(arguments: Sequence[str], option: str) -> None:
     named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     if wrong := [name for name in named if name != option]:
         raise ConfigError(f"{option} takes no other option, not {wrong[0]}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

@@ -1,0 +1,101 @@
+"""The `jfi` command. Its parser is here, without torch and other packages whose import takes seconds."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+from jfi import __version__
+from jfi.cli import options
+from jfi.cli.settings import ALL, describe_settings
+from jfi.utils.exit_codes import begin_command, run_command
+from jfi.utils.options import OptionError
+from jfi.utils.suggest import suggest
+
+#: By command, the module that runs it and what it does. Those without a parser in `options` take all settings of a
+#: config.
+COMMANDS = {
+    "train": ("train", "train a model on a table of interactions, or resume a run"),
+    "predict": ("predict", "score every row of a table with a trained run"),
+    "evaluate": ("evaluate", "score rows that have labels, and print their metrics"),
+    "prepare": ("prepare", "turn tables of any length into a dataset that opens at once"),
+    "compare": ("compare", "train without histories and with each pooling, beside baselines such as boosting"),
+    "export": ("export", "export a run as an artifact to serve"),
+    "serve": ("serve", "serve an artifact over HTTP, or answer JSON lines"),
+    "semantic-ids": ("semantic_ids", "turn the content of items into semantic IDs"),
+    "policy": ("policy", "fit which events of a history are worth computing, from dwell times"),
+    "config": ("configs", "list the configs that come along, or copy one"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code, see `jfi COMMAND --help`.
+
+    Args:
+        arguments: of the command line, without the name of the program; None for those of the process.
+
+    Example:
+        >>> main(["--version"])
+        jfi 0.1.0
+        0
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    chosen: list[tuple[str, object]] = []
+    code = run_command(lambda: chosen.extend(_parse(arguments)))
+    if not chosen:
+        return code
+    ((name, given),) = chosen
+    begin_command()  # before torch is imported
+    main = _module(name).main
+    return run_command(lambda: main(given))
+
+
+def run(arguments: Sequence[str]) -> int | None:
+    """Runs a command in this process as it is; returns its exit code, None for success.
+
+    Raises:
+        InputError: as of the command.
+    """
+    chosen = _parse(arguments)
+    return _module(chosen[0][0]).main(chosen[0][1]) if chosen else None
+
+
+def _parse(arguments: Sequence[str]) -> list[tuple[str, object]]:
+    """Returns the command and what its `main` takes; nothing where a help has been printed."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return []
+    if name == "--version":
+        print(f"jfi {__version__}")
+        return []
+    if name not in COMMANDS:
+        raise OptionError(f"unknown command {name}; {suggest(name, COMMANDS, cutoff=0.0)}")
+    if name in options.PARSERS:
+        return [(name, options.PARSERS[name]().parse_args(rest))]
+    if {"-h", "--help"}.intersection(rest):
+        print(describe_settings(name))
+        return []
+    return [(name, ["--help" if argument == ALL else argument for argument in rest])]
+
+
+def _module(name: str) -> ModuleType:
+    if name == "serve":  # a hangup waits until it can be handled
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    return import_module(f"jfi.cli.{COMMANDS[name][0]}")
+
+
+def _overview() -> str:
+    lines = [f"  {name:14s}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: jfi COMMAND [OPTIONS]",
+            "",
+            "Sequence features for recommendation models: training, prediction and serving of a table of interactions.",
+            "",
+            *lines,
+            "",
+            "`jfi COMMAND --help` shows the options of a command. Begin with: jfi train --data.interactions clicks.csv",
+        ]
+    )

@@ -1,0 +1,30 @@
+"""Runs `jfi config`."""
+
+import argparse
+import re
+from pathlib import Path
+
+from jfi.utils.errors import InputError
+from jfi.utils.suggest import suggest
+
+#: The configs that come along.
+FOLDER = Path(__file__).parents[1] / "configs"
+
+
+def main(options: argparse.Namespace) -> None:
+    """Lists the configs that come along, or copies one."""
+    known = {path.relative_to(FOLDER).as_posix().removesuffix(".yaml"): path for path in sorted(FOLDER.rglob("*.yaml"))}
+    if options.action == "list":
+        for name, path in known.items():
+            first = path.read_text(encoding="utf-8").splitlines()[0]
+            print(f"{name:26s}{re.split(r'[.;:] ', first.lstrip('# '))[0]}")
+        return
+    if options.name not in known:
+        raise InputError(f"jfi config copy: got {options.name!r}; {suggest(str(options.name), known)}")
+    out = options.out or Path(known[options.name].name)
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(known[options.name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise InputError(f"{out}: exists already; name a new file") from None
+    print(f"wrote {out}; train with: jfi train --config {out}")

@@ -1,0 +1,56 @@
+"""Runs `jfi evaluate`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from jfi.cli.predict import open_run, scoring
+from jfi.training.scores import check_out, check_place
+from jfi.training.unknown import UnknownShares
+from jfi.utils.display import fit_cells
+from jfi.utils.exit_codes import raise_on_sigterm
+from jfi.utils.files import write_file
+
+SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
+GROUPS = 20
+#: Cells of a terminal for the name of a group.
+NAMES = 30
+
+
+def main(options: argparse.Namespace) -> None:
+    """Scores a table, and prints the metrics of the scores."""
+    check_out(options.scores, "--scores")
+    if options.out is not None:
+        check_place("--out", Path(options.out))
+    with raise_on_sigterm():
+        run = open_run(options, {"--out": options.out, "--scores": options.scores})
+        metrics = run.evaluate(options.interactions, by=options.by, out=options.scores, **scoring(options))
+        if options.out is not None:
+            text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)
+            write_file(Path(options.out), text + "\n")
+    print(table(metrics))
+    print(UnknownShares(metrics["rows"], metrics["unknown"]))
+    for path in (options.scores, options.out):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def table(metrics: dict) -> str:
+    """The metrics as text, one line overall and one for each of the largest groups."""
+    known = metrics["overall"]
+    shown = [name for name in (*SHOWN, *(name for name in known if name not in (*SHOWN, "ranked"))) if name in known]
+    widths = [max(10, len(name) + 2) for name in shown]
+
+    def line(name: str, cells: list[str]) -> str:
+        return fit_cells(name, NAMES) + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+
+    def row(name: str, record: dict) -> str:
+        cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in shown[1:]]
+        return line(name, [f"{record['samples']:,d}", *cells])
+
+    lines = [line("", shown), row("all", metrics["overall"])]
+    for name, groups in metrics["by"].items():
+        lines += [row(f"{name} {group['value']}", group) for group in groups[:GROUPS]]
+        if len(groups) > GROUPS:
+            lines.append(f"{name}: {len(groups) - GROUPS} smaller groups are in the JSON file")
+    return "\n".join(lines)

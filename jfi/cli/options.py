@@ -1,0 +1,251 @@
+"""The options of the commands that take no config."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from jfi.utils.exit_codes import EXIT_CODES
+from jfi.utils.options import OptionParser, at_least_one, at_least_zero
+
+_PREDICT = """Scores every row of a table with a trained run.
+
+jfi predict --run runs/20250101-120000 --interactions new.parquet --out scores.parquet
+jfi predict --run runs/20250101-120000 --interactions today.csv --history log.parquet --out scores.csv
+
+A row's history is what its user did before it, in --history and in --interactions. The table may lack the label, and it
+may have users and items that training has not seen.
+"""
+_EVALUATE = """Scores rows that have labels or are positives, and prints their metrics.
+
+jfi evaluate --run runs/20250101-120000 --interactions test.parquet --by device --out metrics.json
+
+A row's history is what its user did before it, in --history and in --interactions.
+"""
+_EXPORT = """Exports a trained run as an artifact, which `jfi serve` serves.
+
+jfi export --run runs/20250101-120000
+jfi export --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
+"""
+_SERVE = """Serves an artifact of `jfi export` over HTTP, or answers JSON lines.
+
+jfi serve --artifact ARTIFACT --port 8000
+jfi serve --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
+
+On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
+SIGTERM does: all requests that have been read are answered.
+
+An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
+to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
+"""
+_SEMANTIC_IDS = r"""Turns the content of a catalogue's items into semantic IDs, one int64 an item, and writes them once.
+
+jfi semantic-ids --items items.parquet --text title,description --categorical brand --out sids.parquet
+jfi semantic-ids --items items.parquet --embeddings image,text --out sids.parquet --codec rq
+
+The first run fits a codec, writes it to the folder sids.codec beside the IDs, and prints and draws how good the IDs
+are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
+content gets the ID -1, and an ID of its own once the table has content of it.
+"""
+_POLICY = r"""Fits a policy of which events of a history are worth computing to a log with dwell times, and shows it.
+
+jfi policy --interactions log.parquet --user user --time timestamp --surface tab --dwell seconds \
+    --conversion purchase --remove 0.3 --out policy.json
+jfi policy --config dwell.yaml --remove 0.5 --out policy.json
+
+Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users beside it. Fit it
+to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
+(data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
+"""
+_CONFIG = """Lists the configs that come along, or copies one to start from.
+
+jfi config list
+jfi config copy movielens_100k
+jfi config copy quickstart my.yaml
+"""
+
+
+def _parser(command: str, description: str) -> OptionParser:
+    return OptionParser(prog=f"jfi {command}", description=description, epilog=EXIT_CODES)
+
+
+def _scoring(parser: OptionParser) -> None:
+    parser.add_argument("--run", required=True, help="folder of a run of `jfi train`")
+    parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
+    parser.add_argument("--history", help="rows before them, which are only part of histories")
+    parser.add_argument("--users", help="table of users (default: the run's data.users)")
+    parser.add_argument("--items", help="table of items (default: the run's data.items)")
+    sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
+    parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
+    rows = "rows per call of the model (default: 4096)"
+    parser.add_argument("--batch-size", type=at_least_one, default=4096, help=rows)
+    output = "what a probability is: the logit's sigmoid, or by the run's calibration (default: probabilities)"
+    kinds = ["probabilities", "calibrated"]
+    parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
+
+
+def predict() -> OptionParser:
+    """Returns the options of `jfi predict`."""
+    parser = _parser("predict", _PREDICT)
+    _scoring(parser)
+    columns = "ids, time, score (logit) and probability, or prediction of a regression"
+    parser.add_argument("--out", required=True, help=f"file to write, .parquet or .csv: {columns}")
+    return parser
+
+
+def evaluate() -> OptionParser:
+    """Returns the options of `jfi evaluate`."""
+    parser = _parser("evaluate", _EVALUATE)
+    _scoring(parser)
+    by = "metrics of each value of these columns of the interactions too"
+    parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help=by)
+    parser.add_argument("--out", metavar="FILE", help="JSON file of the metrics (default: only print them)")
+    parser.add_argument("--scores", metavar="FILE", help="write the scores too, as `jfi predict --out` does")
+    return parser
+
+
+def export() -> OptionParser:
+    """Returns the options of `jfi export`."""
+    parser = _parser("export", _EXPORT)
+    parser.add_argument("--run", type=Path, required=True, help="folder of a run of `jfi train`")
+    parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
+    tables = {"choices": ["float32", "int8"], "default": "float32"}
+    parser.add_argument("--tables", **tables, help="format of the embedding tables (default: float32)")
+    parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
+    parser.add_argument("--max-candidates", type=at_least_one, default=1000, help="limit per request (default: 1000)")
+    return parser
+
+
+def serve() -> OptionParser:
+    """Returns the options of `jfi serve`."""
+    parser = _parser("serve", _SERVE)
+    parser.add_argument("--artifact", type=Path, required=True, help="folder written by `jfi export`")
+    sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line, read at each swap; others are refused"
+    parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
+    lines = "read requests from stdin and write answers to stdout, one per line"
+    parser.add_argument("--jsonl", action="store_true", help=lines)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one (default: 8000)")
+    tables = "device of the embedding tables (default: the model's)"
+    parser.add_argument("--tables-device", choices=["cpu", "cuda"], help=tables)
+    counts = {"type": at_least_one}
+    parser.add_argument("--max-candidates", **counts, help="limit per request (default: the artifact's)")
+    parser.add_argument("--max-history", **counts, help="newest events to keep (default: the artifact's)")
+    parser.add_argument("--max-body-mb", **counts, default=8, help="limit of a request's body (default: 8)")
+    parser.add_argument("--queue", **counts, default=64, help="concurrent requests, more get a 503 (default: 64)")
+    parser.add_argument("--deadline-ms", **counts, default=5000, help="wait for the model, then a 503 (default: 5000)")
+    parser.add_argument("--bodies", **counts, default=256, help="bodies that are arriving (default: 256)")
+    parser.add_argument("--body-seconds", **counts, default=10, help="for a body to arrive (default: 10)")
+    parser.add_argument("--max-batch", **counts, default=4096, help="candidates per batch (default: 4096)")
+    waits = "time that a batch waits for more requests (default: 0)"
+    parser.add_argument("--max-wait-ms", type=at_least_zero, default=0.0, help=waits)
+    output = "of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)"
+    kinds = ["logits", "probabilities", "calibrated"]
+    parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
+    parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
+    return parser
+
+
+def semantic_ids() -> OptionParser:
+    """Returns the options of `jfi semantic-ids`."""
+    parser = _parser("semantic-ids", _SEMANTIC_IDS)
+    parser.add_argument("--items", required=True, help="table of the items: a file, a folder or a glob")
+    parser.add_argument("--item", default="item", metavar="COLUMN", help="column of the item (default: item)")
+    columns = {"type": _names, "default": [], "metavar": "COLUMNS"}
+    parser.add_argument("--text", **columns, help="columns of text, each embedded by TF-IDF and SVD")
+    parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
+    parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
+    kinds = ["vq", "fsq", "dpca", "rq", "raw"]
+    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA, residual k-means, or the content itself"
+    parser.add_argument("--codec", choices=kinds, default="vq", help=f"{help_kind} (default: vq)")
+    counts = {"type": at_least_one}
+    parser.add_argument("--digits", **counts, default=25, help="ternary digits, but for rq (default: 25)")
+    parser.add_argument("--levels", **counts, default=3, help="codebooks of rq (default: 3)")
+    parser.add_argument("--codebook-size", **counts, default=256, help="codes of each (default: 256)")
+    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq and fsq (default: 2000)")
+    parser.add_argument("--text-width", **counts, default=64, help="of a text's embedding (default: 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")
+    return parser
+
+
+def policy() -> OptionParser:
+    """Returns the options of `jfi policy`."""
+    parser = _parser("policy", _POLICY)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
+    source.add_argument("--config", metavar="FILE", help="config of a run; the options up to --until are not for it")
+    parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user (default: user)")
+    parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time (default: timestamp)")
+    units = {"choices": ["s", "ms"], "default": "s"}
+    parser.add_argument("--time-unit", **units, help="of times that are numbers (default: s)")
+    parser.add_argument("--surface", metavar="COLUMN", help="column of where an event happened (default: one surface)")
+    parser.add_argument("--dwell", metavar="COLUMN", help="column of how long the user stayed")
+    parser.add_argument("--dwell-unit", **units, help="of the dwell (default: s)")
+    help_session = "column of the session (default: a session ends after 30 minutes without an event)"
+    parser.add_argument("--session", metavar="COLUMN", help=help_session)
+    help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1'"
+    parser.add_argument("--conversion", metavar="RULE", help=help_rule)
+    parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
+    parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette (default: 2)")
+    help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2 (default: 0)"
+    parser.add_argument("--remove", type=_by_segment(float), default=0.0, metavar="SHARE", help=help_remove)
+    help_threshold = "in place of --remove: remove what has smaller log-odds"
+    parser.add_argument("--threshold", type=float, metavar="LOG-ODDS", help=help_threshold)
+    parser.add_argument("--boost", type=lambda text: text.split(","), default=[], help="segments to weight, by name")
+    parser.add_argument("--caps", type=_by_segment(int), metavar="EVENTS", help="longest history, such as active=500")
+    parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay (default: 10)")
+    parser.add_argument("--bins", type=at_least_one, default=10, help="bins of dwell on each surface (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of k-means (default: 0)")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file of the policy")
+    return parser
+
+
+def config() -> OptionParser:
+    """Returns the options of `jfi config`."""
+    parser = _parser("config", _CONFIG)
+    parser.add_argument("action", choices=["list", "copy"], help="what to do")
+    parser.add_argument("name", nargs="?", help="config to copy, of `jfi config list`")
+    parser.add_argument("out", nargs="?", type=Path, help="file to write, must not exist (default: NAME.yaml)")
+    return parser
+
+
+#: By command what returns its options.
+PARSERS: dict[str, Callable[[], OptionParser]] = {
+    "predict": predict,
+    "evaluate": evaluate,
+    "export": export,
+    "serve": serve,
+    "semantic-ids": semantic_ids,
+    "policy": policy,
+    "config": config,
+}
+
+
+def _names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found) or len({*found}) < len(found):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be different names with commas between them")
+    return found
+
+
+def _segments(text: str) -> int | None:
+    return None if text == "auto" else at_least_one(text)
+
+
+def _by_segment(kind: type) -> Callable[[str], object]:
+    """A type of options: a number for all segments, or `name=number` with commas between them."""
+
+    def parse(text: str) -> object:
+        try:
+            if "=" not in text:
+                return kind(text)
+            parts = [part.split("=") for part in text.split(",")]
+            return {name.strip(): kind(number) for name, number in parts}
+        except ValueError:
+            what = "must be a number for all segments, or such as passive=0.5,active=0.2"
+            raise argparse.ArgumentTypeError(f"got {text!r}, {what}") from None
+
+    return parse

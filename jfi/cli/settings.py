@@ -1,0 +1,100 @@
+"""The short help of the commands that take all settings of a config."""
+
+#: Shows all settings in place of the short help.
+ALL = "--help=all"
+
+_DATA = {
+    "data.interactions FILE": "a table: CSV, TSV, JSON Lines or Parquet; a folder, a glob or a URL",
+    "data.users FILE": "table of users, for their columns",
+    "data.items FILE": "table of items, for their columns",
+    "data.user COLUMN": "the user's id (default: user_id)",
+    "data.item COLUMN": "the item's id (default: item_id)",
+    "data.timestamp COLUMN": "the time (default: timestamp)",
+    "data.label RULE": "column of 0 and 1, or a rule such as 'rating >= 4'; without it all rows are positives",
+    "data.features '[{name: genres, of: item}]'": "columns that the model reads, of user, item, event or context",
+    "data.split KIND": "time, leave_one_out, user, column or files (default: time)",
+    "data.max_history EVENTS": "newest events of a history (default: 200)",
+    "data.prepared FOLDER": "a dataset of `jfi prepare`, in place of the tables",
+}
+_MODEL = {
+    "model.pooling KIND": "attention, mean, sum or none (default: attention)",
+    "model.embedding_dim WIDTH": "width of embeddings (default: 32)",
+    "model.num_heads H": "heads of attention (default: 4)",
+    "model.bias KIND": "what attention adds to its scores, such as history_age (default: none)",
+    "model.dropout SHARE": "of the dense layers (default: 0)",
+}
+_TRAINING = {
+    "optimizer.dense.learning_rate RATE": "of the dense parameters (default: 0.001)",
+    "optimizer.embedding.learning_rate RATE": "of the embedding tables (default: 0.05)",
+    "training.run_dir FOLDER": "folder of the run (default: runs/DATE-TIME)",
+    "training.epochs N": "most epochs (default: 10)",
+    "training.batch_size SAMPLES": "of a step (default: 1024)",
+    "training.preset auto": "choose model and rates from the table's size and by pilots",
+    "training.device KIND": "auto, cpu or cuda (default: auto)",
+}
+#: By command its first line, an example, its own options and sections of settings.
+_COMMANDS = {
+    "train": (
+        "Trains a model on a table of interactions, or resumes a run.",
+        [
+            "jfi train --data.interactions clicks.csv --data.label clicked",
+            "jfi train --config quickstart.yaml --training.epochs 3",
+            "jfi train --resume runs/20250101-120000",
+            "torchrun --nproc_per_node 2 -m jfi train --config multi_gpu.yaml",
+        ],
+        {
+            "config FILE": "YAML file with any setting",
+            "resume RUN": "continue a run; only --data.prepared and the two options below go with it",
+            "data-changed accept": "with --resume: go on although the data has changed",
+            "config-changed accept": "with --resume: go on although config.yaml was changed",
+        },
+        {"data": _DATA, "model": _MODEL, "training": _TRAINING},
+    ),
+    "prepare": (
+        "Turns tables of any length into a dataset that opens at once. Killed and called again, it continues.",
+        [
+            "jfi prepare --data.interactions clicks.parquet --data.label clicked --out clicks.prepared",
+            "jfi train --data.prepared clicks.prepared",
+            "jfi prepare --run runs/first --data.interactions more.parquet --out more.prepared",
+            "jfi prepare --verify clicks.prepared",
+        ],
+        {
+            "config FILE": "YAML file with any setting",
+            "out FOLDER": "folder to write, must not exist",
+            "memory SIZE": "most that sorting holds in memory (default: 1GB)",
+            "run RUN": "prepare with the config and the vocabularies of this run",
+            "verify FOLDER": "verify the checksums of a dataset; takes no other option",
+            "add-statistics FILE": "write only the interactions with the columns of data.statistics, as Parquet",
+        },
+        {"data": _DATA},
+    ),
+    "compare": (
+        "Trains without histories and with each pooling of them, beside baselines of hand-made features.",
+        [
+            "jfi compare --config quickstart.yaml --seeds 0 1 2",
+            "jfi compare --data.interactions clicks.csv --data.label clicked --poolings",
+        ],
+        {
+            "config FILE": "YAML file with any setting",
+            "seeds N ...": "train each once per seed (default: 0)",
+            "poolings KIND ...": "of none, mean, sum and attention (default: all); no value trains no model",
+            "baselines false": "without baselines, whose features need memory",
+        },
+        {"data": _DATA, "model": _MODEL, "training": _TRAINING},
+    ),
+}
+
+
+def describe_settings(command: str) -> str:
+    """Returns the short help of `train`, `prepare` or `compare`."""
+    what, examples, own, sections = _COMMANDS[command]
+    lines = [f"usage: jfi {command} [--config FILE] [--SECTION.SETTING VALUE ...]", "", what, ""]
+    lines += [f"  {example}" for example in examples]
+    for title, settings in {"options": own, **sections}.items():
+        lines += ["", f"{title}:", *(_line(f"--{setting}", text) for setting, text in settings.items())]
+    lines += ["", f"`jfi {command} {ALL}` shows all settings; docs/settings.md explains them."]
+    return "\n".join(lines)
+
+
+def _line(setting: str, text: str) -> str:
+    return f"  {setting:36s}{text}" if len(setting) < 35 else f"  {setting}\n{'':38s}{text}"

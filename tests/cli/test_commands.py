@@ -1,0 +1,129 @@
+"""The `jfi` command: its help is quick and true, the configs come along, and the wheel is all that it needs."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import commands
+import pytest
+import yaml
+
+from jfi import cli
+from jfi.cli.settings import ALL
+from jfi.training import Config
+from jfi.training.cli import parse_config
+
+ROOT = Path(__file__).parents[2]
+WITH_CONFIG = ("train", "prepare", "compare")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+def test_help_imports_no_large_package(arguments):
+    script = "import sys; from jfi import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+    script += (
+        "large = {'torch', 'numpy', 'pyarrow', 'yaml', 'jsonargparse'} & sys.modules.keys()\nassert not large, large"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: jfi"), done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_the_overview_names_every_command(capsys):
+    assert commands.call() == 0
+    text = capsys.readouterr().out
+    assert [name for name in cli.COMMANDS if f"\n  {name} " not in text] == []
+
+
+@pytest.mark.parametrize("name", WITH_CONFIG)
+def test_the_settings_of_the_short_help_exist_and_have_these_defaults(name, capsys):
+    assert commands.call(name, "--help") == 0
+    text = capsys.readouterr().out
+    settings = re.findall(r"^  --((?:data|model|optimizer|training)\.[\w.]+)", text, re.MULTILINE)
+    assert settings
+    defaults = dict(re.findall(r"^  --(\S+) [^\n]*\(default: ([\w.]+)\)", text, re.MULTILINE))
+    for setting in settings:
+        value = Config()
+        for part in setting.split("."):
+            value = getattr(value, part)
+        if setting in defaults and defaults[setting] not in ("none", "runs"):
+            assert value == yaml.safe_load(defaults[setting]), setting
+
+
+@pytest.mark.parametrize("name", WITH_CONFIG)
+def test_all_settings_and_the_own_options_of_the_short_help_are_in_the_long_one(name, capsys):
+    commands.call(name, "--help")
+    own = re.search(r"\noptions:\n(.*?)\n\n", capsys.readouterr().out, re.DOTALL)[1]
+    with pytest.raises(SystemExit):
+        commands.call(name, ALL)
+    text = capsys.readouterr().out
+    assert [option for option in re.findall(r"^  (--[\w-]+)", own, re.MULTILINE) if option not in text] == []
+    assert "--sharding.type" in text and "--data.max_history" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tain"], "unknown command tain; did you mean 'train'?"),
+        (["config", "copy"], "jfi config copy: got None; known: dwell,"),
+        (["config", "copy", "quickstrat"], "jfi config copy: got 'quickstrat'; did you mean 'quickstart'?"),
+        (["config", "remove"], "action: invalid choice: 'remove'"),
+        (["compare", "--poolings", "--baselines", "false"], "nothing is left to compare"),
+    ],
+)
+def test_wrong_commands_are_one_line(arguments, message, capsys):
+    assert commands.call(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.call("config", "list") == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    known = (ROOT / "configs").rglob("*.yaml")
+    assert sorted(names) == sorted(path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in known)
+    for name in names:
+        assert commands.call("config", "copy", name) == 0
+        parse_config(["--config", f"{Path(name).name}.yaml"], "")
+    assert commands.call("config", "copy", "quickstart") == 2
+    assert capsys.readouterr().err == "error: quickstart.yaml: exists already; name a new file\n"
+    assert commands.call("config", "copy", "quickstart", "other.yaml") == 0
+    assert Path("other.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
+
+
+def test_the_wheel_has_the_command_the_configs_and_its_types(tmp_path):
+    """It trains on a small table and scores it, in a folder without this repository."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    built = subprocess.run([*wheel, tmp_path, ROOT], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (path,) = tmp_path.glob("jfi-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        assert "jfi/py.typed" in names and "jfi/configs/quickstart.yaml" in names
+        assert [name for name in names if name.startswith(("tests", "configs", "benchmarks"))] == []
+        (entry,) = [name for name in names if name.endswith("entry_points.txt")]
+        assert "jfi = jfi.cli:main" in archive.read(entry).decode()
+        archive.extractall(tmp_path / "site")
+    with open(tmp_path / "clicks.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["who", "what", "when", "clicked"])
+        writer.writerows([i % 20, i * 7 % 30, i * 60, i * 7 % 3 // 2] for i in range(600))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+
+    def jfi(*arguments: object) -> str:
+        command = [sys.executable, "-m", "jfi", *map(str, arguments)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    columns = ["--data.user", "who", "--data.item", "what", "--data.timestamp", "when", "--data.label", "clicked"]
+    small = ["--training.epochs", "1", "--training.run_dir", "run", "--training.device", "cpu"]
+    assert "run folder run" in jfi("train", "--data.interactions", "clicks.csv", *columns, *small)
+    said = jfi("evaluate", "--run", "run", "--interactions", "clicks.csv", "--out", "metrics.json")
+    assert said.splitlines()[1].split()[0] == "all"
+    assert json.loads((tmp_path / "metrics.json").read_text())["overall"]["samples"] == 600
