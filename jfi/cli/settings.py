@@ -10,7 +10,7 @@ _DATA = {
     "data.user COLUMN": "the user's id (default: user_id)",
     "data.item COLUMN": "the item's id (default: item_id)",
     "data.timestamp COLUMN": "the time (default: timestamp)",
-    "data.label RULE": "column of 0 and 1, or a rule such as 'rating >= 4'; without it all rows are positives",
+    "data.label RULE": "column of 0 and 1, or a rule such as 'rating >= 4'; otherwise each row is positive",
     "data.features '[{name: genres, of: item}]'": "columns that the model reads, of user, item, event or context",
     "data.split KIND": "time, leave_one_out, user, column or files (default: time)",
     "data.max_history EVENTS": "newest events of a history (default: 200)",
@@ -25,7 +25,7 @@ _MODEL = {
 }
 _TRAINING = {
     "optimizer.dense.learning_rate RATE": "of the dense parameters (default: 0.001)",
-    "optimizer.embedding.learning_rate RATE": "of the embedding tables (default: 0.05)",
+    "optimizer.embeddings.learning_rate RATE": "of the embedding tables (default: 0.05)",
     "training.run_dir FOLDER": "folder of the run (default: runs/DATE-TIME)",
     "training.epochs N": "most epochs (default: 10)",
     "training.batch_size SAMPLES": "of a step (default: 1024)",
