@@ -204,6 +204,12 @@ def test_a_folder_may_mix_files_with_and_without_gzip(parts):
     assert users(str(parts)) == USERS
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "schema.json"])
+def test_a_table_may_have_the_name_of_a_file_of_a_prepared_dataset(tmp_path, name):
+    (tmp_path / name).write_text('{"user": "u", "item": "i", "stars": 1, "time": 2}\n')
+    assert users(str(tmp_path)) == ["u"]
+
+
 def test_linked_subfolders_of_a_folder_are_read(parts, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()

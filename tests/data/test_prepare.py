@@ -20,6 +20,8 @@ from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.store import write_prepared
 from jfi.data.schema import coded
+from jfi.data.schema.schema import DataSchema
+from jfi.utils.encoding import Vocabulary
 
 
 def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +356,36 @@ def test_it_starts_over_where_the_config_or_a_file_has_changed(tmp_path, table, 
     config = config_of(table, max_history=3)
     prepare_dataset(config, tmp_path / "prepared")
     assert_same_batches(load_dataset(config), load_dataset(prepared_config(tmp_path / "prepared")))
+
+
+def with_other_genres(schema: DataSchema) -> DataSchema:
+    known = schema.encodings.vocabularies
+    reversed_genres = Vocabulary([*known["genre"].values][::-1])
+    return replace(schema, encodings=replace(schema.encodings, vocabularies=known | {"genre": reversed_genres}))
+
+
+def with_another_mean(schema: DataSchema) -> DataSchema:
+    return replace(schema, labels=[replace(schema.labels[0], mean=7.0)])
+
+
+@pytest.mark.parametrize("change", [with_other_genres, with_another_mean])
+def test_it_starts_over_where_the_schema_has_changed(tmp_path, table, monkeypatch, change):
+    rename = Path.rename
+
+    def stop_before_the_last(path, target):
+        if path.name == "result":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    config = data_config(interactions=table, label="years", task="regression", item_categorical=["genre"])
+    schema = load_dataset(config).schema
+    monkeypatch.setattr(Path, "rename", stop_before_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(config, tmp_path / "prepared", schema=schema)
+    monkeypatch.undo()
+    prepare_dataset(config, tmp_path / "prepared", schema=change(schema))
+    prepare_dataset(config, tmp_path / "whole", schema=change(schema))
+    assert files_of(tmp_path / "prepared") == files_of(tmp_path / "whole")
 
 
 def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):

@@ -29,6 +29,16 @@ def counted(log: dict[str, np.ndarray], horizon: int) -> np.ndarray:
     return np.where((log["active"] == 1) & (log["surface"] != "autoplay"), found, 0)
 
 
+def test_an_event_is_long_from_halfway_between_both_medians_in_log_dwell():
+    assert pytest.approx(np.sqrt(4 * 40), abs=0.1) == synthetic_dwell.LONG
+
+
+def test_a_dwell_time_has_at_most_two_decimals(log):
+    hundredths = log["dwell"] * 100
+    np.testing.assert_allclose(hundredths, np.rint(hundredths), rtol=0, atol=1e-6)
+    assert len(np.unique(np.rint(hundredths) % 10)) == 10
+
+
 def test_the_long_events_of_active_users_are_counted(log):
     assert np.array_equal(counted(log, 10_000), log["counted"])
     assert log["counted"].max() > 5
@@ -49,6 +59,7 @@ def test_conversions_follow_the_count_for_the_active_alone(log):
     assert rate[0] < 0.1 < 0.2 < rate[1] < 0.45 < rate[2]
     same = [log["converted"][~active & ~autoplay & side].mean() for side in (log["dwell"] > 2, log["dwell"] <= 2)]
     assert abs(same[0] - same[1]) < 0.03
+    assert 0.01 < log["converted"][autoplay].mean() < 0.06
     # The log-odds of a conversion are linear in log dwell.
     reads = active & ~autoplay
     means = [np.log(log["dwell"][reads & (log["converted"] == k)]).mean() for k in (0, 1)]

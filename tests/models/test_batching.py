@@ -9,6 +9,7 @@ from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import cut_chunks
+from jfi.data.schema.coded import blocks
 from jfi.training.build import build_model, draw_tables, table_configs
 from jfi.training.config import EncoderConfig, ModelConfig
 
@@ -228,6 +229,24 @@ def test_chunks_hold_what_their_rows_see(config, max_timeline):
         begin, count = events.histories(own, 10)
         assert begin.min() == start[number]
         assert (begin + count).max() == start[number] + length[number]
+
+
+def test_chunks_are_the_same_however_many_rows_are_cut_at_once(config, monkeypatch):
+    arrays = load_dataset(config).arrays()
+    whole = cut_chunks(arrays.events, arrays.samples["train"], 10, 25)
+    monkeypatch.setattr("jfi.data.batches.chunks.blocks", lambda count: blocks(count, 7))
+    parts = cut_chunks(arrays.events, arrays.samples["train"], 10, 25)
+    assert np.array_equal(parts.first, whole.first)
+    assert np.array_equal(parts.order, whole.order)
+
+
+def test_a_batch_has_a_positive_and_its_negatives_where_they_are_more_than_its_size(tmp_path):
+    rows = [f"{user},{(user + time) % 9},{time}" for user in range(6) for time in range(8)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    dataset = load_dataset(DataConfig(interactions=str(tmp_path / "clicks.csv"), negatives=4))
+    batches = list(dataset.batches("train", 2, batching="user"))
+    assert {len(one.labels) for one in batches} == {5}
+    assert sum(len(one.labels) for one in batches) == dataset.num_samples("train")
 
 
 def test_an_order_is_made_once_for_all_parts_of_its_batches(config):

@@ -72,7 +72,7 @@ def co_occurrence(
     surprise = np.rint(surprise * 1024) / 1024
     item_of, label = np.asarray(events.item, np.int64), np.nan_to_num(events.label)
     of_event = np.stack([~np.isnan(events.label), label, surprise])
-    num_items = int(max(item_of.max(), item.max(initial=0))) + 1
+    num_items = int(max(item_of.max(), item.max())) + 1
     in_history = np.arange(len(events)) if events.rows is None else np.asarray(events.rows, np.int64)
     in_history = in_history[np.argsort(moment[in_history], kind="stable")]
     histories = _newest(events, in_history, window)
@@ -96,7 +96,7 @@ def co_occurrence(
     for is_own in (True, False):
         chosen = np.flatnonzero((place >= 0) == is_own)
         if not len(chosen):
-            continue
+            continue  # saves the sums over all pairs where every sample is an event
         chosen = chosen[np.argsort(moment[rows[chosen]], kind="stable")]
         asked = _newest(events, rows[chosen], window)
         total = None if is_own else pairs.prefix(product)

@@ -305,7 +305,7 @@ def _digest(schema: DataSchema | None) -> str | None:
     if schema is None:
         return None
     digest, encodings = hashlib.sha256(), schema.encodings
-    digest.update(repr((schema.features, schema.dense_names, encodings.moments)).encode())
+    digest.update(repr((schema.features, schema.dense_names, schema.labels, encodings.moments)).encode())
     digest.update(b"" if schema.codec is None else schema.codec.fingerprint.encode())
     digest.update(repr({name: edges.tolist() for name, edges in encodings.edges.items()}).encode())
     digest.update(repr({name: known.num_buckets for name, known in encodings.buckets.items()}).encode())
