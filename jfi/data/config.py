@@ -328,12 +328,14 @@ class DataConfig:
         rules = [("label", one.label) for one in labels if only_column(one.label) is None]
         return rules if self.history is None else [*rules, ("history", self.history)]
 
-    def columns(self) -> set[str]:
-        """The names of all columns in use."""
-        given = (self.title, self.group, self.split_column, self.weight, *self.engagement_columns())
+    def columns(self, of_interactions: bool = False) -> set[str]:
+        """The names of all columns in use, or of those that no table of users or items has."""
+        tables = (("user", self.users), ("item", self.items))
+        apart = {of for of, table in tables if of_interactions and table is not None}
+        given = (self.group, self.split_column, self.weight, *self.engagement_columns())
         columns = {self.user, self.item, self.timestamp, *self.label_columns()}
-        columns.update(name for name in given if name is not None)
-        columns.update(one.name for one in self.features if not one.cross)
+        columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
+        columns.update(one.name for one in self.features if not one.cross and one.of not in apart)
         return columns if self.history is None else columns | {*parse_rule(self.history).columns}
 
     def engagement_columns(self) -> list[str]:

@@ -1,8 +1,14 @@
+import json
+from unittest import mock
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from data_configs import line_of
 
+from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.data.io import json_lines
 from jfi.data.io.blocks import read_table
 
 # Made up: (user, item, rating, timestamp).
@@ -119,3 +125,21 @@ def test_integers_beyond_the_exact_float64(tmp_path):
     pa.parquet.write_table(data[:1], tmp_path / "r.parquet")
     times = read_table(str(tmp_path / "r.parquet"), ["t"]).times("t", "ns")
     assert times.tolist() == pytest.approx([nanoseconds * 1e-9], abs=1e-6, rel=0)
+
+
+def test_a_column_of_the_table_of_users_is_not_looked_for_in_the_interactions(tmp_path):
+    """Files of interactions may differ in it, and JSON Lines are read once."""
+    for name, more in (("a", {"age": 7}), ("b", {})):
+        rows = ({"user_id": i % 5, "item_id": i % 7, "timestamp": i, "clicked": i % 2, **more} for i in range(60))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "users.csv").write_text("user_id,age\n" + "".join(f"{i},{20 + i}\n" for i in range(5)))
+    config = DataConfig(
+        interactions=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")],
+        users=str(tmp_path / "users.csv"),
+        label="clicked",
+        features=[FeatureConfig("age", "user", "number")],
+    )
+    with mock.patch("jfi.data.io.json_lines.stream_utf8", wraps=json_lines.stream_utf8) as reading:
+        dataset = load_dataset(config)
+    assert reading.call_count == 2
+    assert (np.diff(dataset.arrays().dense[0][:, 0]) > 0.5).all()  # the ages of users.csv, standardized

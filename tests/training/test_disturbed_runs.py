@@ -115,7 +115,7 @@ def test_a_full_file_system_is_one_line_and_the_run_goes_on_when_there_is_space(
 @pytest.mark.slow
 def test_a_read_only_run_can_be_exported_and_resuming_it_is_one_line(server, config, whole, tmp_path):
     with file_system(tmp_path / "disk", "8m") as disk:
-        assert server.do(config, disk / "run", kill=round(1.4 * whole[1])).code == -9
+        assert server.do(config, disk / "run", kill=round(1.8 * whole[1])).code == -9
         before = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         outcome = server.do(config, disk / "run")

@@ -163,7 +163,7 @@ def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:
         DataError: as `read_blocks`.
     """
     names = _interactions(config)
-    for file, table in _read(_files(config, names), config.columns(), config):
+    for file, table in _read(_files(config, names), config.columns(of_interactions=True), config):
         yield names.index(file.setting.removeprefix("data.")), table
 
 
