@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jfi.data import DataError
 from jfi.data.config import SID
-from jfi.data.features.semantic_ids import codec_folder, read_sids, unique_items, write_sids
+from jfi.data.features.semantic_ids import codec_folder, read_sids, write_sids
 from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
@@ -216,7 +216,7 @@ def run(options: argparse.Namespace) -> None:
     table = read_table(options.items, [options.item, *columns], setting="--items")
     for name in (options.item, *columns):
         table.column(name)  # refuses a column that is not there before the long work
-    unique_items(table, options.item)
+    table.unique_ids(options.item)
     codec, content = load(folder, options) if folder.exists() else make(folder, options, table)
     items, sids, before, found = add(table, options, codec, content)
     write_sids(options.out, options.item, items, sids, codec)

@@ -120,10 +120,9 @@ class Trainer(RunState):
             self._say(describe_earlier(log, data))
             if world.size > 1 and world.is_first:
                 order = self._parts("train", self.config.training.batch_size)[0].order
-                balanced, cut = order.imbalance(world.size)
+                busiest = order.imbalance(world.size)
                 self._say(
-                    f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
-                    f"{cut:.3f} if batches were cut in order"
+                    f"the busiest of {world.size} processes has {busiest:.3f} times the mean work (events x targets)"
                 )
             wanted = self.config.training.cuda_graph
             if wanted == "always" or (wanted == "auto" and self.device.type == "cuda"):

@@ -35,10 +35,10 @@ DataChanged = Literal["refuse", "accept"]
 def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> None:
     """Writes the summary and the folder, each completely or not at all."""
     _save_summary(run, dataset)
-    fingerprint = Fingerprint.of(dataset, config.data).text()
+    fingerprint = Fingerprint.of(dataset, config.data)
     with writing_folder(run.data) as unfinished:
         dataset.schema.write(unfinished)
-        (unfinished / NAME).write_text(fingerprint, encoding="utf-8")
+        fingerprint.save(unfinished / NAME)
         if dataset.policy is not None:
             dataset.policy.save(unfinished / _POLICY)
 

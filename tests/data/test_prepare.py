@@ -295,7 +295,7 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
 KILL = """
 import os, sys
 from jfi.data import DataConfig, FeatureConfig
-from jfi.data.prepared import column_files, prepare, sort as prepare_sort, store
+from jfi.data.prepared import prepare, sort as prepare_sort, store
 
 calls = 0
 def counted(module, name):
@@ -310,9 +310,8 @@ def counted(module, name):
 
 for module, names in {
     prepare: ("read_rows", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
-    column_files: ("sync",),
     prepare_sort: ("write_arrow", "sort_batches"),
-    store: ("write_arrow", "write_checksums", "sync"),
+    store: ("write_arrow", "write_sums"),
 }.items():
     for name in names:
         counted(module, name)

@@ -226,7 +226,7 @@ def image(values: list, kind: pa.DataType | None = None) -> pa.Table:
         (
             with_column(rows(60), "item", [*range(59), 7]),
             DPCA,
-            "items.parquet:60: 'item' is '7' again, as in items.parquet:8",
+            "items.parquet:60: 'item' 7 is already in items.parquet:8",
         ),
         (with_column(rows(60), "item", [*range(59), None]), DPCA, "items.parquet:60: empty 'item'"),
         (with_column(rows(60), "title", [None] * 60, pa.string()), DPCA, "column 'title' has no words"),

@@ -1,7 +1,5 @@
 """Which rank gets which samples or timelines of a batch, so that all ranks have about as much work."""
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 
 #: Work of the busiest rank over that of the mean rank that is balanced enough.
@@ -11,11 +9,9 @@ _MOST_SWAPS = 64
 
 
 def assign_samples(work: np.ndarray, world_size: int) -> np.ndarray:
-    """`[B]` int64, the rank of each sample: their numbers differ by at most one, and their work by as little as it may.
+    """`[B]` int64, the rank of each sample: their numbers differ by at most one, and their work by little.
 
-    The differencing method of Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced
-    form: samples of about the same work are a group, one for each rank; two groups are joined, the largest sum of one
-    with the smallest of the other, until one is left. Groups of about the same spread are joined, all at once.
+    In descending order of their work, to the ranks in turn, there and back; swaps then even out what is left.
 
     Args:
         work: `[B]` numbers, not negative.
@@ -25,27 +21,9 @@ def assign_samples(work: np.ndarray, world_size: int) -> np.ndarray:
         >>> assign_samples(np.array([9, 1, 5, 5]), 2)
         array([0, 0, 1, 1])
     """
-    order = np.argsort(-work, kind="stable")
-    # Samples without work fill up: the last group, and with whole groups a power of two.
-    groups = 1 << max(0, -(-len(work) // world_size) - 1).bit_length()
-    sums = np.zeros(groups * world_size, np.int64)
-    sums[: len(work)] = work[order]
-    sums, joins = sums.reshape(groups, world_size), []
-    while len(sums) > 1:
-        by_spread = np.argsort(sums[:, -1] - sums[:, 0], kind="stable")
-        sums = sums[by_spread]
-        joined = sums[0::2] + sums[1::2, ::-1]
-        descending = np.argsort(-joined, axis=1, kind="stable")
-        sums = np.take_along_axis(joined, descending, axis=1)
-        joins.append((by_spread, descending))
-    rank = np.arange(world_size)[None]  # by place in the groups, from the last join back to the first
-    for by_spread, descending in reversed(joins):
-        both = np.empty_like(descending)
-        np.put_along_axis(both, descending, rank, axis=1)
-        rank = np.empty((2 * len(both), world_size), np.int64)
-        rank[by_spread] = np.stack([both, both[:, ::-1]], axis=1).reshape(-1, world_size)
+    turn, rank = np.divmod(np.arange(len(work)), world_size)
     assigned = np.empty(len(work), np.int64)
-    assigned[order] = rank.ravel()[: len(work)]
+    assigned[np.argsort(-work, kind="stable")] = np.where(turn % 2, world_size - 1 - rank, rank)
     _swap(work, assigned, world_size)
     return assigned
 
@@ -95,28 +73,3 @@ def assign_timelines(work: np.ndarray, world_size: int) -> np.ndarray:
         rank[timeline] = least
         load[least] += parts[timeline]
     return rank
-
-
-def imbalance(batches: Iterable[np.ndarray], assign: Callable[[np.ndarray, int], np.ndarray], world_size: int) -> float:
-    """The work of all batches' busiest ranks over that of their mean ranks; 1 if there is none.
-
-    Args:
-        batches: of each `[B]` or `[B, K]`, the work of its samples or timelines; the first kind counts.
-        assign: gives the rank `[B]` of each.
-        world_size: number of ranks.
-
-    Example:
-        >>> batches = [np.array([3, 1, 2]), np.array([4])]
-        >>> imbalance(batches, contiguous, 2), imbalance(batches, assign_samples, 2)
-        (1.4, 1.4)
-    """
-    busiest = total = 0.0
-    for work in batches:
-        load = np.bincount(assign(work, world_size), work if work.ndim == 1 else work[:, 0], world_size)
-        busiest, total = busiest + load.max(), total + load.sum()
-    return float(busiest * world_size / total) if total else 1.0
-
-
-def contiguous(work: np.ndarray, world_size: int) -> np.ndarray:
-    """`[B]` int64, the ranks of contiguous parts whose sizes differ by at most one, whatever their work."""
-    return np.repeat(np.arange(world_size), np.diff(np.arange(world_size + 1) * len(work) // world_size))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.batches.balance import assign_samples, contiguous, imbalance
+from jfi.data.batches.balance import assign_samples
 from jfi.utils.encoding import mix
 
 #: From this number of samples on, the order is computed batch by batch: a permutation of them all would take 8 bytes a
@@ -92,10 +92,15 @@ class Order:
             units = units[self._assign(self._work(units), world_size) == rank]
         return self._part(units, total)
 
-    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
-        """Returns the work of the busiest ranks of the first batches over the mean; also of contiguous parts."""
-        work = [self._work(self._units(batch)) for batch in range(min(num_batches, self.num_batches))]
-        return imbalance(work, self._assign, world_size), imbalance(work, contiguous, world_size)
+    def imbalance(self, world_size: int, num_batches: int = 100) -> float:
+        """Returns the work of the busiest ranks of the first batches over that of the mean ranks."""
+        busiest = total = 0.0
+        for batch in range(min(num_batches, self.num_batches)):
+            work = self._work(self._units(batch))
+            # Of several kinds of work the first one counts.
+            load = np.bincount(self._assign(work, world_size), work.reshape(len(work), -1)[:, 0], world_size)
+            busiest, total = busiest + load.max(), total + load.sum()
+        return float(busiest * world_size / total) if total else 1.0
 
 
 class SampleOrder(Order):

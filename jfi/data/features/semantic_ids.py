@@ -21,13 +21,12 @@ from jfi.data.config import SID
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text
 from jfi.data.io.blocks import read_table
-from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID
 from jfi.utils.files import DamagedFileError, writing_file
 
-_FINGERPRINT, _KIND, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.codec", b"jfi.sid.sha256"
+_FINGERPRINT, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.sha256"
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,6 @@ def codec_folder(path: Path) -> Path:
     return path.with_suffix(".codec")
 
 
-def unique_items(table: Table, column: str) -> pa.Array:
-    """The items of a table as strings.
-
-    Raises:
-        DataError: the column is not there, an item is empty, or appears twice; the message has the row.
-    """
-    items = table.ids(column)
-    first = pc.index_in(items, value_set=items).to_numpy(zero_copy_only=False)
-    again = first != np.arange(len(items))
-    if again.any():
-        row = int(again.argmax())
-        raise table.fault(row, f"'{column}' is '{items[row]}' again, as in {table.place(int(first[row]))}")
-    return items
-
-
 def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Codec) -> None:
     """Writes items and their SIDs to a Parquet file, whole or not at all.
 
@@ -118,8 +102,7 @@ def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Co
         sids: `[N]` int64.
         codec: that gave the SIDs; its fingerprint becomes part of the file's metadata.
     """
-    metadata = {_FINGERPRINT: codec.fingerprint.encode(), _KIND: type(codec).__name__.encode()}
-    metadata[_SHA256] = _digest(items, sids.cpu().numpy())
+    metadata = {_FINGERPRINT: codec.fingerprint.encode(), _SHA256: _digest(items, sids.cpu().numpy())}
     data = pa.table({column: items, SID: pa.array(sids.cpu().numpy())}).replace_schema_metadata(metadata)
     with writing_file(path) as unfinished:
         pyarrow.parquet.write_table(data, unfinished, write_page_checksum=True)
@@ -139,7 +122,7 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
             holds an ID whose digits are out of the codec's range.
     """
     table = read_table(str(path), [column, SID], setting=setting)
-    unique_items(table, column)
+    table.unique_ids(column)
     sids = table.column(SID)
     metadata = table.data.schema.metadata or {}
     given = metadata.get(_FINGERPRINT, b"").decode(errors="replace")

@@ -136,6 +136,16 @@ class Table:
             raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
         return column
 
+    def unique_ids(self, name: str) -> pa.Array:
+        """Returns the column as `ids` does; a value that appears twice raises DataError."""
+        column = self.ids(name)
+        first = pc.index_in(column, value_set=column).to_numpy()
+        again = first != np.arange(len(first))
+        if again.any():
+            row = int(again.argmax())
+            raise self.fault(row, f"'{name}' {column[row]} is already in {self.place(int(first[row]))}")
+        return column
+
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
         """Returns the column as `strings` does, or as lists of texts if it holds lists or has a separator.
 

@@ -10,8 +10,8 @@ from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import read_blocks
 from jfi.data.io.table import Table
-from jfi.data.prepared.column_files import read_columns, write_true_rows
-from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_rows
+from jfi.data.prepared.column_files import read_columns
+from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sort import ROW
 from jfi.data.prepared.sources import Tables
 from jfi.utils.files import temporary_folder
@@ -45,12 +45,10 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.
     given = Tables(parts[0].name if parts else "the table", None, None, None, settings, parts)
     with temporary_folder("jfi-statistics-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False))
-        columns, histories = read_columns(folder / "rows"), None
-        if config.history is not None:
-            histories = write_true_rows(folder / "histories", columns["event"])
-        events, data = sorted_rows(settings, folder, histories).events, pa.concat_tables([one.data for one in parts])
+        events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]
+        data = pa.concat_tables([one.data for one in parts])
         for name, values in make_statistics(events, config.statistics, config.max_history).items():
             column = np.empty(len(values))
-            column[columns[ROW]] = values
+            column[row] = values
             data = data.append_column(name, pa.array(column))
         return data

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jfi.data.errors import DataError
-from jfi.utils.files import DamagedFileError, check_sum, read_sums, reading_file, sha256_of, write_sums
+from jfi.utils.files import DamagedFileError, check_sum, read_sums, reading_file
 
 #: Files up to this size are verified before `open_checked` returns.
 SMALL = 1 << 24
@@ -20,27 +20,28 @@ class Verification:
     """The verification of files by a background thread.
 
     Args:
-        folder: of the files.
+        folder: of the files and SHA256SUMS.
         names: of the files.
-        sums: SHA-256 by name.
 
     Example:
         >>> folder = getfixture("tmp_path")
         >>> _ = (folder / "events.arrow").write_bytes(b"events")
-        >>> verification = Verification(folder, ["events.arrow"], {"events.arrow": "0" * 64})
+        >>> from jfi.utils.files import write_sums
+        >>> write_sums(folder, {"events.arrow": "0" * 64})
+        >>> verification = Verification(folder, ["events.arrow"])
         >>> verification.check()
         Traceback (most recent call last):
         jfi.data.errors.DataError: .../events.arrow is damaged: its SHA-256 is not the one in SHA256SUMS
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], sums: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._fault: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(folder, names, sums), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(folder, names), daemon=True)
         self._thread.start()
 
-    def _run(self, folder: Path, names: Sequence[str], sums: Mapping[str, str]) -> None:
+    def _run(self, folder: Path, names: Sequence[str]) -> None:
         try:
-            verify(folder, names, sums)
+            verify(folder, names)
         except Exception as fault:
             self._fault = fault
 
@@ -60,16 +61,6 @@ class Verification:
             raise self._fault
 
 
-def write_checksums(folder: Path, files: Mapping[str, Path]) -> None:
-    """Writes `folder/SHA256SUMS`.
-
-    Args:
-        folder: of the dataset.
-        files: by name of a file its path now, which may be another one until the dataset is complete.
-    """
-    write_sums(folder, {name: sha256_of(path) for name, path in files.items()})
-
-
 def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
     """Verifies the small files, and begins to verify the large ones.
 
@@ -83,36 +74,25 @@ def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
     Raises:
         DataError: a file, or SHA256SUMS, is missing or damaged.
     """
-    sums = _read(folder)
-    verify(folder, [name for name, size in sizes.items() if size <= SMALL], sums)
+    verify(folder, [name for name, size in sizes.items() if size <= SMALL])
     large = [name for name, size in sizes.items() if size > SMALL]
-    if not large or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    return Verification(folder, large, sums)
+    return Verification(folder, large) if large and os.environ.get("LOCAL_RANK", "0") == "0" else None
 
 
-def verify(folder: Path, names: Sequence[str], sums: Mapping[str, str] | None = None) -> None:
+def verify(folder: Path, names: Sequence[str]) -> None:
     """Verifies the SHA-256 of files, as `sha256sum -c SHA256SUMS` does.
 
     Args:
-        folder: of the files.
+        folder: of the files and SHA256SUMS.
         names: of the files.
-        sums: SHA-256 by name; None for those in `folder/SHA256SUMS`.
 
     Raises:
         DataError: a file, or SHA256SUMS, is missing or damaged.
     """
-    sums = _read(folder) if sums is None else sums
-    for name in names:
-        try:
+    try:
+        sums = read_sums(folder)
+        for name in names:
             with reading_file(folder / name, DataError):
                 check_sum(folder, name, sums)
-        except DamagedFileError as fault:
-            raise DataError(str(fault)) from None
-
-
-def _read(folder: Path) -> dict[str, str]:
-    try:
-        return read_sums(folder)
     except DamagedFileError as fault:
         raise DataError(str(fault)) from None

@@ -11,7 +11,6 @@ import pyarrow as pa
 from jfi.data.batches.events import index_type
 from jfi.data.errors import DataError
 from jfi.data.schema.coded import blocks
-from jfi.utils.files import sync
 
 _INDEX = "columns.json"
 
@@ -28,21 +27,27 @@ class ColumnWriter:
         self._folder = folder
         self._types = {name: np.dtype(kind) for name, kind in types.items()}
         self._files = {name: open(folder / file_name(i), "wb") for i, name in enumerate(types)}  # noqa: SIM115
-        self._lengths = dict.fromkeys(types, 0)
+        self._lengths, self._ends = dict.fromkeys(types, 0), dict.fromkeys(types, 0)
 
     def append(self, name: str, values: np.ndarray) -> None:
         """Appends values, which are cast to the column's type."""
         self._files[name].write(np.ascontiguousarray(values, self._types[name]).data)
         self._lengths[name] += len(values)
 
+    def append_offsets(self, name: str, lengths: np.ndarray) -> None:
+        """Appends the ends of further lists of these lengths, at first after 0."""
+        if not self._lengths[name]:
+            self.append(name, np.zeros(1))
+        ends = self._ends[name] + np.cumsum(lengths, dtype=np.int64)
+        self.append(name, ends)
+        self._ends[name] = int(ends[-1])
+
     def close(self) -> None:
-        """Flushes the files to the disk, and then writes the list of columns."""
-        for i, file in enumerate(self._files.values()):
+        """Closes the files, and then writes the list of columns."""
+        for file in self._files.values():
             file.close()
-            sync(self._folder / file_name(i))
         index = {name: (kind.str, self._lengths[name]) for name, kind in self._types.items()}
         (self._folder / _INDEX).write_text(json.dumps(index))
-        sync(self._folder / _INDEX)
 
 
 def read_columns(folder: Path) -> dict[str, np.ndarray]:

@@ -5,10 +5,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.batches.engagement import ONLY_SURFACE, Engagement
-from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.columns import Columns
-from jfi.data.prepared.encode import NewColumn
 from jfi.data.schema.coded import blocks
 from jfi.utils.encoding import LARGEST_NUMBER
 
@@ -16,21 +14,16 @@ from jfi.utils.encoding import LARGEST_NUMBER
 SECONDS = {"s": 1.0, "ms": 1e-3}
 
 
-def read_engagement(columns: Columns, config: DataConfig, new_column: NewColumn) -> Engagement | None:
+def read_engagement(columns: Columns) -> Engagement | None:
     """The fields of all events, in the order of the rows; None where the config names neither dwell nor surface.
-
-    Args:
-        columns: the raw columns.
-        config: the section `data`.
-        new_column: gives arrays to write to.
 
     Raises:
         DataError: a column is missing or holds something else than numbers (dwell) or single values (the others).
     """
+    config, count = columns.config, columns.count("event")
     if config.dwell is None and config.surface is None:
         return None
-    count = columns.count("event")
-    dwell, surface = new_column("dwell", np.float32, count), new_column("surface", np.int32, count)
+    dwell, surface = columns.new("dwell", np.float32, count), columns.new("surface", np.int32, count)
     numbers = None if config.dwell is None else columns.numbers(config.dwell, "event")
     for begin, end in blocks(count):
         part = np.nan if numbers is None else np.asarray(numbers[begin:end]) * SECONDS[config.dwell_unit]
@@ -40,7 +33,7 @@ def read_engagement(columns: Columns, config: DataConfig, new_column: NewColumn)
         names = _fill_codes(columns, config.surface, "surface", surface)
     session = None
     if config.session is not None:
-        session = new_column("session", np.int64, count)
+        session = columns.new("session", np.int64, count)
         _fill_codes(columns, config.session, "session", session)
         for begin, end in blocks(count):
             alone = begin + np.flatnonzero(session[begin:end] < 0)

@@ -19,7 +19,7 @@ from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import LABEL, WEIGHT
 from jfi.data.schema.rules import label_columns, parse_rule
 from jfi.data.schema.schema import Entity
-from jfi.utils.files import writing_file
+from jfi.utils.files import write_file
 
 #: The file's name in a prepared dataset.
 NAME = "fingerprint.json"
@@ -112,14 +112,9 @@ class Fingerprint:
         other = [name for name in self.splits if self.splits[name] != now.splits[name]]
         return f"the split has changed: other samples in {', '.join(other)}" if other else None
 
-    def text(self) -> str:
-        """Returns the text of its JSON file."""
-        return checked_json(_FORMAT, dataclasses.asdict(self))
-
     def save(self, path: Path) -> None:
         """Writes or replaces the file, whole or not at all."""
-        with writing_file(path) as unfinished:
-            unfinished.write_text(self.text(), encoding="utf-8")
+        write_file(path, checked_json(_FORMAT, dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Fingerprint":

@@ -1,7 +1,5 @@
 """Checks that a config, or a prepared dataset, goes with the schema of a run."""
 
-from collections.abc import Iterator
-
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.schema import DataSchema
@@ -49,25 +47,24 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
     Raises:
         DataError: it was not, as one line that names a difference.
     """
-    for what, learnt, now in _pairs(schema, prepared):
-        if learnt != now:
+    ours, theirs = (_parts(one) for one in (schema, prepared))
+    for what, learnt in ours.items():
+        if learnt != theirs.get(what):
             advice = "prepare the tables again with `jfi prepare --run`"
             raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
 
 
-def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
-    """Returns what is compared, and both values of it; each only makes sense where those before are equal."""
-    yield "semantic IDs", *(None if one.codec is None else one.codec.fingerprint for one in (schema, prepared))
-    ours, theirs = schema.encodings, prepared.encodings
-    yield "keys", schema.features, prepared.features
-    yield "dense columns", schema.dense_names, prepared.dense_names
-    buckets = [{name: known.num_buckets for name, known in one.buckets.items()} for one in (ours, theirs)]
-    yield "hash buckets", *buckets
-    yield "defaults", ours.defaults, theirs.defaults
-    for name, known in ours.vocabularies.items():
-        yield f"values of '{name}'", known.values, theirs.vocabularies[name].values
-    for name, edges in ours.edges.items():
-        yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
-    yield "means and deviations", ours.moments, theirs.moments
-    yield "labels", schema.labels, prepared.labels
-    yield "auxiliary labels", schema.num_auxiliary, prepared.num_auxiliary
+def _parts(schema: DataSchema) -> dict[str, object]:
+    known = schema.encodings
+    return {
+        "semantic IDs": None if schema.codec is None else schema.codec.fingerprint,
+        "keys": schema.features,
+        "dense columns": schema.dense_names,
+        "hash buckets": {name: buckets.num_buckets for name, buckets in known.buckets.items()},
+        "defaults": known.defaults,
+        **{f"values of '{name}'": vocabulary.values for name, vocabulary in known.vocabularies.items()},
+        **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},
+        "means and deviations": known.moments,
+        "labels": schema.labels,
+        "auxiliary labels": schema.num_auxiliary,
+    }

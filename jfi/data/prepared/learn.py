@@ -4,10 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import AGE, HISTORY, SID, DataConfig
+from jfi.data.config import AGE, HISTORY, SID
 from jfi.data.errors import DataError
 from jfi.data.prepared.columns import Columns
-from jfi.data.prepared.rows import Rows
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
@@ -15,7 +14,7 @@ from jfi.utils.encoding import UNKNOWN, HashBuckets
 from jfi.utils.module_names import module_name
 
 
-def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema:
+def learn_schema(columns: Columns) -> DataSchema:
     """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
 
     A user (an item) counts as training's if it has a row there. Of a column that describes contexts alone the
@@ -25,27 +24,28 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
     Raises:
         DataError: a column is missing or malformed, or two columns need the same key.
     """
-    counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
-    samples = rows.train & ~np.isnan(rows.label)
+    config, train = columns.config, columns.train
+    counts = {"user": columns.count_training("user"), "item": columns.count_training("item")}
+    samples = train & ~np.isnan(columns.events.label)
     encodings = Encodings(defaults=config.defaults())
     users, items, contexts, history = [], [], [], []
     for name in config.names("user", "category"):
-        users += _learn_keys(columns, name, "user", counts["user"], encodings, config)[0]
+        users += _learn_keys(columns, name, "user", counts["user"], encodings)[0]
     for name in (config.item, *config.names("item", "category")):
-        targets, events = _learn_keys(columns, name, "item", counts["item"], encodings, config)
+        targets, events = _learn_keys(columns, name, "item", counts["item"], encodings)
         items, history = items + targets, history + events
     of_events = [*config.names("event", "category"), *config.crosses()]
     for name in config.names("context", "category"):
         if name not in of_events:
-            contexts += _learn_keys(columns, name, "event", samples, encodings, config)[0]
+            contexts += _learn_keys(columns, name, "event", samples, encodings)[0]
     for name in of_events:
-        shown, events = _learn_keys(columns, name, "event", rows.train, encodings, config)
+        shown, events = _learn_keys(columns, name, "event", train, encodings)
         history += events
         if name in config.names("context", "category"):
             contexts += shown
     contexts.sort(key=lambda spec: config.names("context", "category").index(spec.column))
     for name in config.names("event", "number"):
-        edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
+        edges = learn_edges(columns.numbers(name, "event"), train, config.num_quantiles)
         encodings.edges[name], width = edges, config.feature(name).width
         history.append(
             FeatureSpec(HISTORY + name, "history", name, module_name(name), len(edges) + 2, of="event", width=width)
@@ -69,41 +69,30 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
-        titles=None if config.title is None else _titles(columns, config, encodings),
+        titles=None if config.title is None else _titles(columns, encodings),
         codec=None if columns.sids is None else columns.sids.codec,
-        labels=_learn_labels(rows, samples, config),
+        labels=_learn_labels(columns, samples),
         num_auxiliary=len(config.auxiliary_labels),
     )
 
 
-def _learn_labels(rows: Rows, samples: np.ndarray, config: DataConfig) -> list[LabelSpec]:
-    found = []
+def _learn_labels(columns: Columns, samples: np.ndarray) -> list[LabelSpec]:
+    config, events, found = columns.config, columns.events, []
     # The predicted labels come first; auxiliary ones are no outputs of a saved model.
-    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.events.targets), strict=False):
+    for one, column in zip(config.targets(), labels_of(config, events.label, events.targets), strict=False):
         scale = moments(column, samples) if one.task == "regression" else ()
         found.append(LabelSpec(one.name, one.task, *scale))
     return found
 
 
 def _learn_keys(
-    columns: Columns,
-    name: str,
-    of: Entity,
-    train: np.ndarray,
-    encodings: Encodings,
-    config: DataConfig,
+    columns: Columns, name: str, of: Entity, train: np.ndarray, encodings: Encodings
 ) -> tuple[list[FeatureSpec], list[FeatureSpec]]:
-    """The keys of the sample that a categorical column has, and those of the events.
+    """The keys of the sample that a categorical column has, and those of the events; adds to the encodings.
 
-    Args:
-        columns: the raw columns.
-        name: of the column.
-        of: what has the column.
-        train: `[U]`, `[N]` or `[E]`, in how many rows of training each user, item or event is.
-        encodings: gets those of the column.
-        config: the section `data`.
+    `train` is `[U]`, `[N]` or `[E]`, in how many rows of training each user, item or event is.
     """
-    column, feature = columns.categories(name, of), config.feature(name)
+    column, feature = columns.categories(name, of), columns.config.feature(name)
     many = column.offsets is not None
     if feature.hash_buckets is not None:
         encodings.buckets[name] = HashBuckets(feature.hash_buckets)
@@ -117,7 +106,7 @@ def _learn_keys(
     role = "context" if of == "event" else of
     own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
     if many:
-        slots = range(min(config.max_slots, column.longest(train > 0)))
+        slots = range(min(columns.config.max_slots, column.longest(train > 0)))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
@@ -126,14 +115,18 @@ def _learn_keys(
     return own, history
 
 
-def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strings | None:
-    if config.item in encodings.buckets:
+def _titles(columns: Columns, encodings: Encodings) -> Strings | None:
+    item = columns.config.item
+    if item in encodings.buckets:
         return None  # items that share a bucket have no one title
-    ids = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids
+    ids = encode(columns.categories(item, "item"), encodings.vocabularies[item]).ids
     # In the order of the ids, which sort by number where all of training's are integers; the items may not.
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
-    titles = columns.titles().take(pa.array(by_id))
-    return Strings(pa.concat_arrays([pa.array(["unseen"], titles.type), pc.fill_null(titles, "untitled")]))
+    titles = columns.categories(columns.config.title, "item").take(by_id)
+    if titles.offsets is not None:
+        raise DataError(f"data.title is '{columns.config.title}', whose rows are lists; it must have one value a row")
+    texts = pc.fill_null(titles.values.take(pa.array(titles.codes, mask=titles.codes < 0)), "untitled")
+    return Strings(pa.concat_arrays([pa.array(["unseen"], texts.type), texts]))
 
 
 def _check_keys(specs: list[FeatureSpec]) -> None:

@@ -35,11 +35,11 @@ class Manifest:
     data: DataConfig
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def text(self) -> str:
-        """Returns the text of its JSON file."""
+    def save(self, folder: Path) -> None:
+        """Writes the file into the folder of a dataset."""
         data = dataclasses.asdict(self.data.without_tables())
         del data["prepared"]
-        return checked_json(FORMAT, {"sizes": self.sizes, "data": data})
+        (folder / MANIFEST).write_text(checked_json(FORMAT, {"sizes": self.sizes, "data": data}), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Manifest":

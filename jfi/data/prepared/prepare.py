@@ -7,7 +7,6 @@ dataset's name when all is written.
 
 import dataclasses
 import errno
-import hashlib
 import json
 import shutil
 import sys
@@ -18,9 +17,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.assemble import Arrays, Dense
+from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.events import Events, index_type, order_by_item
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
@@ -28,30 +26,27 @@ from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import count_rows, input_files
-from jfi.data.prepared.column_files import ColumnWriter, new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.columns import Columns
+from jfi.data.prepared.column_files import ColumnWriter, read_columns, remove_columns, write_true_rows
+from jfi.data.prepared.columns import SCRATCH, Columns
 from jfi.data.prepared.encode import encode_dense, encode_features, known_items
 from jfi.data.prepared.engagement import read_engagement
 from jfi.data.prepared.external_sort import MemoryLimitError, check_memory
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.learn import learn_schema
 from jfi.data.prepared.read import check_rows, read_rows, read_warnings
-from jfi.data.prepared.rows import Rows
 from jfi.data.prepared.samples import choose_samples
-from jfi.data.prepared.sort import order_and_split, read_ids, read_order_and_split, sort_rows
+from jfi.data.prepared.sort import order_and_split, read_order_and_split, sort_rows
 from jfi.data.prepared.sources import Tables, column_settings, open_tables
 from jfi.data.prepared.splits import SPLITS
 from jfi.data.prepared.store import write_prepared
 from jfi.data.prepared.summarize import summarize
-from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
-from jfi.data.schema.schema import DataSchema, as_array
+from jfi.data.schema.schema import DataSchema
 from jfi.utils.display import Display
-from jfi.utils.files import naming, sync
+from jfi.utils.files import naming, sha256_of, sync, temporary_folder
 from jfi.utils.lock import locking_folder
 
 Advance = Callable[[int], None]
-_SCRATCH = "scratch"
 
 
 def prepare_dataset(
@@ -117,14 +112,14 @@ def make_dataset(
     read_and_sort(given, work, stages, memory)
     with stages.run("result", None, "encode and write") as advance:
         if advance is not None:
-            dataset = _encode(given, schema, work, work / _SCRATCH)
+            dataset = _encode(given, schema, work)
             write_prepared(dataset, given.config, work / "result", stages.durable)
 
 
 def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
     read, rows, order = (work / name for name in ("read", "rows", "order"))
-    config, scratch = given.config, work / _SCRATCH
+    config, scratch = given.config, work / SCRATCH
     with stages.run("read", count_rows(config) if given.parts is None else None) as advance:
         if advance is not None:
             reader = read_rows(given.interactions(), config, read, advance)
@@ -142,71 +137,47 @@ def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1G
             order_and_split(rows, order, config, memory, scratch, advance, given.blocks)
 
 
-def sorted_rows(config: DataConfig, work: Path, histories: np.ndarray | None = None) -> Rows:
-    """The rows of `read_and_sort`, as maps of its files; `histories` are the rows of `data.history`, if it is set."""
-    columns, split = read_columns(work / "rows"), read_order_and_split(work / "order")[1]
-    targets = {name: columns[name] for name in target_names(config)}
-    own = [columns[name] for name in ("user", "item", "time", "label")]
-    ids = [read_ids(work / "rows", name) for name in ("user", "item")]
-    return Rows(*ids, Events(*own, split, histories, targets))
-
-
-def _encode(given: Tables, schema: DataSchema | None, work: Path, folder: Path) -> InteractionDataset:
-    """The dataset of the sorted rows; `folder` gets the files that its arrays map."""
-    config, histories = given.config, None
-    if config.history is not None:
-        histories = write_true_rows(folder / "histories", read_columns(work / "rows")["event"])
-    rows, order = sorted_rows(config, work, histories), read_order_and_split(work / "order")[0]
-    computed = make_statistics(rows.events, config.statistics, config.max_history) if config.statistics else {}
-    tables = {"user": given.users, "item": given.items}
-    columns = Columns(work / "read", work / "rows", rows, config, folder, tables, given.sids, given.name, computed)
-    schema = schema or learn_schema(columns, rows, config)
-    ids, dense, engagement = encode_columns(columns, rows, schema, config, folder)
-    items = known_items(schema, ids, rows.events)
-    samples = _write_samples(rows, order, items, config, folder)
-    negatives = None
-    if config.label is None:
-        by_item = order_by_item(rows.events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
-        negatives = NegativeSampler(rows.events, by_item, items, config.negatives)
-    dataset = InteractionDataset(Arrays(rows.events, ids, dense, samples, negatives, engagement), schema)
-    dataset.summary = summarize(dataset, config, columns)
-    dataset.summary.warnings.extend(read_warnings(work / "read"))
-    return dataset
-
-
-def encode_columns(
-    columns: Columns, rows: Rows, schema: DataSchema, config: DataConfig, folder: Path
-) -> tuple[list[Categorical], Dense, Engagement | None]:
-    """The columns of a dataset as the schema encodes them.
+def sorted_events(
+    config: DataConfig, work: Path, split: np.ndarray | None = None, histories: np.ndarray | None = None
+) -> Events:
+    """The events of `read_and_sort`, as maps of its files.
 
     Args:
-        columns: the raw columns of the rows.
-        rows: the sorted rows.
-        schema: the encodings.
         config: the meaning of the columns.
-        folder: gets the files that the arrays of events map.
+        work: the folder of the stages.
+        split: `[E]` int8; None for that of the stages.
+        histories: the rows that histories consist of; None for those of `data.history`.
     """
+    columns = read_columns(work / "rows")
+    split = read_order_and_split(work / "order")[1] if split is None else split
+    if histories is None and config.history is not None:
+        histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
+    targets = {name: columns[name] for name in target_names(config)}
+    return Events(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
 
-    def new_column(name: str, kind: type, count: int) -> np.ndarray:
-        return new_map(folder / f"{name}.npy", kind, count)
 
-    ids, dense = encode_features(columns, schema, new_column), encode_dense(columns, schema, config, new_column)
-    return ids, dense, read_engagement(columns, config, new_column)
-
-
-def _write_samples(
-    rows: Rows, order: np.ndarray, items: np.ndarray, config: DataConfig, folder: Path
-) -> dict[str, np.ndarray]:
-    known = np.zeros(len(rows.item_ids), bool)
+def _encode(given: Tables, schema: DataSchema | None, work: Path) -> InteractionDataset:
+    """The dataset of the sorted rows, whose arrays map files of the stages."""
+    config = given.config
+    events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]
+    computed = make_statistics(events, config.statistics, config.max_history) if config.statistics else {}
+    columns = Columns(given, work, events, computed=computed)
+    schema = schema or learn_schema(columns)
+    ids, dense, engagement = encode_features(columns, schema), encode_dense(columns, schema), read_engagement(columns)
+    items = known_items(schema, ids, events)
+    known = np.zeros(columns.count("item"), bool)
     known[items] = True
-    writers = {}
-    for name in SPLITS:
-        (folder / name).mkdir()
-        writers[name] = ColumnWriter(folder / name, {"event": index_type(len(order))})
-    choose_samples(rows.events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
-    for writer in writers.values():
-        writer.close()
-    return {name: read_columns(folder / name)["event"] for name in SPLITS}
+    (folder := work / SCRATCH / "samples").mkdir()
+    writer, negatives = ColumnWriter(folder, dict.fromkeys(SPLITS, index_type(len(order)))), None
+    choose_samples(events, order, known, config, writer.append)
+    writer.close()
+    if config.label is None:
+        by_item = order_by_item(events, columns.new("by_item", index_type(len(order)), len(order)))
+        negatives = NegativeSampler(events, by_item, items, config.negatives)
+    dataset = InteractionDataset(Arrays(events, ids, dense, read_columns(folder), negatives, engagement), schema)
+    dataset.summary = summarize(dataset, columns)
+    dataset.summary.warnings.extend(read_warnings(work / "read"))
+    return dataset
 
 
 class Stages:
@@ -240,14 +211,15 @@ class Stages:
             yield None
             return
         folder = self._work / name
-        for left in (folder, self._work / _SCRATCH):
+        for left in (folder, self._work / SCRATCH):
             shutil.rmtree(left, ignore_errors=True)
             left.mkdir()
         with Display(label or name, total, unit="rows", silent=not self._show, ticking=True) as display:
             yield display.update
         pa.default_memory_pool().release_unused()
         if self.durable:
-            sync(folder)
+            for path in (*folder.iterdir(), folder):
+                sync(path)
         (self._work / f"{name}.done").touch()
         if self.durable:
             sync(self._work)
@@ -259,7 +231,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     state = {
         "config": dataclasses.asdict(config.without_tables()),
         "inputs": _state_of_files(config),
-        "schema": _digest(schema),
+        "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)
     with locking_folder(work) as is_first:
@@ -277,20 +249,13 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
 @contextmanager
 def _keeping(work: Path) -> Iterator[None]:
     """Removes the stages after an error that another call would meet again, and says of others that they are kept."""
-    kept = f"{work} keeps what is done; call again to continue, or remove it"
     try:
         yield
-    except MemoryLimitError as error:
-        raise MemoryLimitError(f"{error}; {kept}") from error
-    except DataError:
-        # The tables or the config must change, and then everything starts over.
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    except OSError as error:
-        error.strerror = f"{error.strerror or 'failed'}; {kept}"
-        raise
-    except KeyboardInterrupt:
-        print(kept, file=sys.stderr)
+    except BaseException as error:
+        if isinstance(error, DataError) and not isinstance(error, MemoryLimitError):
+            shutil.rmtree(work, ignore_errors=True)  # the tables or the config must change, and everything starts over
+        else:
+            print(f"{work} keeps what is done; call again to continue, or remove it", file=sys.stderr)
         raise
 
 
@@ -301,14 +266,7 @@ def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:
     return [(path, state.st_size, state.st_mtime_ns) for path, state in found]
 
 
-def _digest(schema: DataSchema | None) -> str | None:
-    if schema is None:
-        return None
-    digest, encodings = hashlib.sha256(), schema.encodings
-    digest.update(repr((schema.features, schema.dense_names, schema.labels, encodings.moments)).encode())
-    digest.update(b"" if schema.codec is None else schema.codec.fingerprint.encode())
-    digest.update(repr({name: edges.tolist() for name, edges in encodings.edges.items()}).encode())
-    digest.update(repr({name: known.num_buckets for name, known in encodings.buckets.items()}).encode())
-    for vocabulary in encodings.vocabularies.values():
-        digest.update("\0".join(as_array(vocabulary.values).to_pylist()).encode())
-    return digest.hexdigest()
+def _digest(schema: DataSchema) -> str:
+    with temporary_folder("jfi-schema-") as folder:
+        schema.write(folder)
+        return sha256_of(folder / "schema.json")  # which has the SHA-256 of the values

@@ -44,9 +44,9 @@ class RawColumn:
         return f"{self.kind} {self.name}"
 
     @property
-    def counts(self) -> str:
-        """The name of a multi-valued column's counts, which add up to the number of its codes; others have none."""
-        return f"counts {self.name}"
+    def offsets(self) -> str:
+        """The name of a multi-valued column's offsets, the range of each row's codes; others have none."""
+        return f"offsets {self.name}"
 
 
 def raw_columns(config: DataConfig) -> list[RawColumn]:
@@ -149,7 +149,7 @@ class RowReader:
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
             if column.kind == "category":
-                types[column.counts] = np.int32
+                types[column.offsets] = np.int64
         self._writer = ColumnWriter(folder, types)
         coded = ["user", "item", *(column.file for column in categories)]
         self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
@@ -200,7 +200,7 @@ class RowReader:
             raise DataError(f"{table.name}: column '{name}' {of_other_kind(not has_lists)}")
         if has_lists:
             values, offsets = flat_lists(values)
-            self._put(column.counts, np.diff(offsets))
+            self._writer.append_offsets(column.offsets, np.diff(offsets))
         self._dictionaries[column.file].add(values)
 
     def _set_lists(self, column: RawColumn, has_lists: bool) -> None:
@@ -211,7 +211,7 @@ class RowReader:
 
     def _append_missing(self, column: RawColumn, count: int, has_lists: bool | None) -> None:
         if has_lists:
-            self._put(column.counts, np.zeros(count, np.int32))
+            self._writer.append_offsets(column.offsets, np.zeros(count, np.int64))
         elif has_lists is not None:
             self._dictionaries[column.file].add(pa.nulls(count, pa.large_string()))
 

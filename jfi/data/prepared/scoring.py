@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import Events, first_rows, order_by_item, user_blocks
+from jfi.data.batches.events import first_rows, order_by_item, user_blocks
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -20,19 +20,19 @@ from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.columns import Columns
-from jfi.data.prepared.encode import has_lists
-from jfi.data.prepared.prepare import encode_columns
+from jfi.data.prepared.columns import SCRATCH, Columns
+from jfi.data.prepared.encode import encode_dense, encode_features, has_lists
+from jfi.data.prepared.engagement import read_engagement
+from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.read import read_rows
-from jfi.data.prepared.rows import Rows
 from jfi.data.prepared.sort import ROW, read_ids, sort_rows
+from jfi.data.prepared.sources import Tables
 from jfi.data.schema.coded import blocks
-from jfi.data.schema.labels import labels_of, target_names
+from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.history import Policy
 from jfi.sid.packing import UNKNOWN_SID
-from jfi.utils.display import Display
 
 _log = logging.getLogger(__name__)
 
@@ -101,14 +101,11 @@ class ScoringRows:
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
         wanted = config.columns()
-        self._entities = {
-            of: None if paths is None else read_table(paths, wanted, config, f"{of}s")
+        users, items = (
+            None if paths is None else read_table(paths, wanted, config, f"{of}s")
             for of, paths in (("user", sources.users), ("item", sources.items))
-        }
-        self._sids = self._read_sids(sources)
-        read, rows, self._scratch = (folder / name for name in ("read", "rows", "scratch"))
-        for path in (read, rows, self._scratch):
-            path.mkdir()
+        )
+        self._tables = Tables(None, users, items, self._read_sids(sources), self._config)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
@@ -118,17 +115,18 @@ class ScoringRows:
         self.negatives: NegativeSampler | None = None
         #: `[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item.
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
-        with Display("read", None, unit="rows", ticking=True) as display:
+        stages = Stages(folder, durable=False)
+        with stages.run("read", None) as advance:
             try:
-                reader = read_rows(self._tables(sources, wanted), self._config, read, display.update, lists)
+                reader = read_rows(self._interactions(sources, wanted), self._config, folder / "read", advance, lists)
             finally:
                 self._close_keys()
         if not self.num_rows:
             return
-        with Display("sort", None, ticking=True):
-            sort_rows(read, rows, self._config, "1GB", self._scratch, lambda count: None)
-        remove_columns(read)
-        self._open(read, rows, reader.rows - self.num_rows, positives)
+        with stages.run("rows", 2 * reader.rows, "sort") as advance:
+            sort_rows(folder / "read", folder / "rows", self._config, "1GB", folder / SCRATCH, advance)
+        remove_columns(folder / "read")
+        self._open(reader.rows - self.num_rows, positives)
 
     def key_batches(self) -> Iterator[pa.RecordBatch]:
         """The ids, the times and the columns `by` of the rows to score, as the table has them, in its order."""
@@ -142,56 +140,53 @@ class ScoringRows:
         if not self.num_rows:
             yield pa.RecordBatch.from_pylist([], schema)
 
-    def _open(self, read: Path, folder: Path, num_history: int, positives: bool) -> None:
+    def _open(self, num_history: int, positives: bool) -> None:
         """Maps the sorted rows, of which the first `num_history` of the tables are the history."""
-        config, schema, columns = self._config, self._schema, read_columns(folder)
-        user_ids, item_ids = (read_ids(folder, name) for name in ("user", "item"))
-        candidates = None
+        config, schema, folder = self._config, self._schema, self._folder
+        row, item_ids, candidates = read_columns(folder / "rows")[ROW], read_ids(folder / "rows", "item"), None
         if positives:
-            item_ids, candidates, known = _with_candidates(item_ids, schema, self._entities["item"] is not None)
-        splits = np.broadcast_to(np.int8(0), len(columns["user"]))
-        targets = {name: columns[name] for name in target_names(config)}
-        own = [columns[name] for name in ("user", "item", "time", "label")]
-        histories = self._events_of_histories(columns, num_history)
-        rows = Rows(user_ids, item_ids, Events(*own, splits, histories, targets))
-        raw = Columns(read, folder, rows, config, self._scratch, self._entities, self._sids)
-        ids, dense, engagement = encode_columns(raw, rows, schema, config, self._scratch)
+            item_ids, candidates, known = _with_candidates(item_ids, schema, self._tables.items is not None)
+        split = np.broadcast_to(np.int8(0), len(row))
+        events = sorted_events(config, folder, split, self._events_of_histories(num_history))
+        raw = Columns(self._tables, folder, events, item_ids)
+        ids, dense, engagement = encode_features(raw, schema), encode_dense(raw, schema), read_engagement(raw)
         if engagement is not None:
             # Of an event on a surface that the policy does not know nothing is known, as of any unseen value.
             engagement = engagement.on_surfaces(self._policy.surfaces)
-        is_scored = new_map(self._scratch / "is_scored.npy", bool, len(rows.events))
-        for begin, end in blocks(len(is_scored)):
-            is_scored[begin:end] = columns[ROW][begin:end] >= num_history
-        samples = write_true_rows(self._scratch / "samples", is_scored)
-        arrays = Arrays(rows.events, ids, dense, {"rows": samples}, None, engagement)
+        is_scored = raw.new("is_scored", bool, len(row))
+        for begin, end in blocks(len(row)):
+            is_scored[begin:end] = row[begin:end] >= num_history
+        samples = write_true_rows(folder / SCRATCH / "samples", is_scored)
+        arrays = Arrays(events, ids, dense, {"rows": samples}, None, engagement)
         self.dataset = InteractionDataset(arrays, schema, 0.0, config.batching, config.longest_timeline, self._policy)
-        self.rows = new_map(self._scratch / "rows.npy", np.int64, len(samples))
-        self.labels = new_map(self._scratch / "labels.npy", np.float32, (self.num_rows, *self.labels.shape[1:]))
-        labels = labels_of(config, rows.label, targets)
+        self.rows = raw.new("rows", np.int64, len(samples))
+        self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
+        labels = labels_of(config, events.label, events.targets)
         for begin, end in blocks(len(samples)):
             chosen = samples[begin:end]
-            self.rows[begin:end] = columns[ROW][chosen] - num_history
+            self.rows[begin:end] = row[chosen] - num_history
             found = np.squeeze(np.stack([one[chosen] for one in labels], axis=1), axis=() if len(labels) > 1 else 1)
             if config.label is None:
-                is_known = False if candidates is None else known[rows.events.item[chosen]]
+                is_known = False if candidates is None else known[events.item[chosen]]
                 found = np.where(is_known, found, np.float32(np.nan))
             self.labels[self.rows[begin:end]] = found
         if candidates is not None:
-            self.negatives = NegativeSampler(rows.events, order_by_item(rows.events), candidates, config.negatives)
-        if self._sids is not None:
-            without = int((raw.item_sids()[rows.events.item[samples]] == UNKNOWN_SID).sum())
+            self.negatives = NegativeSampler(events, order_by_item(events), candidates, config.negatives)
+        if self._tables.sids is not None:
+            without = int((raw.item_sids()[events.item[samples]] == UNKNOWN_SID).sum())
             if without:
-                what = f"have an item without a semantic ID in {self._sids.path}, which counts as unknown"
+                what = f"have an item without a semantic ID in {self._tables.sids.path}, which counts as unknown"
                 _log.warning("%s rows to score %s", f"{without:,}", what)
 
-    def _events_of_histories(self, columns: dict[str, np.ndarray], num_history: int) -> np.ndarray | None:
-        """The rows that histories consist of, or None for all: a row of the history that is scored too counts once."""
-        if self._config.history is None and not num_history:
+    def _events_of_histories(self, num_history: int) -> np.ndarray | None:
+        """The rows that histories consist of: a row of the history that is scored too counts once; None without one."""
+        if not num_history:
             return None
-        event = new_map(self._scratch / "is_event.npy", np.int8, len(columns["user"]))
+        columns = read_columns(self._folder / "rows")
+        event = new_map(self._folder / SCRATCH / "is_event.npy", np.int8, len(columns["user"]))
         event[:] = 1 if self._config.history is None else columns["event"]
         repeated = 0
-        for begin, end in user_blocks(first_rows(columns["user"])) if num_history else []:
+        for begin, end in user_blocks(first_rows(columns["user"])):
             keys = [columns[name][begin:end] for name in ("user", "time", "item")]
             again = _find_repeated(keys, columns[ROW][begin:end] < num_history)
             event[begin:end][again] = 0
@@ -199,7 +194,7 @@ class ScoringRows:
         if repeated:
             what = "rows to score are in the history too; each counts as one event"
             _log.warning("%s %s", f"{repeated:,}", what)
-        return write_true_rows(self._scratch / "histories", event)
+        return write_true_rows(self._folder / SCRATCH / "histories", event)
 
     def _read_sids(self, sources: Sources) -> SemanticIDs | None:
         if self._schema.codec is None:
@@ -210,7 +205,7 @@ class ScoringRows:
         sids.check_codec(self._schema.codec, "the run", "semantic_ids")
         return sids
 
-    def _tables(self, sources: Sources, wanted: set[str]) -> Iterator[tuple[int, Table]]:
+    def _interactions(self, sources: Sources, wanted: set[str]) -> Iterator[tuple[int, Table]]:
         """The rows of the history, then those to score, whose keys are written."""
         if sources.history is not None:
             for table in read_blocks(sources.history, wanted, self._config, "history"):

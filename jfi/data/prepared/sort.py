@@ -13,7 +13,7 @@ from jfi.data.io.table import Table
 from jfi.data.prepared import splits
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.prepared.external_sort import sort_batches
-from jfi.data.prepared.read import RawColumn, raw_columns, read_values
+from jfi.data.prepared.read import raw_columns, read_values
 from jfi.data.schema.coded import blocks
 from jfi.data.schema.columns import sort_values
 
@@ -27,7 +27,7 @@ def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scrat
     """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
 
     `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in files
-    beside them; a multi-valued column has offsets instead of counts.
+    beside them.
 
     Args:
         source: folder of the first stage.
@@ -45,48 +45,33 @@ def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scrat
         ranks[name][order] = np.arange(len(order))
         write_arrow(folder / f"{name}_ids.arrow", {"id": values.take(pa.array(order))})
     categories = [column for column in raw_columns(config) if column.kind == "category"]
-    lists, counts = [one for one in categories if len(columns[one.counts])], {one.counts for one in categories}
-    plain = [name for name in columns if name not in counts and name not in {column.file for column in lists}]
-    types = {name: columns[name].dtype for name in plain} | {ROW: np.dtype(np.int64)}
-    types |= {column.file: np.dtype(np.int32) for column in lists}
-    types |= {offsets_name(column): np.dtype(np.int64) for column in lists}
+    offsets = {column.file: column.offsets for column in categories if len(columns[column.offsets])}
+    plain = [name for name in columns if name not in offsets and name not in {one.offsets for one in categories}]
 
     def given() -> Iterator[pa.RecordBatch]:
-        starts = dict.fromkeys(counts, 0)
         for begin, end in blocks(len(columns["user"])):
             batch = {name: columns[name][begin:end] for name in plain}
             for name, rank in ranks.items():
                 batch[name] = rank[batch[name]]
             batch[ROW] = np.arange(begin, end)
-            for column in lists:
-                ends = np.append(0, np.cumsum(columns[column.counts][begin:end]))
-                start = starts[column.counts]
-                codes = columns[column.file][start : start + ends[-1]]
-                batch[column.file] = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(codes))
-                starts[column.counts] = start + int(ends[-1])
+            for name, bounds in offsets.items():
+                ends = columns[bounds][begin : end + 1]
+                codes = pa.array(columns[name][ends[0] : ends[-1]])
+                batch[name] = pa.ListArray.from_arrays(pa.array(ends - ends[0], pa.int32()), codes)
             yield pa.RecordBatch.from_pydict(batch)
             advance(end - begin)
 
-    writer = ColumnWriter(folder, types)
-    ends = {column.file: 0 for column in lists}
-    for column in lists:
-        writer.append(offsets_name(column), np.zeros(1, np.int64))
+    types = {name: columns[name].dtype for name in (*plain, *offsets, *offsets.values())}
+    writer = ColumnWriter(folder, types | {ROW: np.int64})
     for batch in sort_batches(given(), ["user", "time", "item", ROW], memory, scratch):
         for name in (*plain, ROW):
             writer.append(name, batch.column(name).to_numpy())
-        for column in lists:
-            values = batch.column(column.file)
-            writer.append(column.file, values.flatten().to_numpy())
-            offsets = ends[column.file] + np.cumsum(np.diff(values.offsets.to_numpy()), dtype=np.int64)
-            writer.append(offsets_name(column), offsets)
-            ends[column.file] = int(offsets[-1])
+        for name, bounds in offsets.items():
+            values = batch.column(name)
+            writer.append(name, values.flatten().to_numpy())
+            writer.append_offsets(bounds, np.diff(values.offsets.to_numpy()))
         advance(batch.num_rows)
     writer.close()
-
-
-def offsets_name(column: RawColumn) -> str:
-    """The name of the offsets of a multi-valued column among the sorted column files, which are a file of their own."""
-    return f"offsets {column.name}"
 
 
 def order_and_split(

@@ -19,14 +19,14 @@ class Tables:
     """The tables of a config.
 
     Args:
-        name: of the interactions, for messages.
+        name: of the interactions, for messages; None for rows to score.
         users, items: None where their columns are in the interactions.
         sids: the semantic IDs of the items, or None.
         config: the config with the meaning of the columns, see `column_settings`.
         parts: interactions that are in memory, in blocks of rows, or None for those of the config's files.
     """
 
-    name: str
+    name: str | None
     users: Table | None
     items: Table | None
     sids: SemanticIDs | None

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.schema.coded import blocks
 from jfi.utils.encoding import hash_text, mix
 
 SPLITS = ("train", "validation", "test")
@@ -21,6 +22,14 @@ _NAMES = {
     "dev": _VALIDATION,
     "test": _TEST,
 }
+
+
+def count_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarray:
+    """`[count]` int64: how many rows of training each user or item has; of rows `[E]` the index and the split."""
+    counts = np.zeros(count, np.int64)
+    for begin, end in blocks(len(index)):
+        counts += np.bincount(index[begin:end][split[begin:end] == _TRAIN], minlength=count)
+    return counts
 
 
 def time_cuts(count: int, fractions: list[float]) -> np.ndarray:

@@ -1,21 +1,4 @@
-"""A prepared dataset: a folder of Arrow files that every process maps; docs/prepared-data.md specifies it.
-
-manifest.json                            the format and the section `data` of the config that made it
-schema.json, vocabularies.parquet        the schema, see `jfi.data.schema.schema`
-codec.safetensors                        of the schema, with semantic IDs
-events.arrow                             user, item, time, label, split, a column for each key of contexts and each
-                                         history key of events, dense features, and dwell, surface and session
-                                         where the config has them
-users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
-train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
-surfaces.arrow                           with `data.dwell` or `data.surface`: the names of the events' surfaces
-histories.arrow                          with `data.history`: the events that histories consist of
-by_item.arrow                            without a label: the events in the order (user, item, timestamp)
-summary.json                             see `jfi.data.prepared.summary`
-history_lengths.arrow                    the lengths of the samples' histories without a limit, and the samples of each
-fingerprint.json                         see `jfi.data.prepared.fingerprint`
-SHA256SUMS                               the checksums of these files
-"""
+"""A prepared dataset: a folder of Arrow files that every process maps; docs/prepared-data.md specifies them."""
 
 import dataclasses
 from pathlib import Path
@@ -31,20 +14,20 @@ from jfi.data.batches.events import Events, index_type
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.checksums import open_checked, verify, write_checksums
+from jfi.data.prepared.checksums import open_checked, verify
 from jfi.data.prepared.column_files import map_arrow, write_arrow
 from jfi.data.prepared.encode import known_items
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.splits import SPLITS
-from jfi.data.prepared.summarize import count_lengths
-from jfi.data.prepared.summary import Summary, describe_lengths
+from jfi.data.prepared.summarize import count_lengths, describe_lengths
+from jfi.data.prepared.summary import Summary
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
-from jfi.utils.files import is_storage_fault, naming, sync
+from jfi.utils.files import is_storage_fault, naming, sha256_of, write_sums
 
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 _FILES = [
@@ -54,14 +37,14 @@ _FILES = [
 
 
 def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, durable: bool = True) -> None:
-    """Writes all files of a prepared dataset into an existing folder, the manifest last.
+    """Writes all files of a prepared dataset into an existing folder.
 
     The arrays of the dataset may be maps of files, and no column of events is held in memory.
 
     Args:
         dataset: the dataset.
         config: that it was made with, with the meaning of its columns.
-        folder: to write to; the caller renames it when all files are there.
+        folder: to write to; the caller flushes the files to the disk, and then gives it its name.
         durable: False for files that a process leaves to itself: neither a fingerprint nor checksums are written then.
     """
     arrays, kind = dataset.arrays(), index_type(len(dataset.arrays().events))
@@ -81,15 +64,9 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
     if durable:
         Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
-    unfinished = folder / f".{MANIFEST}"
-    unfinished.write_text(Manifest(config, {path.name: path.stat().st_size for path in files}).text(), encoding="utf-8")
+    Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
     if durable:
-        for path in (*files, unfinished):
-            sync(path)
-        write_checksums(folder, {path.name: path for path in files} | {MANIFEST: unfinished})
-    unfinished.replace(folder / MANIFEST)
-    if durable:
-        sync(folder)
+        write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
 
 def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | None = None) -> InteractionDataset:

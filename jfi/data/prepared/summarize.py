@@ -11,11 +11,11 @@ from jfi.data.batches.events import Events
 from jfi.data.config import DataConfig
 from jfi.data.prepared.columns import Columns
 from jfi.data.prepared.splits import SPLITS
-from jfi.data.prepared.summary import Summary, describe_lengths
+from jfi.data.prepared.summary import Summary
 from jfi.data.schema.coded import CodedColumn, blocks
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
-from jfi.data.schema.schema import DataSchema, Entity
+from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.sid.packing import UNKNOWN_SID
 
 #: Times outside of these years are probably of another unit.
@@ -26,20 +26,13 @@ _TIMES = 1 << 20
 _RARE = 1e-3
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _YEAR = 365.2425 * 86_400
-#: After the name of a multi-valued column: some values of a row are unknown.
-_PARTLY = "(in part)"
+_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _HELD_OUT = [name for name in SPLITS if name != "train"]
 
 
-def summarize(dataset: InteractionDataset, config: DataConfig, columns: Columns) -> Summary:
-    """The summary of a dataset, whose arrays may be maps of files.
-
-    Args:
-        dataset: the dataset.
-        config: the section `data`.
-        columns: the raw columns.
-    """
-    arrays, encodings = dataset.arrays(), dataset.schema.encodings
+def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
+    """The summary of a dataset, whose arrays may be maps of files, and its raw columns."""
+    config, arrays, encodings = columns.config, dataset.arrays(), dataset.schema.encodings
     events, samples = arrays.events, arrays.samples
     trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
     # Nothing reads the auxiliary labels of other splits than train.
@@ -50,17 +43,16 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: Columns)
         if one.task == "binary"
     ]
     shares = shares_of[0][1] if config.task == "binary" else {}
-    users, items = (len(table) for table in arrays.dense[:2])
     unseen = {name: {} for name in _HELD_OUT}
-    for of, index, count in (("user", events.user, users), ("item", events.item, items)):
-        known = _in_training(index, events.split, count)
+    for of, index in (("user", events.user), ("item", events.item)):
+        known = columns.count_training(of) > 0
         for name in _HELD_OUT:
             unseen[name][of] = _share(samples[name], lambda rows, known=known, index=index: ~known[index[rows]])
-    missing = _gaps(arrays, dataset.schema, columns, config, unseen)
+    missing = _gaps(arrays, dataset.schema, columns, unseen)
     return Summary(
         rows=len(events),
-        users=users,
-        items=items,
+        users=columns.count("user"),
+        items=columns.count("item"),
         first_time=_date(events.time.min()),
         last_time=_date(events.time.max()),
         samples={name: len(rows) for name, rows in samples.items()},
@@ -72,7 +64,7 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: Columns)
         | {name: known.num_buckets for name, known in encodings.buckets.items()},
         warnings=[
             *_warn_of_time(events.time, config),
-            *_warn_of_changes(columns, config),
+            *_warn_of_changes(columns),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
@@ -90,6 +82,19 @@ def count_lengths(events: Events, samples: dict[str, np.ndarray]) -> tuple[np.nd
     return lengths, counts[lengths]
 
 
+def describe_lengths(lengths: np.ndarray, counts: np.ndarray, max_history: int) -> dict[str, float]:
+    """Mean, share of 0, and quantiles of the lengths of `count_lengths`, cut at `max_history`.
+
+    Example:
+        >>> found = describe_lengths(np.array([0, 4, 9]), np.array([1, 2, 1]), max_history=8)
+        >>> found["mean"], found["empty"], found["p50"], found["max"]
+        (4.0, 0.25, 4.0, 8.0)
+    """
+    lengths, ends = np.minimum(lengths, max_history), np.cumsum(counts)
+    described = {"mean": float(lengths @ counts / ends[-1]), "empty": float(counts[lengths == 0].sum() / ends[-1])}
+    return described | {name: float(lengths[np.searchsorted(ends, q * ends[-1])]) for name, q in _QUANTILES.items()}
+
+
 def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
     return (rows[begin:end].astype(np.int64) for begin, end in blocks(len(rows)))
 
@@ -104,75 +109,39 @@ def _share_of_ones(label: np.ndarray, rows: np.ndarray) -> float:
     return ones / max(1, sum(int(np.count_nonzero(~np.isnan(label[chosen]))) for chosen in _chunks(rows)))
 
 
-def _in_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarray:
-    """`[count]` bool: the users or items that have a row in training."""
-    known = np.zeros(count, bool)
-    for begin, end in blocks(len(index)):
-        known[index[begin:end][split[begin:end] == SPLITS.index("train")]] = True
-    return known
-
-
 def _gaps(
-    arrays: Arrays, schema: DataSchema, columns: Columns, config: DataConfig, unseen: dict[str, dict[str, float]]
+    arrays: Arrays, schema: DataSchema, columns: Columns, unseen: dict[str, dict[str, float]]
 ) -> dict[str, float]:
     """Shares of missing values by column; adds those of unseen values to `unseen`."""
     index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
     missing: dict[str, float] = {}
-    done = {schema.item_key}
+    keys: dict[str, list[tuple[FeatureSpec, Categorical]]] = {}
     for spec, encoded in zip(schema.features, arrays.columns, strict=False):
-        if spec.column in done:
-            continue
-        done.add(spec.column)
+        keys.setdefault(spec.column, []).append((spec, encoded))
+    del keys[schema.item_key]
+    for name, ((spec, encoded), *_) in keys.items():
         if spec.semantic:
-            missing[spec.column] = float(np.mean(encoded.ids == UNKNOWN_SID))
+            missing[name] = float(np.mean(encoded.ids == UNKNOWN_SID))
             continue
-        is_number = spec.column in schema.encodings.edges
-        column = (columns.numbers if is_number else columns.categories)(spec.column, spec.of)
-        counts = _counts(column)
-        missing[spec.column] = _share_of_empty(columns, spec.of, counts)
-        keys = [encoded]
-        if spec.slot is not None:  # a key for each of the first values of a row
-            slots = zip(schema.features, arrays.columns, strict=False)
-            keys = [key for other, key in slots if other.column == spec.column and other.slot is not None]
-        for name in _HELD_OUT:
-            none, part = _unseen(arrays.samples[name], index[spec.of], keys, counts, spec.slot is not None)
-            shares = {spec.column: none, f"{spec.column} {_PARTLY}": part}
-            unseen[name] |= {column: share for column, share in shares.items() if share}
-    dense = (
-        (config.names("user", "number"), "user"),
-        (config.names("item", "number"), "item"),
-        (config.names("context", "number"), "event"),
-    )
-    for names, entity in dense:
-        for name in names:
+        is_number = name in schema.encodings.edges
+        counts = _counts((columns.numbers if is_number else columns.categories)(name, spec.of))
+        missing[name] = _share_of_empty(columns, spec.of, counts)
+        # The one key of all values, or a key for each of the first ones.
+        slots = [key for other, key in keys[name] if other.slot is not None] if spec.slot is not None else [encoded]
+
+        for split in _HELD_OUT:
+            found, samples = np.zeros(2, np.int64), arrays.samples[split]
+            for rows in _chunks(samples):
+                rows = rows if index[spec.of] is None else index[spec.of][rows]
+                count, known = counts(rows), sum(key.known_counts(rows) for key in slots)
+                count = count if spec.slot is None else np.minimum(count, len(slots))
+                found += np.count_nonzero([(known == 0) & (count > 0), (known > 0) & (known < count)], axis=1)
+            shares = zip((name, f"{name} (in part)"), (found / max(1, len(samples))).tolist(), strict=True)
+            unseen[split] |= {column: share for column, share in shares if share}
+    for of, entity in (("user", "user"), ("item", "item"), ("context", "event")):
+        for name in columns.config.names(of, "number"):
             missing[name] = _share_of_empty(columns, entity, _counts(columns.numbers(name, entity)))
     return missing
-
-
-def _unseen(
-    samples: np.ndarray,
-    index: np.ndarray | None,
-    keys: list[Categorical],
-    counts: Callable[[np.ndarray], np.ndarray],
-    is_cut: bool,
-) -> tuple[float, float]:
-    """The shares of samples all of whose values are unknown, and of those with known values beside unknown ones.
-
-    Args:
-        samples: events.
-        index: of each event the user or the item, or None for a column of events.
-        keys: the encoded columns; one, or one for each of the first values.
-        counts: the number of values of rows.
-        is_cut: whether only the first values have a key.
-    """
-    none = part = 0
-    for rows in _chunks(samples):
-        rows = rows if index is None else index[rows]
-        count, known = counts(rows), sum(key.known_counts(rows) for key in keys)
-        count = np.minimum(count, len(keys)) if is_cut else count
-        none += int(np.count_nonzero((known == 0) & (count > 0)))
-        part += int(np.count_nonzero((known > 0) & (known < count)))
-    return none / max(1, len(samples)), part / max(1, len(samples))
 
 
 def _share_of_empty(columns: Columns, of: Entity, counts: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -210,16 +179,11 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
     return [f"{text}; ages of events are powers of two seconds, so set data.timestamp_unit if it is not seconds"]
 
 
-def _warn_of_changes(columns: Columns, config: DataConfig) -> list[str]:
+def _warn_of_changes(columns: Columns) -> list[str]:
     warnings = []
-    for of, names, numeric in (
-        ("user", config.names("user", "category"), False),
-        ("user", config.names("user", "number"), True),
-        ("item", config.names("item", "category"), False),
-        ("item", config.names("item", "number"), True),
-    ):
-        for name in names:
-            changing, count = columns.count_changing(name, of, numeric), columns.count(of)
+    for of, kind in (("user", "category"), ("user", "number"), ("item", "category"), ("item", "number")):
+        for name in columns.config.names(of, kind):
+            changing, count = columns.count_changing(name, of, kind == "number"), columns.count(of)
             if changing:
                 warnings.append(
                     f"'{name}' changes for {changing:,} of {count:,} {of}s from row to row; every sample has the value "

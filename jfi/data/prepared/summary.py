@@ -5,12 +5,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from jfi.data.errors import DataError
 from jfi.utils.files import reading_file, write_file
-
-_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 @dataclass(frozen=True)
@@ -81,28 +77,6 @@ class Summary:
             lines.append(f"missing: {_shares(self.missing)}")
         lines += [f"unseen in {split}: {_shares(shares)}" for split, shares in self.unseen.items()]
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
-
-
-def describe_lengths(lengths: np.ndarray, counts: np.ndarray, max_history: int) -> dict[str, float]:
-    """Mean, share of 0, and quantiles of the lengths of histories, cut at `max_history`.
-
-    Args:
-        lengths: `[L]` integers, ascending.
-        counts: `[L]` integers, the number of samples with a history of each length.
-        max_history: no history is longer.
-
-    Example:
-        >>> found = describe_lengths(np.array([0, 4, 9]), np.array([1, 2, 1]), max_history=8)
-        >>> found["mean"], found["empty"], found["p50"], found["max"]
-        (4.0, 0.25, 4.0, 8.0)
-    """
-    lengths, ends = np.minimum(lengths, max_history), np.cumsum(counts)
-    described = {"mean": float(lengths @ counts / ends[-1]), "empty": float(counts[lengths == 0].sum() / ends[-1])}
-    for name, quantile in _QUANTILES.items():
-        place = (ends[-1] - 1) * quantile
-        low, high = lengths[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")]
-        described[name] = float(low + (high - low) * (place - np.floor(place)))
-    return described
 
 
 def _shares(shares: dict[str, float]) -> str:

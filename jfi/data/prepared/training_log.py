@@ -7,10 +7,9 @@ import numpy as np
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.prepared.column_files import read_columns
 from jfi.data.prepared.columns import Columns
 from jfi.data.prepared.engagement import read_engagement
-from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_rows
+from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import column_settings, open_tables
 from jfi.data.schema.labels import labels_of
 from jfi.history import EventLog
@@ -47,19 +46,16 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
         raise DataError("data.conversion is not set, and there is no data.label; it must say which events are to count")
     # The conversion is read like a further label.
     given = open_tables(config)
-    config = replace(given.config, auxiliary_labels=[rule])
+    given = replace(given, config=replace(given.config, auxiliary_labels=[rule]))
+    config = given.config
     with temporary_folder("jfi-log-") as folder:
-        read_and_sort(replace(given, config=config), folder, Stages(folder, durable=False), check=False)
-        rows, columns = sorted_rows(config, folder), read_columns(folder / "rows")
-        tables = {"user": given.users, "item": given.items}
-        engagement = read_engagement(
-            Columns(folder / "read", folder / "rows", rows, config, folder, tables),
-            config,
-            lambda name, kind, count: np.empty(count, kind),
-        )
-        chosen = np.flatnonzero(rows.train if config.history is None else rows.train & (columns["event"] == 1))
+        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        events = sorted_events(config, folder)
+        columns = Columns(given, folder, events)
+        engagement, train = read_engagement(columns), columns.train
+        chosen = np.flatnonzero(train) if events.rows is None else events.rows[train[events.rows]]
         if not 1 <= len(engagement.surfaces) <= MOST_SURFACES:
             count = f"has {len(engagement.surfaces):,} values; it must have 1 to {MOST_SURFACES}"
             raise DataError(f"data.surface is '{config.surface}', which {count}, so put rare ones together")
-        conversion = np.array(labels_of(config, rows.label, rows.events.targets)[-1][chosen] == 1)
-        return engagement.log(rows.events.user, rows.events.time, chosen), conversion
+        conversion = np.array(labels_of(config, events.label, events.targets)[-1][chosen] == 1)
+        return engagement.log(events.user, events.time, chosen), conversion
