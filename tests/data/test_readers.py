@@ -143,3 +143,13 @@ def test_a_column_of_the_table_of_users_is_not_looked_for_in_the_interactions(tm
         dataset = load_dataset(config)
     assert reading.call_count == 2
     assert (np.diff(dataset.arrays().dense[0][:, 0]) > 0.5).all()  # the ages of users.csv, standardized
+
+
+def test_a_title_that_is_a_sequence_of_words_is_one_text(write):
+    """As in RecBole's own file of MovieLens-100K."""
+    write("r.item", "item_id:token\tmovie_title:token_seq", "1\tToy Story", "2\tHeat", "3\t")
+    rows = "\n".join(f"{i % 5}\t{i % 3 + 1}\t{i % 2}\t{i}" for i in range(60))
+    path = write("r.inter", "user_id:token\titem_id:token\tclicked:float\ttimestamp:float", *rows.split("\n"))
+    items = path.replace("r.inter", "r.item")
+    dataset = load_dataset(DataConfig(interactions=path, items=items, label="clicked", title="movie_title"))
+    assert list(dataset.schema.titles) == ["unseen", "Toy Story", "Heat", "untitled"]

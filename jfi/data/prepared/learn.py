@@ -123,9 +123,13 @@ def _titles(columns: Columns, encodings: Encodings) -> Strings | None:
     # In the order of the ids, which sort by number where all of training's are integers; the items may not.
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
     titles = columns.categories(columns.config.title, "item").take(by_id)
-    if titles.offsets is not None:
-        raise DataError(f"data.title is '{columns.config.title}', whose rows are lists; it must have one value a row")
-    texts = pc.fill_null(titles.values.take(pa.array(titles.codes, mask=titles.codes < 0)), "untitled")
+    if titles.offsets is None:
+        texts = titles.texts()
+    else:  # such as the words of RecBole's title:token_seq
+        words = titles.values.take(pa.array(titles.codes)).to_pylist()
+        rows = zip(titles.offsets[:-1], titles.offsets[1:], strict=True)
+        texts = pa.array([" ".join(words[begin:end]) or None for begin, end in rows], titles.values.type)
+    texts = pc.fill_null(texts, "untitled")
     return Strings(pa.concat_arrays([pa.array(["unseen"], texts.type), texts]))
 
 
