@@ -124,7 +124,7 @@ def _titles(columns: Columns, encodings: Encodings) -> Strings | None:
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
     titles = columns.categories(columns.config.title, "item").take(by_id)
     if titles.offsets is None:
-        texts = titles.texts()
+        texts = titles.values.take(pa.array(titles.codes, mask=titles.codes < 0))
     else:  # such as the words of RecBole's title:token_seq
         words = titles.values.take(pa.array(titles.codes)).to_pylist()
         rows = zip(titles.offsets[:-1], titles.offsets[1:], strict=True)
