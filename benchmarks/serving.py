@@ -30,8 +30,8 @@ from benchmarks.http_client import Client
 from benchmarks.run import Rates
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
+from jfi.serving.body import parse
 from jfi.serving.export import export
-from jfi.serving.requests import parse
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
 
@@ -110,7 +110,7 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, li
 
 
 def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
-    """A request with known values."""
+    """A request with known values, by columns."""
     schema = scorer.reader.schema
 
     def value(one: Field) -> object:
@@ -119,13 +119,23 @@ def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
         known = draw.choice(schema.vocabularies[one.name])
         return known if one.kind == "category" else [known]
 
-    def rows(of: list[Field], count: int) -> list[dict]:
-        return [{one.name: value(one) for one in of} for _ in range(count)]
+    def columns(of: list[Field], count: int) -> dict[str, list]:
+        return {one.name: [value(one) for _ in range(count)] for one in of}
 
-    body = {"user": rows(schema.user, 1)[0], "candidates": rows(schema.candidate, shape.candidates)}
+    body = {"user": {one.name: value(one) for one in schema.user}}
+    body["candidates"] = columns(schema.candidate, shape.candidates)
     if schema.event:
-        body["history"] = rows(schema.event, shape.history)
+        body["history"] = columns(schema.event, shape.history)
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+def by_rows(body: bytes) -> bytes:
+    """The same request by rows."""
+    whole = json.loads(body)
+    for name in {"candidates", "history"} & whole.keys():
+        part = whole[name]
+        whole[name] = [dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)]
+    return json.dumps(whole, separators=(",", ":")).encode()
 
 
 def timed(call: Callable[[int], object], seconds: float) -> dict[str, float]:
@@ -147,7 +157,7 @@ def percentiles(times: list[float]) -> dict[str, float]:
 
 def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float) -> list[dict]:
     """The dense part alone, what surrounds it, and the same candidates with the history read for each."""
-    requests = [scorer.reader.read(body) for body in bodies]
+    requests, rows = [scorer.reader.read(body) for body in bodies], list(map(by_rows, bodies))
     inputs = [batch_inputs([request], scorer.inputs, scorer.tables, scorer.device) for request in requests]
 
     def dense(i: int) -> None:
@@ -160,13 +170,14 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 
     one_by_one = []
     for body in bodies[:2]:
-        whole = parse(body)
+        whole = parse(by_rows(body))
         alone = [scorer.reader(whole | {"candidates": [candidate]}) for candidate in whole["candidates"][:8]]
         one_by_one.append([alone[i % 8] for i in range(shape.candidates)])
     measured = {
         "dense part": timed(dense, seconds),
         "request to scores": timed(lambda i: scorer.score([requests[i % BODIES]]), seconds),
         "reading of JSON": timed(lambda i: scorer.reader.read(bodies[i % BODIES]), seconds),
+        "reading of JSON by rows": timed(lambda i: scorer.reader.read(rows[i % BODIES]), seconds),
         "history read once a candidate": timed(apart, seconds / 4),
     }
     return [{"case": shape.name, "measured": name, **row} for name, row in measured.items()]
@@ -246,7 +257,7 @@ def main() -> int:
         for shape in shapes:
             rows += in_process(scorer, shape, bodies[shape], options.seconds / 2)
         limits = ["--max-candidates", shapes[0].candidates, "--max-history", shapes[0].history]
-        limits += ["--queue", 2 * options.clients]
+        limits += ["--queue", 2 * options.clients, "--max-body-mb", 8]
         if options.tables_device:
             limits += ["--tables-device", options.tables_device]
         with server(path, *limits) as address:

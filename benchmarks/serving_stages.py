@@ -30,7 +30,7 @@ BODIES = 64
 STAGES = {
     "headers": "request sent, headers read",
     "body": "rest of the body read",
-    "columns": "places of the values in the JSON",
+    "parsed": "JSON parsed",
     "values": "ids and numbers of the values",
     "to the thread": "hand-over to the model's thread",
     "arrays": "arrays joined, copied to the device",

@@ -83,8 +83,11 @@ def body(schema: Schema, values: list, shape: Shape, draw: random.Random) -> byt
     name = schema.candidate[0].name
     request = {
         "user": {},
-        "history": [{name: draw.choice(values), "age": draw.randrange(10**6)} for _ in range(shape.history)],
-        "candidates": [{name: draw.choice(values)} for _ in range(shape.candidates)],
+        "history": {
+            name: draw.choices(values, k=shape.history),
+            "age": [draw.randrange(10**6) for _ in range(shape.history)],
+        },
+        "candidates": {name: draw.choices(values, k=shape.candidates)},
     }
     request |= {} if schema.codec is None else {"codec": schema.codec}
     return json.dumps(request, separators=(",", ":")).encode()

@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 from jfi import cli
-from jfi.serving import requests, server
+from jfi.serving import body, server
 from jfi.serving.batcher import Batcher
 from jfi.serving.limits import Bodies
 from jfi.serving.scorer import Scorer
@@ -87,7 +87,7 @@ def main() -> None:
     stamps, make_app = Stamps(), server.make_app
     Bodies.receive = stamps.after_awaited(Bodies.receive, "body")
     Batcher.score = stamps.after_awaited(Batcher.score, "from the thread")
-    requests.read_plain = stamps.after(requests.read_plain, "columns")
+    body.parse = stamps.after(body.parse, "parsed")
 
     def make_stamped_app(scorer: Scorer, **options: object) -> web.Application:
         stamps.on(scorer)

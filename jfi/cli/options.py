@@ -132,7 +132,7 @@ def serve() -> OptionParser:
     counts = {"type": at_least_one}
     parser.add_argument("--max-candidates", **counts, help="limit per request (default: the artifact's)")
     parser.add_argument("--max-history", **counts, help="newest events to keep (default: the artifact's)")
-    parser.add_argument("--max-body-mb", **counts, default=8, help="limit of a request's body (default: 8)")
+    parser.add_argument("--max-body-mb", **counts, default=2, help="limit of a request's body (default: 2)")
     parser.add_argument("--queue", **counts, default=64, help="concurrent requests, more get a 503 (default: 64)")
     parser.add_argument("--deadline-ms", **counts, default=5000, help="wait for the model, then a 503 (default: 5000)")
     parser.add_argument("--bodies", **counts, default=256, help="bodies that are arriving (default: 256)")

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import Scorer
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
@@ -64,6 +64,8 @@ def open_stdin() -> BinaryIO:
 
 
 async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
+    from jfi.serving.json_lines import answer_lines
+
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
@@ -72,13 +74,9 @@ async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
 
 
 def serve(options: argparse.Namespace, limits: dict) -> int:
-    try:
-        from aiohttp import web
+    from aiohttp import web
 
-        from jfi.serving.server import LIVE, make_app, without_traceback
-    except ModuleNotFoundError as error:
-        print(f"error: HTTP needs {error.name}: pip install 'jfi[serve]', or use --jsonl", file=sys.stderr)
-        return 2
+    from jfi.serving.server import LIVE, make_app, without_traceback
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
@@ -113,6 +111,10 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
+    needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp")
+    if absent := [name for name in needed if find_spec(name) is None]:
+        print(f"error: jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'", file=sys.stderr)
+        return 2
     limits = {
         "max_batch": options.max_batch,
         "max_wait": options.max_wait_ms / 1e3,

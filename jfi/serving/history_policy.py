@@ -11,10 +11,7 @@ import numpy as np
 
 from jfi.history.policy import Policy
 from jfi.history.single import SingleHistory
-from jfi.serving.columns import Column
-from jfi.serving.known import KnownValues
 from jfi.serving.schema import PolicyFields
-from jfi.utils.encoding import UNKNOWN
 
 #: The surface of a policy without surfaces, and of events without one.
 _ONLY, _UNKNOWN = "all", "unknown"
@@ -37,23 +34,22 @@ class RequestPolicy:
         self.policy, self.fields = policy, fields
         self._places = {name: place for place, name in enumerate(policy.surfaces)}
         self._places[None] = self._places.get(_UNKNOWN, -1)
-        self._known = KnownValues(policy.surfaces)
         self._keeps_all, self._choose = policy.keeps_all, SingleHistory(policy)
 
     def __call__(
         self,
         ages: np.ndarray,
         dwell: np.ndarray | None,
-        surface: Sequence[str | None] | np.ndarray | None,
-        session: Sequence[str | int | None] | np.ndarray | None,
+        surface: Sequence[str | None] | None,
+        session: Sequence[str | int | None] | None,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The places of the events that stay, ascending, and their weights `[M]` float32, or None where all are 1.
 
         Args:
             ages: `[S]` seconds, of the oldest event first.
             dwell: `[S]` in the unit of the fields, NaN where missing; None without the field.
-            surface: `[S]`, None where missing, or an array of `places`; None without the field.
-            session: `[S]`, None where missing, or an array of `Column.codes`; None without the field.
+            surface: `[S]`, None where missing; None without the field.
+            session: `[S]`, None where missing; None without the field.
         """
         count = len(ages)
         if self._keeps_all:
@@ -61,25 +57,9 @@ class RequestPolicy:
         seconds = np.full(count, np.nan, np.float32) if dwell is None else dwell * self.fields.dwell_seconds
         if surface is None:
             surface = np.full(count, self._places.get(_ONLY, -1))
-        elif not isinstance(surface, np.ndarray):
+        else:
             surface = np.fromiter(map(self._places.get, surface, repeat(-1)), np.int64, count)
-        if session is not None and not isinstance(session, np.ndarray):
-            session = _codes(session)
-        return self._choose(ages, seconds, surface, session)
-
-    def places(self, surface: Column) -> np.ndarray | None:
-        """`[S]` int64, the policy's index of each surface, -1 for another one; None for values of other types."""
-        known = self._known
-        found = surface.words(known.num_words, not known.has_others) if known.num_words else None
-        if found is None:
-            return None
-        words, may_be_known = found
-        ids = np.where(may_be_known, self._known.ids_of_words(words), UNKNOWN)
-        surface.ids_of_other_texts(ids, self._known)
-        places = ids - 1
-        if self._places[None] >= 0:
-            places[surface.nulls()] = self._places[None]
-        return places
+        return self._choose(ages, seconds, surface, None if session is None else _codes(session))
 
 
 def _codes(values: Sequence[str | int | None]) -> np.ndarray:

@@ -1,13 +1,14 @@
 """Answers JSON lines: one request per line in, one answer per line out, in the same order."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+import orjson
 
 from jfi.serving.batcher import Batcher
 from jfi.serving.requests import BadRequestError
@@ -23,7 +24,7 @@ async def answer_lines(
     max_batch: int,
     max_wait: float = 0.0,
     queue: int = 64,
-    max_body: int = 2**23,
+    max_body: int = 2**21,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Reads to the end of `lines`, or until `stop` is set, and answers all requests that it has read.
@@ -68,7 +69,7 @@ async def answer_lines(
 
     async def write() -> None:
         while (task := await answers.get()) is not None:
-            line = json.dumps(await task).encode() + b"\n"
+            line = orjson.dumps(await task) + b"\n"
             with naming(Path(getattr(out, "name", "the output"))):
                 out.write(line)
                 out.flush()

@@ -10,8 +10,6 @@ import numpy as np
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.batcher import Batcher, LateError, Observe
-from jfi.serving.large_json import loads
-from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer, Scorer
 
 #: Bytes of a body that is read beside the event loop; a smaller one takes less than 5 ms.
@@ -85,7 +83,7 @@ class Live:
                 try:
                     async with asyncio.timeout_at(deadline):
                         reading = asyncio.get_running_loop().run_in_executor
-                        request = await reading(self._thread, _read_large, loaded.scorer, body)
+                        request = await reading(self._thread, loaded.scorer.reader.read, body)
                 except TimeoutError:
                     raise LateError from None
             return await loaded.batcher.score(request, deadline)
@@ -145,9 +143,3 @@ def check(new: Scorer, old: Scorer) -> None:
     lists = list(scores.values()) if isinstance(scores, dict) else scores  # by label, of a model of several
     if not np.isfinite(lists).all():
         raise ArtifactError(f"{new.identity} gives scores that are not finite")
-
-
-def _read_large(scorer: Scorer, body: bytes) -> Request:
-    limits = scorer.reader.limits
-    most = {"history": limits.max_history, "candidates": limits.max_candidates}
-    return scorer.reader.read(body, lambda body, constant: loads(body, constant, most))

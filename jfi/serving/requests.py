@@ -4,34 +4,29 @@ A value that training has not seen, or that is null, gets id 0; a number that is
 other fault is refused with its place: an unknown or missing field, a value of a wrong type, a number that is infinite.
 """
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.serving.columns import Column, Rows, look_up, read_plain
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.known import KnownValues
-from jfi.serving.large_json import Cut
-from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
+from jfi.serving.schema import TYPES, Field, Limits, Schema
 from jfi.serving.values import (
-    TEXTS,
     BadRequestError,
     Place,
+    Rows,
     Values,
     check_names,
-    check_rows,
     columns_of,
-    listed,
+    ids_of,
+    lists,
     numbers,
-    refuse,
     shown,
     sids,
     take,
     texts,
 )
-from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize, text_of
+from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
 
 #: The field of a request that names the codec of its semantic IDs.
 CODEC = "codec"
@@ -58,34 +53,6 @@ class Request:
     num_events: int
     num_candidates: int
     weights: np.ndarray | None = None
-
-
-def _loads(body: bytes, parse_constant: Callable[[str], object]) -> object:
-    return json.loads(body, parse_constant=parse_constant)
-
-
-#: From JSON, and a function that refuses NaN and infinities, to its value.
-Loads = Callable[[bytes, Callable[[str], object]], object]
-
-
-def parse(body: bytes, loads: Loads = _loads) -> object:
-    """Parses JSON, but refuses the NaN and the infinities that Python's parser would accept.
-
-    Args:
-        body: the JSON.
-        loads: parses it; gets the function that refuses.
-
-    Raises:
-        BadRequestError: not JSON.
-    """
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a JSON number")
-
-    try:
-        return loads(body, refuse)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the request is not JSON: {error}") from None
 
 
 class RequestReader:
@@ -119,12 +86,6 @@ class RequestReader:
         }
         self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
         self._parts += [] if schema.codec is None else [CODEC]
-        #: The lists of rows whose values are read where they are, by the names of their fields.
-        self._plain = {"candidates": self._names["candidate"]} | (
-            {"history": self._names["event"]} if schema.event else {}
-        )
-        if any(one.kind in ("categories", "slots") for one in schema.candidate + schema.event):
-            self._plain = {}
 
     def _fields(self) -> dict[str, list[Field]]:
         """Returns by part of the schema the fields of a request, some of them twice."""
@@ -148,29 +109,24 @@ class RequestReader:
             "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
         }
 
-    def read(self, body: bytes, loads: Loads = _loads) -> Request:
-        """Parses and encodes a request, a plain one without an object for each value.
-
-        Args:
-            body: the JSON.
-            loads: as in `parse`, for a request that is not plain.
+    def read(self, body: bytes) -> Request:
+        """Parses and encodes a request.
 
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        if self._plain:
-            try:
-                if (found := read_plain(body, self._plain)) is not None:
-                    return self(found)
-            except (ValueError, RecursionError):  # what is wrong, is said below
-                pass
-        return self(parse(body, loads))
+        from jfi.serving.body import check_keys, parse  # by orjson, which an exporter does not need
+
+        request = parse(body)
+        encoded = self(request)
+        check_keys(body, request)
+        return encoded
 
     def __call__(self, request: object) -> Request:
-        """Encodes a parsed request.
+        """Encodes a request.
 
         Args:
-            request: of `parse`, or of `read_plain`.
+            request: of `jfi.serving.body.parse`.
 
         Raises:
             BadRequestError: a fault, with its place.
@@ -183,130 +139,81 @@ class RequestReader:
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        candidates = check_rows("candidates", request["candidates"])
-        if not candidates:
+        candidates = Rows("candidates", request["candidates"], self._names["candidate"])
+        if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
-        if (count := len(candidates) + _dropped(candidates)) > self.limits.max_candidates:
+        if count > self.limits.max_candidates:
             raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {count}")
-        history = check_rows("history", request["history"]) if self.schema.event else []
-        dropped = max(0, len(history) - self.limits.max_history)
-        if dropped and isinstance(history, Rows):
-            history[:dropped].check()
-        history, dropped = history[dropped:], dropped + _dropped(history)
+        history = Rows("history", request["history"] if self.schema.event else [], self._names["event"])
+        history.keep_last(self.limits.max_history)
 
-        self._look_up((self.schema.candidate, candidates), (self.schema.event, history))
-        user = self._encode_rows("user", [request["user"]], lambda _: "user")
-        candidate = self._encode_rows("candidate", candidates, lambda i: f"candidates[{i}]")
-        event, num_events, weights = self._encode_history(history, dropped)
-        columns = [column.repeat(len(candidates)) for column in user.dense] + candidate.dense
+        user = columns_of([request["user"]], self._names["user"], _place_of_user)
+        user = self._encode(self.schema.user, user, _place_of_user)
+        candidate = self._encode(self.schema.candidate, candidates.columns(), candidates.place)
+        event, num_events, weights = self._encode_history(history)
+        columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
-        dense = np.stack(columns, axis=1) if columns else np.zeros((len(candidates), 1), np.float32)
+        dense = np.stack(columns, axis=1) if columns else np.zeros((count, 1), np.float32)
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
-        return Request(ids, counts, event.ages, dense, num_events, len(candidates), weights)
+        return Request(ids, counts, event.ages, dense, num_events, count, weights)
 
-    def _encode_rows(self, part: str, rows: list | Rows, place: Place) -> "_Encoded":
-        return self._encode(getattr(self.schema, part), columns_of(rows, self._names[part], place), place)
-
-    def _encode_history(self, history: list | Rows, dropped: int) -> "tuple[_Encoded, int, np.ndarray | None]":
+    def _encode_history(self, history: Rows) -> "tuple[_Encoded, int, np.ndarray | None]":
         """The events that the policy keeps, their number and their weights, if any."""
-        if not history:
+        if not len(history):
             none = np.zeros(0, np.int64)
             ids = {key: none for one in self.schema.event for key in one.keys}
             return _Encoded(ids, ages=none), 0, None
+        columns, place, weights, kept = history.columns(), history.place, None, len(history)
+        if self._policy is not None:
+            rows, weights = self._choose(columns, place)
+            stay, kept = rows.tolist(), len(rows)
+            if kept < len(history):
+                columns = {name: take(values, rows, stay) for name, values in columns.items()}
 
-        def place(i: int) -> str:
-            return f"history[{i + dropped}]"
+            def place(i: int, field: str) -> str:
+                return history.place(stay[i], field)
 
-        columns, policy = columns_of(history, self._names["event"], place), self._policy
-        if policy is None:
-            return self._encode(self.schema.event, columns, place), len(history), None
-        stay, weights = self._choose(columns := dict(columns), place)
-        if isinstance(history, Rows):
-            # All events are encoded and checked: the bytes of those that stay by themselves would take longer.
-            event = self._encode(self.schema.event, columns, place)
-            event.ids = {key: ids.take(stay) for key, ids in event.ids.items()}
-            event.ages = None if event.ages is None else event.ages.take(stay)
-            return event, len(stay), weights
-        kept = stay.tolist()
-        if len(kept) < len(history):
-            columns = {name: take(values, stay, kept) for name, values in columns.items()}
-        event = self._encode(self.schema.event, columns, lambda i: place(kept[i]))
-        return event, len(kept), weights
+        return self._encode(self.schema.event, columns, place), kept, weights
 
     def _choose(self, columns: dict[str, Values], place: Place) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns what the policy gives; of `columns` those that it reads are checked then."""
         found: dict[str, Values | None] = dict.fromkeys(("age", "dwell", "surface", "session"))
         for role, one in self._of_policy.items():
             values = columns[one.name]
-            if one.kind != "category":
-                found[role] = columns[one.name] = numbers(one, values, place)
-                continue
-            if isinstance(values, Column):
-                found[role] = self._policy.places(values) if role == "surface" else values.codes()
-            if found[role] is None:  # an object for each value
-                found[role] = columns[one.name] = texts(one, listed(values), place, only_equality=role == "session")
+            if one.kind == "category":
+                columns[one.name] = texts(one, values, place, only_equality=role == "session")
+            else:
+                columns[one.name] = numbers(one, values, place)
+            found[role] = columns[one.name]
         return self._policy(*found.values())
 
     def _encode(self, fields: list[Field], columns: dict[str, Values], place: Place) -> "_Encoded":
         """Encodes the user, the candidates or the events."""
         encoded = _Encoded()
         for one in fields:
-            if one.kind == "cross":  # of fields that are checked before, since they come first
-                parts = [[text_of(value) for value in listed(columns[name])] for name in one.columns]
+            if one.kind == "cross":
+                parts = [texts(one, columns[name], place) for name in one.columns]  # checked before: they come first
                 encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]
             if one.kind == "category":
-                encoded.ids[one.keys[0]] = self._ids(one, values, place)
+                encoded.ids[one.keys[0]] = ids_of(one, self._known[one.name], values, place)
             elif one.kind == "sid":
                 encoded.ids[one.keys[0]] = sids(one, values, place)
-            elif one.kind in ("categories", "slots"):
-                self._lists(encoded, one, values, place)
+            elif one.kind == "categories":
+                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self._known[one.name], values, place)
+            elif one.kind == "slots":
+                ids, counts = lists(one, self._known[one.name], values, place)
+                for slot, key in enumerate(one.keys):
+                    encoded.ids[key] = np.zeros(len(counts), np.int64)
+                    encoded.ids[key][counts > slot] = ids[(counts.cumsum() - counts)[counts > slot] + slot]
             else:
                 _add_numbers(encoded, one, values, place)
         return encoded
 
-    def _look_up(self, *parts: tuple[list[Field], list | Rows]) -> None:
-        """Looks up the categories of plain rows, those of one vocabulary together."""
-        found: dict[str, list[Column]] = {}
-        for fields, rows in parts:
-            for one in fields if isinstance(rows, Rows) else []:
-                # The look-up of bytes does not tell a missing value from an unknown one.
-                if one.kind == "category" and one.default is None and isinstance(self._known[one.name], KnownValues):
-                    found.setdefault(one.name, []).append(rows.columns[one.name])
-        for name, own in found.items():
-            look_up(own, self._known[name])
 
-    def _ids(self, one: Field, values: Values, place: Place) -> np.ndarray:
-        """`[N]` ids of a category."""
-        if isinstance(values, Column) and values.ids is not None:
-            return values.ids
-        found = texts(one, listed(values), place)
-        if one.default is not None:
-            found = [one.default if text is None else text for text in found]
-        return self._known[one.name].ids(found)
-
-    def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
-        valid = [type(value) is list and set(map(type, value)) <= TEXTS for value in values]
-        if not all(valid):
-            refuse(one, values, place, valid)
-        longest = max(values, key=len)
-        if len(longest) > MAX_VALUES:
-            at = place(values.index(longest))
-            raise BadRequestError(f"{at}.{one.name} must be at most {MAX_VALUES} values, got {len(longest)}")
-        lists = [[text for v in value if (text := text_of(v)) is not None] for value in values]
-        vocabulary = self._known[one.name]
-        if one.kind == "slots":
-            for slot, key in enumerate(one.keys):
-                encoded.ids[key] = vocabulary.ids([value[slot] if slot < len(value) else None for value in lists])
-        else:
-            encoded.ids[one.keys[0]] = vocabulary.ids([v for value in lists for v in value])
-            encoded.counts[one.keys[0]] = np.array([len(value) for value in lists], np.int64)
-
-
-def _dropped(rows: list | Rows) -> int:
-    """Returns how many rows were before these in the request."""
-    return rows.dropped if isinstance(rows, Cut) else 0
+def _place_of_user(_: int, field: str) -> str:
+    return f"user.{field}" if field else "user"
 
 
 @dataclass

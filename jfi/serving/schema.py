@@ -8,8 +8,8 @@ MAX_VALUES = 1000
 #: By kind of field, what a request must have there.
 TYPES = {
     "category": "a string, a number or a boolean, or null",
-    "categories": f"a list of strings, numbers or booleans, at most {MAX_VALUES}",
-    "slots": f"a list of strings, numbers or booleans, at most {MAX_VALUES}",
+    "categories": f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null",
+    "slots": f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null",
     "number": "a finite number of float32's range, or null",
     "quantile": "a finite number, or null",
     "age": "a number of seconds, at least 0",

@@ -14,13 +14,13 @@ request's own if it has one.
 """
 
 import asyncio
-import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 
+import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -30,14 +30,6 @@ from jfi.serving.live import Live
 from jfi.serving.metrics import CONTENT_TYPE, Metrics
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
-
-try:  # writes 1,000 scores in 0.03 ms, json in 0.5, with the same digits
-    from orjson import dumps as _as_json
-except ModuleNotFoundError:
-
-    def _as_json(answer: dict) -> bytes:
-        return json.dumps(answer, separators=(",", ":")).encode()
-
 
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -55,7 +47,7 @@ def make_app(
     max_batch: int,
     max_wait: float = 0.0,
     queue: int = 64,
-    max_body: int = 2**23,
+    max_body: int = 2**21,
     bodies: int = 256,
     body_seconds: float = 10.0,
     deadline: float = 5.0,
@@ -92,10 +84,9 @@ def make_app(
         body = await arriving.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            scores = await app[LIVE].score(body, until)
-            answer = web.Response(body=_as_json({"scores": scores}), content_type="application/json", charset="utf-8")
+            answer = orjson.dumps({"scores": await app[LIVE].score(body, until)})
         metrics.request_seconds.observe(time.perf_counter() - start)
-        return answer
+        return web.Response(body=answer, content_type="application/json", charset="utf-8")
 
     async def health(_: web.Request) -> web.Response:
         now = app[LIVE].now.scorer

@@ -1,53 +1,96 @@
-"""Checks the values of a request, and makes columns of its rows; a fault is refused with its place."""
+"""Checks the values of a request, column by column; a fault is refused with its place."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 
 import numpy as np
 import torch
 
-from jfi.serving.columns import Column, Rows
-from jfi.serving.schema import TYPES, Field
+from jfi.serving.known import KnownValues
+from jfi.serving.schema import MAX_VALUES, TYPES, Field
 from jfi.sid.packing import UNKNOWN_SID, Layout
-from jfi.utils.encoding import LARGEST_NUMBER, text_of
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
 from jfi.utils.suggest import suggest
 
-#: Values of a field, row by row: as JSON has them, still in the body, or an array of those that `numbers` has checked.
-Values = Sequence[object] | Column | np.ndarray
-#: From the index of a row to its place in the request, for messages.
-Place = Callable[[int], str]
+#: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
+Values = Sequence[object] | np.ndarray
+#: From the index of a row and the name of a field, or "" for the row, to the place in the request, for messages.
+Place = Callable[[int, str], str]
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 #: Types of a value that has a text.
-TEXTS = {str, int, float, bool, type(None)}
+_TEXTS = {str, int, float, bool, type(None)}
 
 
 class BadRequestError(ValueError):
     """A fault in a request, as one line that names the field."""
 
 
-def check_rows(name: str, rows: object) -> list | Rows:
-    """The candidates or the events."""
-    if not isinstance(rows, list | Rows):
-        raise BadRequestError(f"{name} must be a list of objects, got {shown(rows)}")
-    return rows
+class Rows:
+    """The candidates or the events: a list of objects, or an object of lists, one for each field.
+
+    Args:
+        name: of the part of the request.
+        given: what the request has there.
+        fields: names of the fields of a row.
+
+    Raises:
+        BadRequestError: neither, or lists that are not those of these fields or differ in length.
+    """
+
+    def __init__(self, name: str, given: object, fields: Sequence[str]) -> None:
+        self.name, self._given, self._fields, self._first = name, given, fields, 0
+        if isinstance(given, list):
+            self._count = len(given)
+            return
+        if not isinstance(given, dict):
+            raise BadRequestError(f"{name} must be a list of objects or an object of lists, got {shown(given)}")
+        check_names(name, given, fields)
+        for field, values in given.items():
+            if type(values) is not list:
+                raise BadRequestError(f"{name}.{field} must be a list with a value for each row, got {shown(values)}")
+        lengths = {field: len(values) for field, values in given.items()}
+        self._count = max(lengths.values(), default=0)
+        if len(set(lengths.values())) > 1:
+            lengths = ", ".join(f"{length} of {field}" for field, length in lengths.items())
+            raise BadRequestError(f"{name} must have as many values of each field, got {lengths}")
+
+    def __len__(self) -> int:
+        return self._count - self._first
+
+    def keep_last(self, most: int) -> None:
+        """Drops all rows but the last ones."""
+        self._first = max(0, self._count - most)
+
+    def columns(self) -> dict[str, Sequence[object]]:
+        """The values of each field; every row must be an object with these fields alone."""
+        if isinstance(self._given, dict):
+            return {field: self._kept(self._given[field]) for field in self._fields}
+        return columns_of(self._kept(self._given), self._fields, self.place)
+
+    def _kept(self, values: list) -> list:
+        return values[self._first :] if self._first else values
+
+    def place(self, row: int, field: str) -> str:
+        """As `Place`."""
+        row += self._first
+        if isinstance(self._given, dict):
+            return f"{self.name}.{field}[{row}]"
+        return f"{self.name}[{row}].{field}" if field else f"{self.name}[{row}]"
 
 
-def columns_of(rows: list | Rows, names: Sequence[str], place: Place) -> dict[str, Values]:
+def columns_of(rows: list, names: Sequence[str], place: Place) -> dict[str, Sequence[object]]:
     """The values of each field; every row must be an object with these fields alone."""
-    if isinstance(rows, Rows):
-        return rows.columns
     try:
-        if set(map(len, rows)) == {len(names)} and (names or all(isinstance(row, dict) for row in rows)):
-            if len(names) < 2:
-                return {name: [row[name] for row in rows] for name in names}
-            return dict(zip(names, zip(*map(itemgetter(*names), rows), strict=True), strict=True))
+        if set(map(len, rows)) <= {len(names)} and (names or all(isinstance(row, dict) for row in rows)):
+            return {name: [row[name] for row in rows] for name in names}
     except (TypeError, KeyError):
         pass
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise BadRequestError(f"{place(i)} must be an object, got {shown(row)}")
-        check_names(place(i), row, names)
+            raise BadRequestError(f"{place(i, '')} must be an object, got {shown(row)}")
+        check_names(place(i, ""), row, names)
     raise AssertionError("rows with these fields alone have columns")
 
 
@@ -62,11 +105,6 @@ def check_names(place: str, given: dict, known: Iterable[str]) -> None:
             raise BadRequestError(f"{place} lacks the field '{name}'")
 
 
-def listed(values: Values) -> Sequence[object] | np.ndarray:
-    """Values that are out of the body."""
-    return values.values() if isinstance(values, Column) else values
-
-
 def take(values: Values, rows: np.ndarray, places: list[int]) -> Values:
     """The values of some rows, at least one, which are given as an array and as a list."""
     if isinstance(values, np.ndarray):
@@ -79,27 +117,69 @@ def texts(
 ) -> Sequence[str | int | None]:
     """The values of a category as texts; where only their equality is asked for, integers may stay."""
     kinds = set(map(type, values))
-    if not kinds <= TEXTS:
-        refuse(one, values, place, [type(value) in TEXTS for value in values])
+    if not kinds <= _TEXTS:
+        refuse(one, values, place, [type(value) in _TEXTS for value in values])
     if only_equality and kinds <= {int, type(None)}:
         return values
-    return [text_of(value) for value in values]
+    if kinds <= {str, type(None)}:  # many are equal
+        found = {value: text_of(value) for value in set(values)}
+        return list(map(found.__getitem__, values))
+    return list(map(text_of, values))
+
+
+def ids_of(one: Field, known: KnownValues | HashBuckets, values: Sequence[object], place: Place) -> np.ndarray:
+    """`[N]` int64 ids of a category's values."""
+    if one.default is not None or isinstance(known, HashBuckets):
+        return known.ids([one.default if text is None else text for text in texts(one, values, place)])
+    if not values or type(values[0]) is not str:
+        if set(map(type, values)) == {int}:
+            return known.ids_of_integers(values)
+        return known.ids(texts(one, values, place))
+    try:  # most texts are those of the vocabulary, as they are
+        ids = known.ids(values)
+    except TypeError:  # not all are texts
+        return known.ids(texts(one, values, place))
+    (unknown,) = (ids == UNKNOWN).nonzero()
+    if len(unknown):
+        rows = unknown.tolist()
+        found = texts(one, take(values, unknown, rows), lambda i, field: place(rows[i], field))
+        ids[unknown] = known.ids(found)
+    return ids
+
+
+def lists(
+    one: Field, known: KnownValues | HashBuckets, values: Sequence[object], place: Place
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all values of a field that has lists, one list after the other, and `[N]` int64 numbers of them.
+
+    Values without a text are left out; null is an empty list.
+    """
+    kinds = (list, type(None))
+    if not set(map(type, values)) <= set(kinds):
+        refuse(one, values, place, [type(value) in kinds for value in values])
+    values = [value or [] for value in values]
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
+    if len(lengths) and (most := lengths.max()) > MAX_VALUES:
+        at = place(int(lengths.argmax()), one.name)
+        raise BadRequestError(f"{at} must be at most {MAX_VALUES} values, got {most}")
+    flat = list(chain.from_iterable(values))
+    if not set(map(type, flat)) <= _TEXTS:
+        refuse(one, values, place, [set(map(type, value)) <= _TEXTS for value in values])
+    if None in flat or "" in flat:
+        there = np.array([text_of(value) is not None for value in flat])
+        lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[there], minlength=len(lengths))
+        flat = take(flat, there.nonzero()[0], there.nonzero()[0].tolist()) if there.any() else []
+    return ids_of(one, known, flat, place), lengths
 
 
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     """`[N]` float64, NaN where missing."""
-    if isinstance(values, Column):
-        found = values.numbers()
-        values = values.values() if found is None else found
     if isinstance(values, np.ndarray):
         return values
     types = {int, float} if one.kind == "age" else {int, float, type(None)}
     if not set(map(type, values)) <= types:
         refuse(one, values, place, [type(value) in types for value in values])
-    try:
-        found = np.array(values, np.float64)  # None becomes NaN
-    except OverflowError:  # an integer of hundreds of digits
-        found = np.array([np.inf if value is not None and abs(value) >= 1e300 else np.nan for value in values])
+    found = np.array(values, np.float64)  # None becomes NaN
     valid = np.isfinite(found)
     if one.kind == "number":
         valid &= np.abs(found) <= LARGEST_NUMBER  # training would take it for missing
@@ -112,11 +192,10 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def sids(one: Field, values: Values, place: Place) -> np.ndarray:
+def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:
     """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
-    found = values.integers(UNKNOWN_SID) if isinstance(values, Column) else None
-    if found is None:
-        values = listed(values)
+    found = np.array(values) if set(map(type, values)) == {int} else None
+    if found is None or found.dtype != np.int64:
         ids = [_as_int64(value) for value in values]
         if None in ids:
             refuse(one, values, place, [sid is not None for sid in ids])
@@ -125,7 +204,8 @@ def sids(one: Field, values: Values, place: Place) -> np.ndarray:
     valid = layout.valid(torch.from_numpy(found)).numpy()
     if not valid.all():
         i = int(valid.argmin())
-        raise BadRequestError(f"{place(i)}.{one.name} is {found[i]}, which is no ID of {layout}; another codec's?")
+        at = place(i, one.name)
+        raise BadRequestError(f"{at} is {found[i]}, which is no ID of {layout}; another codec's?")
     return found
 
 
@@ -141,7 +221,7 @@ def _as_int64(value: object) -> int | None:
 def refuse(one: Field, values: Values, place: Place, valid: Sequence[bool]) -> None:
     """Raises BadRequestError for the first value that is not valid."""
     i = list(valid).index(False)
-    raise BadRequestError(f"{place(i)}.{one.name} must be {TYPES[one.kind]}, got {shown(values[i])}")
+    raise BadRequestError(f"{place(i, one.name)} must be {TYPES[one.kind]}, got {shown(values[i])}")
 
 
 def shown(value: object) -> str:

@@ -8,9 +8,10 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from benchmarks import serving, serving_stages
+from jfi.serving.body import parse
 from jfi.serving.export import inputs_of
 from jfi.serving.model import ScoringModel
-from jfi.serving.requests import RequestReader, parse
+from jfi.serving.requests import RequestReader
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
     results = json.loads((tmp_path / "serving.json").read_text())
     assert {"device", "versions", "commit", "table_sizes"} <= set(results["environment"])
     rows = results["rows"]
-    assert len(rows) == 14 and all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+    assert len(rows) == 16 and all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
     assert {row["clients"] for row in rows if "clients" in row} == {1, 3}
     assert all(row["requests_per_second"] > 0 for row in rows if "clients" in row)
 

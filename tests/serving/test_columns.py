@@ -1,66 +1,106 @@
-"""A request that is read column by column is the request that JSON's parser reads."""
+"""A request by columns is the request by rows, and both are what a plain reading of their values gives."""
 
+import copy
+import gc
 import json
 import random
+import re
 import tracemalloc
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from jfi.serving import requests
-from jfi.serving.columns import read_plain
+from jfi.serving import known
 from jfi.serving.known import KnownValues
-from jfi.serving.requests import BadRequestError, Request, RequestReader, parse
+from jfi.serving.requests import BadRequestError, Request, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.values import _as_int64
-from jfi.sid.packing import UNKNOWN_SID
-from jfi.utils.encoding import Vocabulary
+from jfi.utils.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize, text_of
 
-ITEMS = ["1", "2", "-3", "12345678", "123456789", "", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]
+ITEMS = ["1", "2", "-3", "12345678", "123456789", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]
+ACTIONS = ["v", "b" * 40, "c" * 70]
+PRICE = "a long name: of a price"
 SCHEMA = Schema(
     user=[Field("city", "category", ["city"])],
-    candidate=[Field("item", "category", ["item"]), Field("a long name: of a price", "number", mean=1.0)],
+    candidate=[
+        Field("item", "category", ["item"]),
+        Field(PRICE, "number", mean=1.0),
+        Field("tags", "categories", ["tags"]),
+    ],
     event=[
         Field("item", "category", ["history_item"]),
         Field("kind", "category", ["history_kind"], num_buckets=7),
-        Field("action", "category", ["history_action"]),
+        Field("action", "category", ["history_action"], default="v"),
+        Field("tags", "slots", ["history_tags_0", "history_tags_1"]),
         Field("both", "cross", ["history_both"], columns=["item", "action"]),
         Field("seconds", "quantile", ["history_seconds"], edges=[1.0, 5.0]),
         Field("age", "age", num_buckets=8),
     ],
-    vocabularies={"city": ["Bonn"], "item": ITEMS, "action": ["v", "b" * 40, "c" * 70], "both": ["1\x1fv", "2\x1fv"]},
+    vocabularies={
+        "city": ["Bonn"],
+        "item": ITEMS,
+        "action": ACTIONS,
+        "tags": [*ITEMS, "t"],
+        "both": ["1\x1fv", "2\x1fv"],
+    },
 )
-READ = RequestReader(SCHEMA, Limits(max_candidates=6, max_history=4))
+LIMITS = Limits(max_candidates=6, max_history=4)
+READ = RequestReader(SCHEMA, LIMITS)
 
 
 def request(draw: random.Random, odd: float) -> dict:
-    """A request, with odd values in this share of the places."""
+    """A request by rows, with odd values in this share of the places."""
 
     def value(*usual: object) -> object:
-        strange = [None, -3, 12345678901234567890, 1.5, "z" * 70, 'q"', "a,b", "]", "}", [], [1, 2], {}, True, 1e400]
+        strange = [
+            None,
+            -3,
+            12345678901234567890,
+            1.5,
+            "z" * 70,
+            'q"',
+            "a,b",
+            "]",
+            "}",
+            [],
+            [1, 2],
+            {},
+            True,
+            "a\0",
+            -1,
+        ]
         return draw.choice(strange if draw.random() < odd else usual)
 
     def rows(most: int, **of: tuple) -> list[dict]:
         return [{name: value(*usual) for name, usual in of.items()} for _ in range(draw.randrange(most))]
 
-    items, numbers = (*ITEMS, 1, 2, 12345678, None), (0, 7, 12345678, 123456789, 2.5, 1e-3)
-    actions = ("v", "v", "b" * 40, "c" * 70)
+    texts = draw.random() < 0.3
+    items, numbers = (*ITEMS, *([] if texts else [1, 2, 12345678, None])), (0, 7, 12345678, 123456789, 2.5, 1e-3)
+    tags = (None, [], ["t"], [1, "t", None, "", True], ["-3", "new"])
+    actions = (*ACTIONS, *ACTIONS, "new", None)
     return {
-        "user": {"city": value("Bonn")},
-        "history": rows(7, item=items, kind=("k", "ü"), action=actions, seconds=numbers, age=numbers),
-        "candidates": rows(7, item=items, **{"a long name: of a price": numbers}),
+        "user": {"city": value("Bonn", None)},
+        "history": rows(7, item=items, kind=("k", "ü", 5), action=actions, tags=tags, seconds=numbers, age=numbers),
+        "candidates": rows(7, item=items, tags=tags, **{PRICE: numbers}),
     }
 
 
-def outcome(read, body: bytes) -> Request | str:
+def by_columns(whole: dict) -> dict:
+    """The same request by columns, where it has a row."""
+    parts = {name: whole[name] for name in ("candidates", "history") if whole.get(name)}
+    return whole | {name: {field: [row[field] for row in rows] for field in rows[0]} for name, rows in parts.items()}
+
+
+def outcome(read, body: object) -> Request | str:
+    """The request, or why it is refused; faults of columns have the place of those of rows."""
     try:
         return read(body)
     except BadRequestError as error:
-        return str(error)
+        return re.sub(r"^(\w+)\.([\w: ]+)\[(\d+)\]", r"\1[\3].\2", str(error))
 
 
-def assert_same(one: Request | str, other: Request | str, body: bytes) -> None:
+def assert_same(one: Request | str, other: Request | str, body: object) -> None:
     assert type(one) is type(other), (one, other, body)
     if isinstance(one, str):
         assert one == other, body
@@ -71,167 +111,243 @@ def assert_same(one: Request | str, other: Request | str, body: bytes) -> None:
             assert np.array_equal(x, y) and getattr(x, "dtype", None) == getattr(y, "dtype", None), (field.name, body)
 
 
-def test_what_is_read_by_columns_is_what_json_reads(monkeypatch):
-    """Random requests, and the same with bytes changed: equal arrays or the same refusal."""
-    draw, plain, read_so = random.Random(2), [], requests.read_plain
-    pieces = [b"", b'"', b",", b" ", b"0", b"-", b"{", b"]", b'":', b"\\", b"\x00", b"\xff", b"null", b"[]"]
-    monkeypatch.setattr(requests, "read_plain", lambda *args: plain.append(read_so(*args)) or plain[-1])
+def encode(text: str, **how: object) -> bytes:
+    return json.dumps(text, **how).encode()
+
+
+def expected(whole: dict) -> Request:
+    """The valid request as its values are read one by one."""
+    history, candidates = whole["history"][-LIMITS.max_history :], whole["candidates"]
+    vocabulary = {name: Vocabulary(values) for name, values in SCHEMA.vocabularies.items()}
+    vocabulary["kind"] = HashBuckets(7)
+
+    def texts(rows: list[dict], name: str) -> list[str | None]:
+        return [text_of(row[name]) for row in rows]
+
+    def numbers(rows: list[dict], name: str) -> np.ndarray:
+        return np.array([np.nan if row[name] is None else row[name] for row in rows], np.float64)
+
+    def tags(rows: list[dict]) -> list[list[str]]:
+        return [[text for one in row["tags"] or [] if (text := text_of(one)) is not None] for row in rows]
+
+    ids = {"city": vocabulary["city"].ids(texts([whole["user"]], "city"))}
+    ids["item"] = vocabulary["item"].ids(texts(candidates, "item"))
+    ids["tags"] = vocabulary["tags"].ids([one for row in tags(candidates) for one in row])
+    for name in ("item", "kind"):
+        ids[f"history_{name}"] = vocabulary[name].ids(texts(history, name))
+    ids["history_action"] = vocabulary["action"].ids([text or "v" for text in texts(history, "action")])
+    for slot in (0, 1):
+        own = [row[slot] if len(row) > slot else None for row in tags(history)]
+        ids[f"history_tags_{slot}"] = vocabulary["tags"].ids(own)
+    ids["history_both"] = vocabulary["both"].ids(cross(texts(history, "item"), texts(history, "action")))
+    ids["history_seconds"] = quantile_ids(numbers(history, "seconds"), np.array([1.0, 5.0]))
+    dense = standardize(numbers(candidates, PRICE), 1.0, 1.0)[:, None]
+    counts = {"tags": np.array([len(row) for row in tags(candidates)], np.int64)}
+    ages = age_buckets(numbers(history, "age"), 8)
+    return Request(ids, counts, ages, dense, len(history), len(candidates))
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["dicts", "tables"])
+def test_columns_and_rows_are_what_their_values_are_one_by_one(few, monkeypatch):
+    """Random requests, as other programs write JSON: equal arrays, or the same fault at the same place."""
+    if not few:
+        monkeypatch.setattr(known, "_FEW", 0)
+    read, draw, count = RequestReader(SCHEMA, LIMITS), random.Random(2), 0
     for _ in range(2000):
-        spaces, in_ascii = draw.choice([None, (",", ":")]), draw.random() < 0.3
-        body = bytearray(
-            json.dumps(request(draw, draw.choice([0, 0, 0.05])), separators=spaces, ensure_ascii=in_ascii).encode()
-        )
-        for _ in range(draw.choice([0, 0, 1, 2])):
+        whole = request(draw, draw.choice([0, 0, 0.05]))
+        how = {"separators": draw.choice([None, (",", ":")]), "ensure_ascii": draw.random() < 0.3}
+        how["indent"] = draw.choice([None, None, 1])
+        one = outcome(read.read, encode(whole, **how))
+        assert_same(one, outcome(read.read, encode(by_columns(whole), **how)), whole)
+        mixed = by_columns(whole) | {"history": whole["history"]}
+        assert_same(one, outcome(read.read, encode(mixed, **how)), whole)
+        if not isinstance(one, str):
+            assert_same(one, expected(whole), whole)
+            count += 1
+    assert count > 1000
+
+
+def test_changed_bytes_are_refused_or_read():
+    draw, statuses = random.Random(3), []
+    pieces = [b"", b'"', b",", b" ", b"0", b"-", b"{", b"]", b'":', b"\\", b"\x00", b"\xff", b"null", b"[]", b":"]
+    for _ in range(3000):
+        whole = request(draw, 0.02)
+        body = bytearray(encode(whole if draw.random() < 0.5 else by_columns(whole), ensure_ascii=False))
+        for _ in range(draw.choice([1, 1, 2])):
             at = draw.randrange(len(body))
             body[at : at + draw.randrange(3)] = draw.choice(pieces)
-        assert_same(outcome(READ.read, bytes(body)), outcome(lambda body: READ(parse(body)), bytes(body)), body)
-    assert sum(found is not None for found in plain) > 600
+        statuses.append(isinstance(outcome(READ.read, bytes(body)), str))
+    assert 300 < sum(statuses) < 2900
 
 
-def test_plain_numbers_have_the_bits_that_json_gives_them():
-    """Random decimals, some with a fault: those of JSON's parser, or None."""
-    draw, read, refused = random.Random(1), 0, 0
-
-    def number() -> str:
-        whole, digits = str(draw.randrange(10 ** draw.randrange(1, 9))), draw.choice([0, 1, 3, 7, 8])
-        text = whole + ("." if digits else "") + "".join(draw.choices("0123456789", k=digits))
-        at = draw.randrange(len(text) + 1)
-        return text if draw.random() < 0.95 else text[:at] + draw.choice([".", "e5", "-", "0", "x"]) + text[at:]
-
-    for _ in range(3000):
-        values = [number() for _ in range(draw.randrange(1, 6))]
-        body = '{"rows": [' + ", ".join(f'{{"x": {value}}}' for value in values) + "]}"
-        rows = read_plain(body.encode(), {"rows": ["x"]})
-        found = None if rows is None else rows["rows"].columns["x"].numbers()
-        if found is not None:
-            assert found.tobytes() == np.array([row["x"] for row in json.loads(body)["rows"]], np.float64).tobytes(), (
-                body
-            )
-        read, refused = read + (found is not None), refused + (found is None)
-    assert read > 1000 and refused > 200
+EVENTS = {
+    "item": ["1", "2"],
+    "kind": ["k", "k"],
+    "action": ["v", None],
+    "tags": [[], None],
+    "seconds": [1, None],
+    "age": [3, 2],
+}
+GOOD = {"user": {"city": None}, "history": EVENTS, "candidates": {"item": [1], PRICE: [2.5], "tags": [["t"]]}}
 
 
-def test_plain_integers_are_those_that_semantic_ids_are_read_from():
-    """Random integers, texts and nulls, some with a fault: as `_as_int64` reads the values of JSON, or None."""
-    draw, read, refused = random.Random(3), 0, 0
-    edges = [2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**19 - 1, 10**19, 0, -1, 99999999, 10**8, 10**16]
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (["history"], [], None),
+        (["history"], {name: [] for name in EVENTS}, None),
+        (["history"], None, "history must be a list of objects or an object of lists, got None"),
+        (["history"], {}, "history lacks the field 'action'"),
+        (["history", "age"], 3, "history.age must be a list with a value for each row, got 3"),
+        (["history", "age"], None, "history.age must be a list with a value for each row, got None"),
+        (["history", "age"], [3], "history must have as many values of each field, got 2 of item, .*, 1 of age"),
+        (["history", "age"], [3] * 3, "history must have as many values of each field, got 2 of item, .*, 3 of age"),
+        (["history", "ages"], [3, 2], "history has an unknown field 'ages'; did you mean 'age'"),
+        (["history", "age", 1], "2", r"history.age\[1\] must be a number of seconds, at least 0, got '2'"),
+        (["history", "tags", 1], "t", r"history.tags\[1\] must be a list of strings, .*, or null, got 't'"),
+        (["history", "tags", 1], [{}], r"history.tags\[1\] must be a list"),
+        (["history", "tags", 0], ["t"] * 1001, r"history.tags\[0\] must be at most 1000 values, got 1001"),
+        (["history", "item", 1], {}, r"history.item\[1\] must be a string, a number or a boolean, or null, got dict"),
+        (["history", "kind", 1], [], r"history.kind\[1\] must be a string, a number or a boolean, or null, got list"),
+        (["candidates"], {name: [] for name in GOOD["candidates"]}, "candidates must not be empty"),
+        (["candidates"], {name: [1] * 7 for name in GOOD["candidates"]}, "candidates must be at most 6, got 7"),
+        (["candidates", PRICE, 0], True, rf"candidates.{PRICE}\[0\] must be a finite number of float32's range"),
+        (["user", "city"], ["Bonn"], "user.city must be a string"),
+        (["user"], [], "user must be an object, got list"),
+    ],
+)
+def test_a_fault_of_columns_is_named_by_its_place(path, value, reason):
+    whole = part = copy.deepcopy(GOOD)
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    if reason is None:
+        assert READ.read(encode(whole)).num_events == 0
+        return
+    with pytest.raises(BadRequestError, match=f"^{reason}"):
+        READ.read(encode(whole))
 
-    def value() -> str:
-        number = draw.choice(edges) if draw.random() < 0.2 else draw.randrange(-(10**9), 10 ** draw.randrange(1, 20))
-        text = draw.choice(["{}", "{}", '"{}"', '"0{}"', "null"]).format(number)
-        at = draw.randrange(len(text) + 1)
-        return text if draw.random() < 0.95 else text[:at] + draw.choice(["e5", "-", "0", "x", ".0"]) + text[at:]
 
-    for _ in range(4000):
-        values = [value() for _ in range(draw.randrange(1, 6))]
-        body = '{"rows": [' + ", ".join(f'{{"x": {value}}}' for value in values) + "]}"
-        rows = read_plain(body.encode(), {"rows": ["x"]})
-        found = None if rows is None else rows["rows"].columns["x"].integers(UNKNOWN_SID)
-        if found is not None:
-            assert found.dtype == np.int64 and found.tolist() == [
-                _as_int64(row["x"]) for row in json.loads(body)["rows"]
-            ], body
-        read, refused = read + (found is not None), refused + (found is None)
-    assert read > 1500 and refused > 500
+def test_the_place_in_columns_that_are_cut_is_the_one_in_the_request():
+    whole = copy.deepcopy(GOOD)
+    whole["history"] = {name: values * 3 for name, values in EVENTS.items()}
+    whole["history"]["age"][0] = "dropped, so that nobody reads it"
+    assert READ.read(encode(whole)).num_events == 4
+    whole["history"]["age"][4] = "old"
+    with pytest.raises(BadRequestError, match=r"history.age\[4\] must be a number"):
+        READ.read(encode(whole))
 
 
-def test_semantic_ids_of_plain_requests_are_checked():
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("once", "twice", "key"),
+    [
+        ('"user":', '"user": {}, "user":', "user"),
+        ('"history":', '"history": [], "history":', "history"),
+        ('"city":', '"city": 1, "city":', "city"),
+        ('"age":', '"age": [1], "age":', "age"),
+        ('"item":', '"item": {"x": 1}, "item":', "item"),
+        ('"seconds":', r'"\u0061ge": 1, "seconds":', "age"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(rows, once, twice, key):
+    parts = {name: GOOD[name] for name in ("history", "candidates")}
+    if rows:
+        parts = {
+            name: [dict(zip(part, values, strict=True)) for values in zip(*part.values(), strict=True)]
+            for name, part in parts.items()
+        }
+    body = json.dumps(GOOD | parts)
+    READ.read(body.encode())
+    with pytest.raises(BadRequestError, match=f"^the request has an object with the field '{key}' twice$"):
+        READ.read(body.replace(once, twice, 1).encode())
+
+
+def test_colons_of_texts_are_no_keys():
+    whole = copy.deepcopy(GOOD)
+    whole["history"]["kind"], whole["candidates"]["item"] = ["a:b", "::"], ["x:y"]
+    body = json.dumps(whole)
+    for text in (body, body.replace("::", r"\u003a:"), body.replace('": ', '":\n')):
+        assert READ.read(text.encode()).ids["item"].tolist() == [1 + ITEMS.index("x:y")]
+
+
+def test_events_that_the_limit_drops_are_nested_within_a_limit():
+    whole = json.dumps(GOOD | {"history": ["DROPPED"] + [{name: EVENTS[name][0] for name in EVENTS}] * 4})
+    for depth, fits in ((200, True), (300, False), (900, False)):
+        found = outcome(READ.read, whole.replace('"DROPPED"', '{"a":' * depth + "1" + "}" * depth).encode())
+        assert not isinstance(found, str) if fits else "nested in more than 250 others" in found, found
+
+
+#: Bodies of a MB.
+LARGE = {
+    "lists": b'{"user": [' + b"[]," * 350_000 + b"[]]}",
+    "objects": b'{"user": [' + b"{}," * 350_000 + b"{}]}",
+    "nested lists": b'{"user": [' + (b"[" * 900 + b"]" * 900 + b",") * 580 + b"1]}",
+    "lists without an end": b"[" * 1_000_000,
+    "a key again and again": b"{" + b'"history": [{"x": 1}],' * 45_000 + b'"user": {}}',
+    "many fields": b'{"user": {' + b",".join(b'"%d": 1' % i for i in range(80_000)) + b"}}",
+    "integers": b'{"user": [' + b"1," * 500_000 + b"1]}",
+    "a long number": b'{"user": ' + b"9" * 1_000_000 + b"}",
+    "a long text": b'{"user": "' + b"\\u00e9" * 160_000 + b'"}',
+    "history of lists": encode(GOOD).replace(b'"item": ["1"', b'"item": [' + b"[]," * 350_000 + b'"1"'),
+    "a dropped event of lists": encode(GOOD | {"history": [[[]] * 250_000, *[dict.fromkeys(EVENTS)] * 4]}),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_bodies_take_memory_in_proportion_to_their_size(case):
+    tracemalloc.start()
+    with pytest.raises(BadRequestError) as refused:
+        READ.read(LARGE[case])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 * len(LARGE[case]) and len(str(refused.value)) < 400 and gc.isenabled()
+
+
+def test_semantic_ids_are_checked():
     layout = {"num_digits": 25, "codebook_size": 0}
     schema = Schema([], [Field("sid", "sid", ["item_sid"], layout=layout)], [], {}, codec="abc")
     reader = RequestReader(schema, Limits(max_candidates=6, max_history=4))
 
     def outcome_of(*sids: object) -> Request | str:
-        body = json.dumps({"user": {}, "candidates": [{"sid": sid} for sid in sids], "codec": "abc"}).encode()
-        one, other = outcome(reader.read, body), outcome(lambda body: reader(parse(body)), body)
-        assert_same(one, other, body)
+        rows = {"user": {}, "candidates": [{"sid": sid} for sid in sids], "codec": "abc"}
+        one, other = outcome(reader.read, encode(rows)), outcome(reader.read, encode(by_columns(rows)))
+        assert_same(one, other, rows)
         return one
 
     assert outcome_of(5, "13", None, -1).ids["item_sid"].tolist() == [5, 13, -1, -1]
     assert "candidates[1].sid is 255, which is no ID" in outcome_of(5, 255)
     assert "candidates[1].sid must be" in outcome_of(5, "x") and "got 2.5" in outcome_of(2.5)
-    assert "candidates[0].sid must be" in outcome_of(2**63)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"user": {}, "history": [{"x": 1}], "history": []}',
-        b'{"user": "history", "history": [{"x": 1}]}',
-        b'{"user": {"history": [{"x": 1}]}, "other": 1}',
-        b'{"history": [{"x": "a"b"}, {"x": 1"}]}',
-        b'{"history": [{"x": 1}, {"x": 2}],}',
-        b'{"history": [{"x": 1} {"x": 2}]}',
-        b'{"history": [{"x": 1},{"x": 2}, {"x": 3}]}',
-        b'{"history": [{"x": 1}, {"y": 2}]}',
-        b'{"history": [{"x":  "1"}]}',
-        b'{"history": [{"x": "\\u0031"}]}',
-        b'{"history": [{"x": "\xff"}]}',
-        b'{"history": [{"x": "\t"}]}',
-    ],
-)
-def test_what_is_not_plain_is_left_to_json(body):
-    assert read_plain(body, {"history": ["x"]}) is None
-
-
-#: Bodies that are not plain, of some MB.
-LARGE = {
-    "lists": b'{"user": {"u": [' + b"[]," * 1_000_000 + b'[]]}, "history": [{"x": 1}]}',
-    "lists without an end": b'{"user": {}, ' + b'"history": [' * 300_000 + b"}",
-    "a key again and again": b"{" + b'"history": [{"x": 1}],' * 200_000 + b'"user": {}}',
-    "many fields": b'{"user": {' + b'"u": 1, ' * 500_000 + b'"u": 1}, "history": [{"x": 1}]}',
-    "a long row": b'{"user": {}, "history": [{' + b'"x": 1, ' * 500_000 + b'"x": 1}]}',
-    "commas": b'{"user": {}, "history": [{"x": 1}' + b"," * 4_000_000 + b'{"x": 1}]}',
-}
-
-
-@pytest.mark.parametrize("case", LARGE)
-def test_large_bodies_that_are_not_plain_are_left_to_json_with_little_memory(case):
-    """One call of json.loads, or arrays by comma, would take more."""
-    tracemalloc.start()
-    assert read_plain(LARGE[case], {"history": ["x"]}) is None
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 6 * len(LARGE[case])
-
-
-def test_a_key_far_before_its_list_is_left_to_json():
-    assert read_plain(b'{"u": [[], []], "history":' + b" " * 5000 + b'[{"x": 1}]}', {"history": ["x"]}) is None
-
-
-def test_values_of_long_columns_are_read_in_pieces():
-    values = [i if i % 3 else float(f"{i}e1") for i in range(10_001)]
-    body = b'{"rows": [' + b",".join(b'{"x": %s}' % json.dumps(value).encode() for value in values) + b"]}"
-    rows = read_plain(body, {"rows": ["x"]})["rows"]
-    assert rows.columns["x"].values() == values and rows[4000:9000].columns["x"].values() == values[4000:9000]
-
-
-def test_rows_that_the_limit_drops_are_json_all_the_same():
-    good = {"item": "1", "kind": "k", "action": "v", "seconds": 1, "age": 2}
-    body = json.dumps(
-        {"user": {"city": None}, "history": [good] * 6, "candidates": [{"item": 1, "a long name: of a price": 1}]}
-    )
-    assert READ.read(body.encode()).num_events == 4
-    with pytest.raises(BadRequestError, match="not JSON"):
-        READ.read(body.replace('"age": 2', '"age": 02', 1).encode())
+    for outside in (2**63, 2**64, -(2**63) - 1, 10**30, True):
+        assert "candidates[0].sid must be" in outcome_of(outside)
+    edges = [2**63 - 1, -(2**63), str(2**63 - 1), str(-(2**63))]
+    assert [_as_int64(edge) for edge in edges] == list(map(int, edges))
 
 
 @pytest.mark.parametrize(
     "values",
     [
         [str(i) for i in range(3000)],
-        ["", "a", "12345678", "123456789", "é" * 7, "q" * 32],
+        ["a", "12345678", "123456789", "é" * 7, "q" * 32],
         ["b", "q" * 64, "q" * 65, "a\0", "a", "é" * 32, "é" * 33],  # some too long for a table
         ["q" * 65],
         ["a\0", "a"],
         ["\ud800"],
+        ["-3", "7", "-0", "07", "٣", "9" * 19, "9" * 5000, str(-(2**63)), str(2**64 - 1)],
         [],
     ],
-    ids=["many", "lengths", "long", "all long", "zero byte", "surrogate", "none"],
+    ids=["many", "lengths", "long", "all long", "zero byte", "surrogate", "integers", "none"],
 )
-def test_a_table_of_known_values_gives_the_ids_of_the_vocabulary(values):
-    draw, known, wanted = random.Random(0), KnownValues(values), Vocabulary(values)
+@pytest.mark.parametrize("few", [0, 2**12], ids=["table", "dict"])
+def test_known_values_give_the_ids_of_the_vocabulary(values, few, monkeypatch):
+    monkeypatch.setattr(known, "_FEW", few)
+    draw, found, wanted = random.Random(0), KnownValues(values), Vocabulary(values)
     strange = [None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "q" * 66, "123456789\0", "99999"]
+    integers = [0, 7, -3, -7, 3, 12, 2**63, 10**19 - 1, -(2**63), 2**64 - 1, 2999, 3000]
     for _ in range(20):
         asked = [draw.choice([*values, *strange]) for _ in range(draw.randrange(200))]
-        found = known.ids(asked)
-        assert found.dtype == np.int64 and found.tolist() == wanted.ids(asked).tolist()
+        ids = found.ids(asked)
+        assert ids.dtype == np.int64 and ids.tolist() == wanted.ids(asked).tolist()
+        asked = [draw.choice(integers) for _ in range(draw.randrange(1, 200))]
+        ids = found.ids_of_integers(asked)
+        assert ids.dtype == np.int64 and ids.tolist() == wanted.ids(list(map(str, asked))).tolist()

@@ -1,8 +1,14 @@
 """Requests that are not as they should be are refused by their place."""
 
+import gc
+import json
+from dataclasses import replace
+
 import pytest
 
-from jfi.serving.requests import BadRequestError, RequestReader, parse
+from jfi.serving import known
+from jfi.serving.body import parse
+from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.values import columns_of
 from jfi.utils.encoding import HashBuckets, Vocabulary
@@ -70,19 +76,21 @@ def changed(path: list, value: object) -> dict:
         (["user"], [], "user must be an object, got list"),
         (["user", "cty"], "Bonn", "user has an unknown field 'cty'; did you mean 'city'"),
         (["user", "income"], "14", "user.income must be a finite number of float32's range, or null, got '14'"),
-        (["user", "income"], 10**400, "user.income must be a finite number"),
+        (["user", "income"], 10**400, "the request is not JSON: number is infinity"),
         (["user", "income"], True, "user.income must be a finite number of float32's range, or null, got True"),
         (["user", "income"], 1e39, "user.income must be a finite number of float32's range, or null, got 1e.39"),
         (["candidates"], [], "candidates must not be empty"),
-        (["history"], {}, "history must be a list of objects, got dict"),
+        (["history"], 3, "history must be a list of objects or an object of lists, got 3"),
+        (["history"], {}, "history lacks the field 'age'"),
         (["history", 1], None, r"history\[1\] must be an object, got None"),
         (["history", 2, "item"], ..., r"history\[2\] lacks the field 'item'"),
         (["history", 2, "item"], [1], r"history\[2\].item must be a string, a number or a boolean, or null"),
-        (["history", 0, "tags"], "c", r"history\[0\].tags must be a list of .*, at most 1000, got 'c'"),
+        (["history", 0, "tags"], "c", r"history\[0\].tags must be a list of .*, at most 1000, or null, got 'c'"),
         (["history", 0, "tags"], ["c", {}], r"history\[0\].tags must be a list"),
         (["history", 1, "tags"], ["c"] * 1001, r"history\[1\].tags must be at most 1000 values, got 1001"),
         (["candidates", 1, "tags"], ["c"] * 1001, r"candidates\[1\].tags must be at most 1000 values, got 1001"),
-        (["history", 1, "seconds"], float("inf"), r"history\[1\].seconds must be a finite number"),
+        (["history", 1, "seconds"], float("inf"), "the request is not JSON"),
+        (["history", 1, "seconds"], True, r"history\[1\].seconds must be a finite number, or null, got True"),
         (["history", 1, "age"], None, r"history\[1\].age must be a number of seconds"),
         (["history", 1, "age"], -1, r"history\[1\].age must be a number of seconds, at least 0, got -1"),
         (["candidates"], [{}] * 4, "candidates must be at most 3, got 4"),
@@ -96,7 +104,7 @@ def changed(path: list, value: object) -> dict:
 )
 def test_a_fault_is_named_by_its_place(path, value, reason):
     with pytest.raises(BadRequestError, match=reason):
-        READ(changed(path, value))
+        READ.read(json.dumps(changed(path, value)).encode())
 
 
 def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
@@ -115,8 +123,24 @@ def test_a_list_may_be_as_long_as_the_schema_says():
     assert (
         schema["candidates"]["tags"]
         == schema["history"]["tags"]
-        == "a list of strings, numbers or booleans, at most 1000"
+        == "a list of strings, numbers or booleans, at most 1000, or null"
     )
+
+
+def test_null_is_a_list_without_values():
+    """Of candidates, of events and of the user."""
+    user = Field("tags", "categories", ["user_tags"])
+    schema = replace(SCHEMA, user=[user, *SCHEMA.user], candidate=[replace(user, keys=["tags"])])
+    read, requests = RequestReader(schema, READ.limits), []
+    for empty in (None, [], [None], [""]):
+        candidates = [{"tags": tags} for tags in (empty, ["b", None, "zzz"], empty)]
+        whole = request() | {"user": {"tags": empty, "city": None, "income": None}, "candidates": candidates}
+        whole["history"][1]["tags"] = empty
+        requests.append(read.read(json.dumps(whole).encode()))
+    for one in requests:
+        assert {key: counts.tolist() for key, counts in one.counts.items()} == {"user_tags": [0], "tags": [0, 2, 0]}
+        assert one.ids["tags"].tolist() == [2, 0] and one.ids["user_tags"].tolist() == []
+        assert one.ids["history_tags_0"].tolist() == [3, 0, 2]
 
 
 def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
@@ -128,11 +152,17 @@ def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"], ids=range(6)
+    "body",
+    [
+        *[b"", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 1e400}'],
+        *[b'"\\ud800"', b'\xef\xbb\xbf{"a": 1}', '{"a": 1}'.encode("utf-16"), b'{"a": 1}{}', b"[1,]"],
+    ],
+    ids=range(12),
 )
 def test_what_is_no_json_is_refused(body):
     with pytest.raises(BadRequestError, match="not JSON"):
         parse(body)
+    assert gc.isenabled()
 
 
 def test_the_schema_names_every_field():
@@ -143,35 +173,45 @@ def test_the_schema_names_every_field():
 @pytest.mark.parametrize("row", [[], "", ()])
 def test_an_object_without_fields_is_an_object(row):
     """As the user of a model that reads nothing of them."""
-    assert columns_of([{}], [], lambda _: "user") == {}
+    assert columns_of([{}], [], lambda *_: "user") == {}
     with pytest.raises(BadRequestError, match="user must be an object, got"):
-        columns_of([row], [], lambda _: "user")
+        columns_of([row], [], lambda *_: "user")
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["dict", "table"])
 @pytest.mark.parametrize("buckets", [0, 7])
-@pytest.mark.parametrize("has_lists", [False, True])
-def test_a_value_has_one_text(buckets, has_lists):
-    """Read from the bytes of a request without lists, and by the JSON parser of one with them."""
-    texts = ["7", "0.5", "true", "10000000000000000", "007", "1e3"]
-    fields = [Field("item", "category", ["item"], num_buckets=buckets)]
-    fields += [Field("tags", "categories", ["tags"], num_buckets=buckets)] if has_lists else []
-    schema = Schema(user=[], candidate=fields, event=[], vocabularies={"item": texts, "tags": texts})
+def test_a_value_has_one_text(buckets, few, monkeypatch):
+    """As a value and in a list, alone and among others of its type and of other types, by rows and by columns."""
+    if not few:
+        monkeypatch.setattr(known, "_FEW", 0)
+    texts = ["7", "0.5", "true", "10000000000000000", "007", "1e3", "0", "-3", "é:,"]
+    kinds = {"item": "category", "tags": "categories"}
+    fields = [Field(name, kind, [name], num_buckets=buckets) for name, kind in kinds.items()]
+    schema = Schema(user=[], candidate=fields, event=[], vocabularies=dict.fromkeys(kinds, texts))
     read = RequestReader(schema, Limits(max_candidates=100, max_history=1))
-    known = HashBuckets(buckets) if buckets else Vocabulary(texts)
+    vocabulary = HashBuckets(buckets) if buckets else Vocabulary(texts)
     same = {
         "7": ["7", "7.0", '"7"', '"7.0"', '"7.00"', "7e0"],
+        "0": ["0", "-0", "0.0", "-0.0", '"0"', '"-0"', '"-0.0"'],
+        "-3": ["-3", "-3.0", '"-3"', '"-3.0"'],
         "0.5": ["0.5", "0.50", '"0.50"', "5e-1"],
         "true": ["true", '"true"', '"True"', '"TRUE"'],
         "10000000000000000": ["10000000000000000", "1e16", '"1e+16"', "1e+16"],
         "007": ['"007"'],
         "1e3": ['"1e3"'],
-        None: ["null", '""', '"\\ud800"', '"a\\ud800"'],
+        "é:,": ['"é:,"', '"\\u00e9\\u003a,"', '"\\u00e9:\\u002c"'],
+        None: ["null", '""'],
     }
+    (filler,) = vocabulary.ids(["zzz"])
     for text, written in same.items():
+        (expected,) = vocabulary.ids([text])
         for value in written:
-            row = f'{{"item": {value}' + (f', "tags": [{value}]' if has_lists else "") + "}"
-            for rows in (row, f"{row}, {row}"):
-                found = read.read(f'{{"user": {{}}, "candidates": [{rows}]}}'.encode())
-                (expected,) = known.ids([text])
-                assert set(found.ids["item"].tolist()) == {expected}, value
-                assert not has_lists or set(found.ids["tags"].tolist()) == ({expected} - {0}), value
+            for others in ([], [value], ['"zzz"'], ["12345"], ["null", "true", "1.5", '"7"']):
+                items, tags = ", ".join([value, *others]), ", ".join([f"[{value}]"] * (1 + len(others)))
+                rows = ", ".join(f'{{"item": {one}, "tags": [{value}]}}' for one in [value, *others])
+                for candidates in (f"[{rows}]", f'{{"item": [{items}], "tags": [{tags}]}}'):
+                    found = read.read(f'{{"user": {{}}, "candidates": {candidates}}}'.encode())
+                    assert found.ids["item"][0] == expected, (value, others)
+                    assert set(found.ids["tags"].tolist()) == (set() if text is None else {expected}), value
+                    if others == ['"zzz"']:
+                        assert found.ids["item"][1] == filler

@@ -23,7 +23,7 @@ def test_both_servers_have_the_limits_of_the_command():
     """As `examples/serve.py --help` says."""
     for function in (make_app, answer_lines):
         given = inspect.signature(function).parameters
-        assert (given["max_body"].default, given["queue"].default) == (8 * 2**20, 64)
+        assert (given["max_body"].default, given["queue"].default) == (2 * 2**20, 64)
         assert given["max_wait"].default == inspect.signature(Batcher).parameters["max_wait"].default == 0
 
 

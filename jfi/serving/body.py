@@ -1,0 +1,68 @@
+"""Reads the JSON of a request by orjson."""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import orjson
+
+from jfi.serving.values import BadRequestError, shown
+
+
+def parse(body: bytes) -> object:
+    """Parses JSON in UTF-8.
+
+    Raises:
+        BadRequestError: not JSON. NaN, infinities, numbers beyond float64 and halves of surrogate pairs are not.
+    """
+    try:
+        with _without_collection():
+            return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the request is not JSON: {error}") from None
+
+
+def check_keys(body: bytes, request: dict) -> None:
+    """Checks that no object of a body has a key twice; orjson keeps the last of its values.
+
+    With such a key the body has more colons than the JSON of what was read. It is not found in a body that writes as
+    many colons of its texts as escapes.
+
+    Args:
+        body: JSON.
+        request: what `parse` read of it.
+
+    Raises:
+        BadRequestError: there is one.
+    """
+    colons = body.count(b":")
+    if colons == len(request) + sum(len(part) for part in request.values() if isinstance(part, dict)):
+        return  # of tables by columns there are no other keys
+    try:
+        if colons > orjson.dumps(request).count(b":"):
+            with _without_collection():
+                json.loads(body, object_pairs_hook=_check_pairs)  # says which
+    except (orjson.JSONEncodeError, RecursionError):
+        raise BadRequestError("the request has lists or objects nested in more than 250 others") from None
+
+
+def _check_pairs(pairs: list[tuple[str, object]]) -> None:
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise BadRequestError(f"the request has an object with the field {shown(key)} twice")
+        seen.add(key)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Holds the garbage collector up, which would go through all lists so far again and again: of 8 MB of `[],` 1.4 s,
+    and not 0.16."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
