@@ -73,13 +73,15 @@ def then_stop(parse):
 
 def run_python_command(words: list[str], monkeypatch) -> None:
     """Runs the command, script or module until it has parsed its arguments."""
-    monkeypatch.setattr(settings, "parse_config", then_stop(settings.parse_config))
+    is_jfi = words[0] == "jfi" and {"--help", "--help=all"}.isdisjoint(words)
+    # Imported before anything is patched: it would keep what it imports by name.
+    modules = [settings, *([importlib.import_module(f"jfi.cli.{COMMANDS[words[1]][0]}")] if is_jfi else [])]
+    for module in modules:
+        if hasattr(module, "parse_config"):
+            monkeypatch.setattr(module, "parse_config", then_stop(module.parse_config))
     for parser in (argparse.ArgumentParser, OptionParser):
         monkeypatch.setattr(parser, "parse_args", then_stop(parser.parse_args))
-    if words[0] == "jfi" and {"--help", "--help=all"}.isdisjoint(words):
-        module = importlib.import_module(f"jfi.cli.{COMMANDS[words[1]][0]}")  # its name of parse_config
-        if hasattr(module, "parse_config"):
-            monkeypatch.setattr(module, "parse_config", settings.parse_config)
+    if is_jfi:
         with pytest.raises(Parsed):
             run(words[1:])
         return
