@@ -165,7 +165,8 @@ def test_packages_can_be_imported_where_those_that_few_functions_need_are_absent
     """Such as pictures, command lines, preparation out of memory, HTTP and boosting."""
     script = """
 import importlib, sys
-for absent in ("matplotlib", "anyascii", "jsonargparse", "tensorboard", "duckdb", "sklearn", "aiohttp", "orjson"):
+training = ("matplotlib", "anyascii", "jsonargparse", "tensorboard", "duckdb", "sklearn")
+for absent in (*training, "aiohttp", "orjson", "prometheus_client"):
     sys.modules[absent] = None
 for module in ("jfi", "jfi.data", "jfi.serving", "jfi.training", "jfi.baselines", "jfi.sid", "jfi.history"):
     importlib.import_module(module)

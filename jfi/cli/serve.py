@@ -75,9 +75,11 @@ async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
 
 def serve(options: argparse.Namespace, limits: dict) -> int:
     from aiohttp import web
+    from prometheus_client import disable_created_metrics
 
     from jfi.serving.server import LIVE, make_app, without_traceback
 
+    disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
     if options.log_requests:
@@ -111,7 +113,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp")
+    needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp", "prometheus_client")
     if absent := [name for name in needed if find_spec(name) is None]:
         print(f"error: jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'", file=sys.stderr)
         return 2

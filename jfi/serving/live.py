@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.batcher import Batcher, LateError, Observe
+from jfi.serving.batcher import Batcher, LateError
+from jfi.serving.metrics import Metrics
 from jfi.serving.scorer import Answer, Scorer
 
 #: Bytes of a body that is read beside the event loop; a smaller one takes less than 5 ms.
@@ -24,11 +24,12 @@ class Loaded:
 
     Args:
         scorer: the artifact.
-        max_batch, max_wait, observe: as in Batcher.
+        metrics: record each call of the model.
+        max_batch, max_wait: as in Batcher.
     """
 
-    def __init__(self, scorer: Scorer, max_batch: int, max_wait: float, observe: Observe) -> None:
-        self.scorer, self.batcher = scorer, Batcher(scorer.score, max_batch, max_wait, observe)
+    def __init__(self, scorer: Scorer, metrics: Metrics, max_batch: int, max_wait: float) -> None:
+        self.scorer, self.batcher = scorer, Batcher(scorer.score, max_batch, max_wait, metrics.called)
         self._users, self._unused = 0, asyncio.Event()
         self._unused.set()
 
@@ -54,15 +55,13 @@ class Live:
     Args:
         scorer: the first artifact.
         load: gives the artifact that takes its place; None for a server that keeps the first.
-        swaps: counts them by "done" and "failed".
-        batching: `max_batch`, `max_wait` and `observe` of each Batcher.
+        metrics: record swaps, the values of requests and calls of the model.
+        batching: `max_batch` and `max_wait` of each Batcher.
     """
 
-    def __init__(
-        self, scorer: Scorer, load: Callable[[], Scorer] | None, swaps: Counter[str], **batching: object
-    ) -> None:
-        self._load, self._swaps, self._batching = load, swaps, batching
-        self.now, self._swapping = Loaded(scorer, **batching), asyncio.Lock()
+    def __init__(self, scorer: Scorer, load: Callable[[], Scorer] | None, metrics: Metrics, **batching: float) -> None:
+        self._load, self._metrics, self._batching = load, metrics, batching
+        self.now, self._swapping = Loaded(scorer, metrics, **batching), asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "read")
 
     async def score(self, body: bytes, deadline: float) -> Answer:
@@ -86,6 +85,7 @@ class Live:
                         request = await reading(self._thread, loaded.scorer.reader.read, body)
                 except TimeoutError:
                     raise LateError from None
+            self._metrics.read(loaded.scorer.reader.unknown(request))
             return await loaded.batcher.score(request, deadline)
 
     async def probe(self) -> None:
@@ -112,11 +112,11 @@ class Live:
                 await asyncio.to_thread(check, scorer, self.now.scorer)
             except Exception as error:
                 why = error if isinstance(error, ArtifactError) else repr(error)
-                self._swaps["failed"] += 1
+                self._metrics.swaps.labels("failed").inc()
                 _log.error("the artifact was not swapped, %s answers as before: %s", self.now.scorer.identity, why)
                 return False
-            old, self.now = self.now, Loaded(scorer, **self._batching)
-            self._swaps["done"] += 1
+            old, self.now = self.now, Loaded(scorer, self._metrics, **self._batching)
+            self._metrics.swaps.labels("done").inc()
             _log.warning("the artifact %s answers in place of %s", scorer.identity, old.scorer.identity)
         await old.close()
         return True

@@ -84,6 +84,13 @@ class RequestReader:
             part: list(dict.fromkeys(one.name for one in fields if one.kind != "cross"))
             for part, fields in self._fields().items()
         }
+        #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
+        self._categories = {
+            f"{part}.{one.name}": one.keys[0]
+            for part, fields in (("user", schema.user), ("history", schema.event), ("candidates", schema.candidate))
+            for one in fields
+            if one.kind in ("category", "categories") and not one.num_buckets
+        }
         self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
         self._parts += [] if schema.codec is None else [CODEC]
 
@@ -108,6 +115,11 @@ class RequestReader:
             "max_history": self.limits.max_history,
             "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
         }
+
+    def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
+        """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
+        ids = {name: request.ids[key] for name, key in self._categories.items()}
+        return {name: (len(own) - np.count_nonzero(own), len(own)) for name, own in ids.items()}
 
     def read(self, body: bytes) -> Request:
         """Parses and encodes a request.

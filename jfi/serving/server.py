@@ -23,11 +23,12 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from jfi.serving.batcher import LateError
 from jfi.serving.limits import Admission, Bodies, FullError
 from jfi.serving.live import Live
-from jfi.serving.metrics import CONTENT_TYPE, Metrics
+from jfi.serving.metrics import Metrics
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 
@@ -72,8 +73,11 @@ def make_app(
 
     async def running(app: web.Application):
         nonlocal scorer
-        batching = {"max_batch": max_batch, "max_wait": max_wait, "observe": metrics.called}
-        app[LIVE] = Live(scorer, load, metrics.swaps, **batching)
+        app[LIVE] = live = Live(scorer, load, metrics, max_batch=max_batch, max_wait=max_wait)
+        metrics.inside.set_function(lambda: admission.inside)
+        metrics.queue_length.set_function(lambda: len(live.now.batcher))
+        metrics.queue_capacity.set(queue)
+        metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         del scorer  # an artifact in use is held by Live alone, which releases it after a swap
         yield
         await app[LIVE].close()
@@ -94,7 +98,7 @@ def make_app(
         inside = {"requests": admission.inside, "device": now.info["device"]}
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
-    async def live(_: web.Request) -> web.Response:
+    async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def ready(_: web.Request) -> web.Response:
@@ -109,17 +113,12 @@ def make_app(
         return web.json_response(app[LIVE].now.scorer.reader.describe())
 
     async def show_metrics(_: web.Request) -> web.Response:
-        gauges = {
-            "jfi_requests_inside": ("Requests that are read, wait or are scored.", admission.inside),
-            "jfi_queue_length": ("Requests that wait for a call of the model.", len(app[LIVE].now.batcher)),
-            "jfi_queue_capacity": ("Most requests inside.", queue),
-            "jfi_bodies_arriving": ("Bodies that are arriving.", arriving.arriving),
-        }
-        text = metrics.text(gauges, app[LIVE].now.scorer.identity)
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        metrics.artifact.info({"id": app[LIVE].now.scorer.identity})
+        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        return web.Response(body=generate_latest(metrics.registry), headers=headers)
 
     app.cleanup_ctx.append(running)
-    paths = {"health": health, "health/live": live, "health/ready": ready, "schema": schema, "metrics": show_metrics}
+    paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
     app.add_routes([web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())])
     return app
 
@@ -147,14 +146,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         answer, refused = await handler(request), None
     except (asyncio.CancelledError, ConnectionError):
-        metrics.left += 1
+        metrics.left.inc()
         _requests.info("id=%s %s %s: the client has left", name, request.method, path)
         raise
     except Exception as error:
         answer, refused = _fault(error, name)
     if refused is not None:
-        metrics.refused[refused] += 1
-    metrics.requests[path, answer.status] += 1
+        metrics.refused.labels(refused).inc()
+    metrics.requests.labels(path, answer.status).inc()
     answer.headers["X-Request-ID"] = name
     spent = (time.perf_counter() - start) * 1e3
     why = "" if refused is None else f" {refused}"

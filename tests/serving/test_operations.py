@@ -50,6 +50,28 @@ def test_metrics_count_what_was_answered(scorer, request_body):
     assert found[f'jfi_artifact_info{{id="{scorer.identity}"}}'] == 1
 
 
+def test_metrics_count_values_that_the_vocabulary_lacks(scorer, request_body):
+    """Of two candidates one item is new and one category null."""
+
+    async def talk(client):
+        for body in (request_body, request_body, {}):
+            await client.post("/score", json=body)
+        await client.get("/health/ready")  # its example has unknown values, which no client has sent
+        return await samples(client)
+
+    found = serve(scorer, talk)
+    counted = {
+        field: tuple(found[f'jfi_{name}_total{{field="{field}"}}'] for name in ("unknown_values", "values"))
+        for field in ("candidates.item", "candidates.category", "history.item", "history.category")
+    }
+    assert counted == {
+        "candidates.item": (2, 4),
+        "candidates.category": (2, 4),
+        "history.item": (0, 6),
+        "history.category": (0, 6),
+    }
+
+
 def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypatch, log):
     monkeypatch.setattr(live, "PROBE_SECONDS", 0.2)
     slow = Slow(scorer)
