@@ -98,22 +98,21 @@ WITH_CONTENT: dict[str, dict[str, object]] = {
 }
 #: What the table's config sets beside its columns, at the library's defaults.
 _DEFAULTS: dict[str, object] = {
-    "model.bias": None,
-    "model.dropout": 0.0,
-    "optimizer.dense.learning_rate": 1e-3,
+    "model.bias": "auto",
+    "model.dropout": 0.1,
+    "model.cross_layers": 2,
+    "optimizer.dense.learning_rate": 3e-3,
     "optimizer.embeddings.learning_rate": 0.05,
-    "optimizer.average": None,
-    "training.batch_size": 1024,
+    "optimizer.average": "auto",
+    "training.batch_size": None,
     "training.epochs": 10,
 }
-#: The cells of the preset are from when 0.02 was the default, which the preset replaces; a new run has to name 0.05.
-_AUTO = {"training.preset": "auto", "optimizer.embeddings.learning_rate": 0.02}
+_ALL_STATISTICS: dict[str, object] = {"data.statistics": ["item", "user", "user_item", "similar"]}
 #: Ours without tuning.
 UNTUNED: dict[str, dict[str, object]] = {
     "library defaults": _DEFAULTS,
-    "training.preset: auto": _DEFAULTS | _AUTO,
+    "library defaults, statistics": _DEFAULTS | _ALL_STATISTICS,
 }
-UNTUNED_WITH_CONTENT: dict[str, dict[str, object]] = {"training.preset: auto, semantic IDs": _DEFAULTS | _AUTO | _SIDS}
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
     "DIN": {},
@@ -145,10 +144,6 @@ MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, OUR_TRIALS, tables=RATINGS) for name, settings in WITH_RATINGS.items()},
     **{name: Model("ours", settings, OUR_TRIALS, tables=("amazon_office",)) for name, settings in WITH_CONTENT.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
-    **{
-        name: Model("ours", settings, [{}], tables=("amazon_office",))
-        for name, settings in UNTUNED_WITH_CONTENT.items()
-    },
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
     **{name: Model("baseline", {}, [{}]) for name in BASELINES},
 }

@@ -6,7 +6,6 @@ import datetime
 import io
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -75,19 +74,13 @@ class Task:
 
 
 def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, InteractionDataset]:
-    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data.
-
-    Of a training with a preset the cell also says what it chose, `preset`, and `seconds` with all of its pilots.
-    """
+    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data."""
     config = task.config(settings)
     dataset = task.dataset(config)
-    said = io.StringIO()
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = f"{scratch}/run"
-        with contextlib.redirect_stdout(said):
-            begin = time.perf_counter()
+        with contextlib.redirect_stdout(io.StringIO()):
             result = train(config.with_training(run_dir=run_dir, seed=seed), dataset)
-            seconds = time.perf_counter() - begin
         model = load_run(run_dir).model
     found = {
         "validation": result.validation,
@@ -97,9 +90,6 @@ def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, 
         "best_epoch": result.best_epoch,
         "parameters": sum(one.numel() for one in model.parameters()),
     }
-    if config.training.preset is not None:
-        found["preset"] = [line for line in said.getvalue().splitlines() if line.startswith("training.preset")]
-        found["seconds"] = seconds
     return found, model, dataset
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from jfi.baselines.samples import Samples
-from jfi.training.evidence import estimators
+from jfi.training import ConfigError
 from jfi.training.metrics import Predictions
 
 #: Inverse strengths of the L2 penalty on standardized features.
@@ -60,7 +60,7 @@ def logistic_regression(columns: dict[str, np.ndarray], samples: Samples, penalt
     mean, deviation = np.nanmean(features[train], axis=0), np.nanstd(features[train], axis=0)
     constant = deviation <= _ROUNDING * (1 + np.abs(mean))
     features = np.nan_to_num((features - mean) / np.where(constant, np.inf, deviation))
-    model = estimators()[0](C=penalty, solver="newton-cholesky")
+    model = _estimators()[0](C=penalty, solver="newton-cholesky")
     model.fit(features[train], samples.label[train])
     logits = {name: model.decision_function(features[samples.splits[name]]) for name in ("validation", "test")}
     return _evaluated({"C": penalty}, logits, samples)
@@ -78,7 +78,7 @@ def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: 
     features = _matrix(columns, samples)
     of = {name: features[part] for name, part in samples.splits.items()}
     labels = {name: samples.label[part] for name, part in samples.splits.items()}
-    model = estimators()[1](
+    model = _estimators()[1](
         max_iter=ROUNDS,
         learning_rate=_LEARNING_RATE,
         max_leaf_nodes=leaves,
@@ -112,3 +112,17 @@ def _evaluated(settings: dict[str, float], logits: dict[str, np.ndarray], sample
         predictions.add(*map(torch.from_numpy, (values, samples.label[part], samples.user[part])))
         metrics[name] = predictions.metrics()
     return Fit(settings, **metrics)
+
+
+def _estimators() -> tuple[type, type]:
+    """The classes of the logistic regression and of the boosting; imported here, so that other commands do without.
+
+    Raises:
+        ConfigError: scikit-learn is missing.
+    """
+    try:
+        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.linear_model import LogisticRegression
+    except ImportError:
+        raise ConfigError("baselines need scikit-learn 1.7 or later: pip install 'scikit-learn>=1.7'") from None
+    return LogisticRegression, HistGradientBoostingClassifier

@@ -20,16 +20,15 @@ _MODEL = {
     "model.pooling KIND": "attention, mean, sum or none (default: attention)",
     "model.embedding_dim WIDTH": "width of embeddings (default: 32)",
     "model.num_heads H": "heads of attention (default: 4)",
-    "model.bias KIND": "what attention adds to its scores, such as history_age (default: none)",
-    "model.dropout SHARE": "of the dense layers (default: 0)",
+    "model.bias KIND": "what attention adds to its scores (default: by age and by recency)",
+    "model.dropout SHARE": "of the interaction's input (default: 0.1)",
 }
 _TRAINING = {
-    "optimizer.dense.learning_rate RATE": "of the dense parameters (default: 0.001)",
+    "optimizer.dense.learning_rate RATE": "of the dense parameters (default: 0.003)",
     "optimizer.embeddings.learning_rate RATE": "of the embedding tables (default: 0.05)",
     "training.run_dir FOLDER": "folder of the run (default: runs/DATE-TIME)",
     "training.epochs N": "most epochs (default: 10)",
-    "training.batch_size SAMPLES": "of a step (default: 1024)",
-    "training.preset auto": "choose model and rates from the table's size and by pilots",
+    "training.batch_size SAMPLES": "of a step (default: 512, or 1024 for large tables)",
     "training.device KIND": "auto, cpu or cuda (default: auto)",
 }
 #: By command its first line, an example, its own options and sections of settings.

@@ -117,7 +117,7 @@ def build_model(
         fused = {
             "optimizer_type": OPTIMIZERS[group.name],
             "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.weight_decay},
-            "average": optimizer.average,
+            "average": None if optimizer.average == "auto" else optimizer.average,
             "output_dtype": output_dtype,
             "device": table_device,
         }

@@ -68,14 +68,9 @@ class TrainingConfig:
 
     Args:
         run_dir: folder of the run, new or empty. Null means `runs/<date>-<time>`.
-        preset: `auto` chooses widths, biases, the cross network, dropout, averaging, the batch size, and the rates of
-            the default optimizers from the number of training samples, and `data.statistics`,
-            `data.auxiliary_labels`, heads by recency and `model.item_id` by pilots on the validation rows, wherever a
-            setting is at its default. It says what it chose and why, and writes it to the run's config.yaml; not under
-            torchrun. With `warm_start` it takes the model's settings and these two of `data` from that run. Null leaves
-            all settings as they are.
         epochs: maximum number of epochs.
-        batch_size: samples per step, over all processes under torchrun.
+        batch_size: samples per step, over all processes under torchrun. Null is 512 up to 150,000 training samples, and
+            1024 for more.
         accumulate: in how many parts, one after another, the gradients of a step are computed. They are those of the
             whole batch, up to rounding, and activations take the memory of one part; steps, learning rates and
             clipping are those of the whole batch. Under torchrun each process has so many parts, and
@@ -119,9 +114,8 @@ class TrainingConfig:
     """
 
     run_dir: str | None = None
-    preset: Literal["auto"] | None = None
     epochs: int = 10
-    batch_size: int = 1024
+    batch_size: int | None = None
     accumulate: int = 1
     eval_batch_size: int = 4096
     monitor: str = "auto"
@@ -143,9 +137,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "eval_batch_size", "log_every", "ranking_k"):
-            require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
-        parts, must = self.accumulate, f"at most training.batch_size, {self.batch_size}"
-        require(parts <= self.batch_size, "training.accumulate", parts, must)
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"training.{name}", value, "at least 1")
+        parts, most = self.accumulate, self.batch_size
+        require(most is None or parts <= most, "training.accumulate", parts, f"at most training.batch_size, {most}")
         self._check_logger()
         require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
@@ -197,6 +192,8 @@ class Config:
         return dataclasses.asdict(dataclasses.replace(self, data=self.data.without_tables()))
 
     def __post_init__(self) -> None:
+        if self.model.bias == "auto":
+            self.model = dataclasses.replace(self.model, bias=self._default_bias())
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
@@ -216,6 +213,17 @@ class Config:
         require(self.model.item_id or crossed is None, "model.item_id", self.model.item_id, why)
         self._check_widths()
         self._check_monitor()
+
+    def _default_bias(self) -> str | list[str] | None:
+        """Heads by age and by recency, as far as there are several heads and the ages have few enough buckets."""
+        biases = [HISTORY + AGE, *(["recency"] if self.model.num_heads > 1 else [])]
+        if self.data.batching == "user" and self.data.num_age_buckets > MAX_BUCKETS:
+            del biases[0]
+        if self.model.pooling != "attention" or not biases:
+            return None
+        if self.encoder.num_layers or len(biases) == 1:
+            return biases[0]
+        return biases
 
     def _check_widths(self) -> None:
         """Checks the widths of the tables; `build_model` checks those of a prepared dataset again."""

@@ -87,6 +87,7 @@ class Trainer(RunState):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config, dataset, world, warm)
+        config = self.config
         self.clock = clock
         self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
         self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)

@@ -82,7 +82,8 @@ class ModelConfig:
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
             from the newest event); by `recency`, which is the position with a table that begins with heads for the
             newest events; or `weights` of the events; or null. An unknown bucket key is refused. A list of
-            biases gives each heads of its own, whose result is an entry of its own.
+            biases gives each heads of its own, whose result is an entry of its own. `auto` is heads by age and by
+            recency; with an encoder, or a single head, by age alone.
         num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
             which it is at most 64; the data determines those of a bucket key.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
@@ -110,14 +111,14 @@ class ModelConfig:
     num_heads: int = 4
     num_queries: int = 1
     attention_layers: int = 1
-    bias: str | list[str] | None = None
+    bias: str | list[str] | None = "auto"
     num_buckets: int = 32
     combine: Literal["sum", "concat"] = "sum"
     dense_arch: list[int] = field(default_factory=lambda: [64])
-    cross_layers: int = 0
+    cross_layers: int = 2
     over_arch: list[int] = field(default_factory=lambda: [128, 64])
     experts: int = 0
-    dropout: float = 0.0
+    dropout: float = 0.1
     semantic_ids: Literal["digits", "decode", "tables", "prefix_tables"] = "digits"
     semantic_id_init: Literal["random", "centroids"] = "random"
     semantic_id_spread: float = 0.1
@@ -153,7 +154,9 @@ class ModelConfig:
         require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
 
     def biases(self) -> list[str | None]:
-        """The biases, of which each has attention heads of its own."""
+        """The biases, of which each has attention heads of its own; none of `auto`, which `Config` replaces."""
+        if self.bias == "auto":
+            return [None]
         return self.bias if isinstance(self.bias, list) else [self.bias]
 
     def with_absolute_paths(self) -> "ModelConfig":
@@ -230,16 +233,16 @@ class OptimizerConfig:
         dense: for the MLPs, the attention and the encoder.
         embeddings: for the embedding tables.
         average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
-            average. Of a table a step averages the rows of the batch, and the end of an epoch all rows. It takes as
-            much memory as the parameters, and must be null under torchrun.
+            average. `auto` is 0.98, and null under torchrun, where it must be. Of a table a step averages the rows of
+            the batch, and the end of an epoch all rows. It takes as much memory as the parameters.
         schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
             zero at the last step of the last of `training.epochs`.
         warmup_steps: number of steps in which the learning rates rise linearly to their values.
     """
 
-    dense: OptimizerGroup = field(default_factory=OptimizerGroup)
+    dense: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(learning_rate=3e-3))
     embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.05))
-    average: float | None = None
+    average: float | Literal["auto"] | None = "auto"
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
 
@@ -250,8 +253,8 @@ class OptimizerConfig:
             require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
-        in_range = self.average is None or 0 < self.average < 1
-        require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
+        in_range = self.average in (None, "auto") or 0 < self.average < 1
+        require(in_range, "optimizer.average", self.average, "between 0 and 1, auto or null")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
 
 

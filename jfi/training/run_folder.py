@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jfi.training.cli import load_config, save_config
 from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import settled_as
 from jfi.training.run_lock import LOCK
 from jfi.utils.files import unfinished_name
 
@@ -73,11 +74,12 @@ class RunFolder:
 
     @classmethod
     def holds(cls, config: Config) -> bool:
-        """Returns whether `config.training.run_dir` is the folder of a run with an equal config."""
+        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is settled."""
         path = config.training.run_dir
         if path is None or not cls(Path(path)).config.is_file():
             return False
-        return load_config(cls(Path(path)).config) == config
+        known = load_config(cls(Path(path)).config)
+        return settled_as(config, known) == known
 
 
 def new_run_dir(prefix: str = "") -> str:

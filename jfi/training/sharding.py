@@ -56,7 +56,7 @@ def check_sharded(config: Config, world: World) -> None:
     optimizer, kernel = config.optimizer, config.sharding.compute_kernel
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if optimizer.average is not None:
+    if optimizer.average not in (None, "auto"):
         raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
     if optimizer.embeddings.name not in _FUSED:
         got = optimizer.embeddings.name

@@ -11,10 +11,10 @@ from jfi.training.capture import check_graphs
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
 from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import settle
 from jfi.training.distributed import World, join_world
 from jfi.training.logger import Logger, check_packages
 from jfi.training.loop import Result, Trainer
-from jfi.training.preset import apply_preset
 from jfi.training.progress import check_config, config_changes
 from jfi.training.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
@@ -50,13 +50,11 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         _check_processes(world, config, {"--resume": None})
-        if world.launched and config.training.preset is not None:
-            raise ConfigError("training.preset must be null under torchrun; give the settings themselves")
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if not begun:
             world.on_first(lambda: _check_before_reading(config))
         if begun:
-            run = RunFolder(Path(run_dir))
+            run, config = RunFolder.open(run_dir)
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
@@ -65,7 +63,9 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
         _check_weights(config, dataset)
-        config, dataset = _apply_preset(config, dataset, world)
+        config, chosen = settle(config, dataset, world)
+        if chosen is not None and world.is_first:
+            print(chosen, flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
@@ -160,16 +160,6 @@ def _check_weights(config: Config, dataset: InteractionDataset) -> None:
         raise ConfigError("data.policy has weights of events; set model.bias: weights, or fit it without boost")
     if read and not given:
         raise ConfigError("model.bias: weights are those of data.policy, which gives none; fit one with boost")
-
-
-def _apply_preset(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, InteractionDataset]:
-    """The config with what a preset chooses, which is printed, and its dataset."""
-    settled, lines = apply_preset(config, dataset, world)
-    for line in lines:
-        print(line, flush=True)
-    if settled.data != config.data:
-        dataset = load_shared(settled.data, world)
-    return settled, dataset
 
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:

@@ -27,6 +27,7 @@ from jfi.training.checkpoint import (
     verify_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import settle
 from jfi.training.distributed import World
 from jfi.training.frozen_rows import FrozenRows
 from jfi.training.groups import Groups
@@ -53,6 +54,7 @@ class RunState:
     """
 
     def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
+        config, _ = settle(config, dataset, world)
         self.config = config
         self.dataset = dataset
         self.world = world

@@ -83,8 +83,6 @@ def check_warm_start(path: str | Path, config: Config) -> list[str]:
     """
     best = BestEpoch.of(path, "training.warm_start: run")
     changed = _check_labels(path, config, best.config.data)
-    if config.training.preset is not None:  # takes its model from that run; they are compared when it is built
-        return changed
     _, shapes, there = _meta_model(best.config, best.schema)
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
     model, _, _ = _meta_model(config, best.schema)
@@ -123,16 +121,12 @@ def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[s
             f"training.warm_start: this run predicts {', '.join(outputs)}, {path} {', '.join(there)}; use the same "
             "data.labels"
         )
-    is_taken_over = config.training.preset is not None and not data.auxiliary_labels and data.prepared is None
-    rules = other.auxiliary_labels if is_taken_over else data.auxiliary_labels
+    rules = data.auxiliary_labels
     if rules != other.auxiliary_labels:
         raise ConfigError(
             f"training.warm_start: data.auxiliary_labels is {rules}, in {path} it is {other.auxiliary_labels}; use the "
             "same, in the same order"
         )
-    for one in data.targets():
-        if one.label in rules:
-            raise ConfigError(f"training.warm_start: '{one.label}' is a label, but in {path} it is an auxiliary label")
     pairs = zip(data.targets(), other.targets(), strict=True)
     return [
         f"training.warm_start: {now.name} is '{now.label}', in {path} it is '{was.label}'"

@@ -2,34 +2,27 @@
 
 import dataclasses
 
-import numpy as np
 import pyarrow.csv
 import pytest
 import torch
 from data_configs import data_config, replace_data
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
-from test_run import tiny
 from torch.nn.functional import binary_cross_entropy_with_logits
 from worker import without_pictures
 
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.io.table import Table
 from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.schema.schema import LabelSpec
 from jfi.models import Heads
 from jfi.serving.dataset_schema import schema_of
-from jfi.training import Config, ConfigError, preset, resume, train
+from jfi.training import Config, ConfigError, resume, train
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
-from jfi.training.metrics import Predictions
 from jfi.training.objective import Objective
-from jfi.training.pilot import validation_rows
 from jfi.training.recorder import read_metrics
-from jfi.training.run_folder import RunFolder
-from jfi.training.thresholds import rules_beside
 
 RULES = ["seconds >= 15", "seconds >= 35"]
 
@@ -137,13 +130,6 @@ def test_a_warm_start_needs_the_same_labels_and_auxiliary_labels(folder, run):
             {},
             r"predicts label \(binary\), clicked \(binary\), .* label \(binary\);",
         ),
-        (
-            "taken",
-            [],
-            {"label": RULES[1]},
-            {"preset": "auto"},
-            "'seconds >= 35' is a label, but in .* it is an auxiliary",
-        ),
     ):
         made = config(folder, name, rules, **data).with_training(**warm, **more)
         with pytest.raises(ConfigError, match=f"^training.warm_start: .*{message}"):
@@ -213,84 +199,3 @@ def test_wrong_settings_are_refused(folder, settings, message):
     data = {"interactions": str(folder / "table.csv"), "label": "seconds >= 25", "auxiliary_labels": RULES}
     with pytest.raises(DataError, match=message):
         load_dataset(data_config(**{**data, **settings}))
-
-
-@pytest.mark.parametrize(
-    ("label", "expected"),
-    [
-        ("x >= 4", ["x >= 3", "x >= 5"]),
-        ("x > 3", ["x > 2", "x > 4"]),
-        ("x < 4", ["x < 3", "x < 5"]),
-        ("x <= 3", ["x <= 2", "x <= 4"]),
-        ("x >= 5", ["x >= 3"]),  # one value on the upper side
-        ("x >= 4.5", ["x >= 3"]),
-        ("x == 4", []),
-        ("x >= 4 and x < 5", []),
-        ("x", []),
-        ("'x y' >= 4", ['"x y" >= 3', '"x y" >= 5']),
-    ],
-)
-def test_rules_beside_a_threshold(label, expected):
-    """They cut the rows on either side in halves, whatever the blocks of the table."""
-    values = np.array([1, 2, 2, 3, 3, 3, 4, 4, 5, np.nan])
-    tables = [
-        Table("t", pyarrow.table({"x": part, "x y": part}), ["x", "x y"], line=int) for part in (values[:4], values[4:])
-    ]
-    assert rules_beside(label, tables) == expected
-
-
-def test_a_rule_compares_with_finite_numbers():
-    values = [-np.inf, -np.inf, -np.inf, 1, 2, 4, 5, np.inf, np.inf, np.inf]
-    table = Table("t", pyarrow.table({"x": values}), ["x"], line=int)
-    assert rules_beside("x >= 4", [table]) == ["x >= 2", "x >= 5"]
-
-
-def test_the_preset_does_without_a_rule_that_no_training_row_fulfils(tmp_path, monkeypatch):
-    """Values above the threshold that come with time: the rule would be refused if the config had it."""
-    rows = [[*row(i)[:-1], 40 if i > 250 and i % 3 == 2 else [10, 20, 30][i % 3]] for i in range(300)]
-    write_table(tmp_path / "table.csv", rows)
-    made = config_of(tmp_path / "table.csv", tmp_path / "run", preset="auto")
-    made = dataclasses.replace(
-        made, data=replace_data(made.data, event_dense=[], label="seconds >= 25", statistics=["item"])
-    )
-    zeros = Predictions([torch.zeros(9)], [torch.arange(9) % 2.0], [torch.arange(9)])
-    monkeypatch.setattr(preset, "pilot_scores", lambda *_: zeros)
-    settled, lines = preset.apply_preset(made, load_dataset(made.data))
-    assert settled.data == made.data
-    assert any("none: label 'seconds >= 40': all 240 labels of the train split are 0" in line for line in lines)
-
-
-def test_the_preset_takes_them_if_a_pilot_is_better(tmp_path, capsys, monkeypatch):
-    """The data is read again with them, and a warm start takes them over."""
-    write_table(tmp_path / "table.csv", [row(i) for i in range(300)])
-    made = tiny(tmp_path / "run", epochs=1, preset="auto")
-    data = config_of(tmp_path / "table.csv", tmp_path / "run").data
-    made = dataclasses.replace(
-        made, data=replace_data(data, event_dense=[], label="seconds >= 25", statistics=["item"])
-    )
-    tried = []
-
-    def pilot(config, dataset, world, better=lambda config: bool(config.data.auxiliary_labels)):
-        tried.append(config.data.auxiliary_labels)
-        assert dataset.schema.num_auxiliary == len(config.data.auxiliary_labels)
-        labels = torch.from_numpy(dataset.arrays().events.label[validation_rows(dataset, 64)])
-        scores = labels if better(config) else torch.zeros(len(labels))
-        return Predictions([scores], [labels], [torch.arange(len(labels))])
-
-    monkeypatch.setattr(preset, "pilot_scores", pilot)
-    with without_pictures():
-        train(made)
-    (rules,) = [one for one in tried if one]
-    assert len(rules) == 2
-    saved = RunFolder.open(tmp_path / "run")[1]
-    assert (
-        saved.data.auxiliary_labels == rules and "training.preset: data.auxiliary_labels: [" in capsys.readouterr().out
-    )
-    warm = made.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"))
-    with without_pictures():
-        train(warm)
-    assert RunFolder.open(tmp_path / "warm")[1].data.auxiliary_labels == rules
-
-    monkeypatch.setattr(preset, "pilot_scores", lambda *inputs: pilot(*inputs, better=lambda _: False))
-    settled, lines = preset.apply_preset(made, load_dataset(made.data))
-    assert settled.data == made.data and any("data.auxiliary_labels: none" in line for line in lines)

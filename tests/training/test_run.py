@@ -37,7 +37,6 @@ from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.interrupt import stop_on_signals
 from jfi.training.loop import Trainer
-from jfi.training.preset import apply_preset
 from jfi.training.recorder import SPEED, read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.tensor_files import TensorReader
@@ -430,39 +429,6 @@ def test_several_biases_layers_crosses_and_statistics(tmp_path, monkeypatch):
     wanted = {"pooling.attention.history_by_position.bucket_bias", "further.layers.0.attention.history.query_weight"}
     assert {f"model.sequence_arch.{name}" for name in wanted} <= names.keys()
     assert (tmp_path / "run/attention.png").exists()
-
-
-def test_a_preset_chooses_what_is_at_its_default_and_is_written(tmp_path, capsys):
-    config = tiny(tmp_path / "run", epochs=1, preset="auto")
-    config.model = dataclasses.replace(config.model, dropout=0.0, bias=None)
-    train(config)
-    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("training.preset chose"))
-    biases = ("model.bias: ['history_age', 'position']", "model.bias: ['history_age', 'recency']")  # a pilot decides
-    assert any(one in shown for one in biases) and "model.dropout: 0.1" in shown
-    assert "average" not in shown and "embedding_dim" not in shown  # given by the config
-    saved = RunFolder.open(tmp_path / "run")[1]
-    assert saved.training.preset is None and saved.model.cross_layers == 2 and saved.optimizer.average == 0.9
-    assert (saved.model.embedding_dim, saved.training.batch_size) == (8, 64)
-    resume(tmp_path / "run")
-
-
-def test_a_preset_takes_the_model_of_a_warm_start(tmp_path):
-    first = tiny(tmp_path / "first", epochs=1)
-    first.model = dataclasses.replace(first.model, cross_layers=1)
-    train(first)
-    second = tiny(tmp_path / "second", epochs=1, preset="auto", warm_start=str(tmp_path / "first"))
-    second.model = dataclasses.replace(second.model, bias=None, dropout=0.0)
-    train(second)
-    saved = RunFolder.open(tmp_path / "second")[1]
-    assert saved.model == first.model and saved.optimizer.embeddings.learning_rate == 0.1
-
-
-def test_a_preset_leaves_the_rate_of_another_optimizer():
-    config = tiny(None, preset="auto")
-    tables = OptimizerGroup("adam", learning_rate=OptimizerConfig().embeddings.learning_rate)
-    config.optimizer = OptimizerConfig(embeddings=tables)
-    found = apply_preset(config, load_dataset(config.data))[0].optimizer
-    assert (found.dense.learning_rate, found.embeddings) == (0.01, tables)
 
 
 def test_every_parameter_is_optimized_once():

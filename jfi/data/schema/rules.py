@@ -136,18 +136,6 @@ def parse_rule(text: str) -> Rule:
         raise _fault(text, "too many parentheses are open") from None
 
 
-def single_threshold(rule: Rule) -> tuple[str, str, float] | None:
-    """The column, the operator and the number of a rule that is one comparison by >=, >, <= or <; None of another.
-
-    >>> single_threshold(parse_rule("rating >= 4")), single_threshold(parse_rule("rating == 4"))
-    (('rating', '>=', 4.0), None)
-    """
-    test = rule.root
-    if not isinstance(test, _Test) or test.kind != "number" or test.compare not in _ORDER:
-        return None
-    return test.column, test.compare, float(test.values[0])
-
-
 def only_column(text: str) -> str | None:
     """The column if `text` is the name of one, in quotes or not, and None if it is a rule.
 
