@@ -85,14 +85,14 @@ class Part:
     """
 
     def __init__(self, name: str, case: PartsCase, device: torch.device, datasets: dict | None = None) -> None:
-        settings = {"model.bias": "history_age"} | OURS[name]
+        settings = {"model.bias": "history_age", "model.cross_layers": 0, "model.dropout": 0.0} | OURS[name]
         statistics = settings.pop("data.statistics", [])
         settings = {key.removeprefix("model."): value for key, value in settings.items()}
         data = DataConfig(source="synthetic", synthetic=case.table, max_history=case.max_history, statistics=statistics)
         datasets = {} if datasets is None else datasets
         dataset = datasets.get(tuple(statistics)) or datasets.setdefault(tuple(statistics), load_dataset(data))
         model = ModelConfig(embedding_dim=case.width, num_heads=4, **settings)
-        optimizer = OptimizerConfig(OptimizerGroup("adam", 1e-3), OptimizerGroup("adagrad", 0.02))
+        optimizer = OptimizerConfig(OptimizerGroup("adam", 1e-3), OptimizerGroup("adagrad", 0.02), None)
         config = Config(data=data, model=model, optimizer=optimizer)
         config = config.with_training(device=device.type, batch_size=case.batch_size)
         world = World(device)

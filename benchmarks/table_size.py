@@ -82,8 +82,10 @@ class Steps:
         features = [replace(one, num_embeddings=items) if one.table == "item" else one for one in dataset.features]
         optimizer = OptimizerConfig(OptimizerGroup(), OptimizerGroup(case.optimizer, 0.02), case.average)
         config = Config(
-            data=DataConfig(source="synthetic"), model=ModelConfig(embedding_dim=case.width), optimizer=optimizer
-        ).with_training(device="cpu")
+            data=DataConfig(source="synthetic"),
+            model=ModelConfig(embedding_dim=case.width, bias=None, cross_layers=0, dropout=0.0),
+            optimizer=optimizer,
+        ).with_training(device="cpu", batch_size=case.batch_size)
         # Until it is asked for batches a trainer reads the schema of a dataset and counts its samples.
         of_items = SimpleNamespace(schema=replace(dataset.schema, features=features), num_samples=dataset.num_samples)
         self.trainer = StepTrainer(config, of_items, World())

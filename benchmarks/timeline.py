@@ -23,7 +23,7 @@ from benchmarks.run import CPU_TOLERANCE, TOLERANCE, Case, summary
 from benchmarks.timeline_tables import GPU_TABLE, MOVIELENS_SIZE, movielens_config, write_table
 from jfi.data import Batch, load_dataset
 from jfi.data.config import Batching
-from jfi.training import Config, ModelConfig
+from jfi.training import Config, ModelConfig, OptimizerConfig
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 
@@ -299,8 +299,8 @@ def _check(rows: dict[Way, dict], measured: list[Way], trainer: StepTrainer) -> 
 
 
 def gpu_config(folder: Path) -> Config:
-    model = ModelConfig(embedding_dim=64, num_heads=4, bias="history_age")
-    return Config(data=write_table(GPU_TABLE, folder), model=model)
+    model = ModelConfig(embedding_dim=64, num_heads=4, bias="history_age", cross_layers=0, dropout=0.0)
+    return Config(write_table(GPU_TABLE, folder), model, optimizer=OptimizerConfig(average=None))
 
 
 def cases(quick: bool, movielens: Path | None = None) -> list[TrainingCase | Case]:

@@ -33,7 +33,9 @@ TIMED = [
 
 
 def config(folder: Path) -> Config:
-    model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    model = ModelConfig(
+        embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
+    )
     return Config(data=write_table(TABLE, folder), model=model)
 
 

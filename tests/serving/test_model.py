@@ -171,7 +171,8 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     ids=str,
 )
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
-    model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
+    plain = {"embedding_dim": 8, "num_heads": 2, "dense_arch": [8], "over_arch": [8], "cross_layers": 0, "dropout": 0.0}
+    model = ModelConfig(**plain | model)
     trained = build_model(model, EncoderConfig(num_heads=2, **encoder), table.dataset.schema)
     reads_age = "history_age" in [*(model.biases() if model.pooling == "attention" else []), encoder.get("bias")]
     assert_served(table, trained, model.pooling != "none", reads_age)
@@ -208,7 +209,9 @@ def assert_served(table: SimpleNamespace, trained: SequenceDLRM, reads_history: 
 
 def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
     """Entries of 8; tables of events are 12 wide, the others 4, 6, 8 and so on."""
-    made = build_model(ModelConfig(embedding_dim=8, combine="concat"), EncoderConfig(), schema)
+    made = build_model(
+        ModelConfig(embedding_dim=8, combine="concat", cross_layers=0, dropout=0.0), EncoderConfig(), schema
+    )
     bags, events = made.embedding_bag_collection, made.embedding_collection
     bags = [replace(one, embedding_dim=4 + 2 * place) for place, one in enumerate(bags.embedding_bag_configs())]
     events = [replace(table, embedding_dim=12) for table in events.embedding_configs()]
@@ -338,7 +341,9 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     from jfi.serving.export import export
     from jfi.serving.scorer import Scorer
 
-    model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    model = ModelConfig(
+        embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
+    )
     encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True, relative_bias="distance")
     trained = build_model(model, encoder, table.dataset.schema).eval()
     for parameter in trained.parameters():  # those that begin as zeros too

@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
     policy = fit(*training_log(data), remove=0.5, newest=2, caps={"active": 15})
     policy.save(folder / "policy.json")
     data = replace(data, policy=str(folder / "policy.json"))
-    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
             patch.setattr(f"jfi.training.plots.{name}", lambda *_: None)

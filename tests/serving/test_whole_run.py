@@ -65,7 +65,7 @@ def run(rows, tmp_path_factory):
         hash_buckets={"genre": 3, "region": 50, "item_x_action": 9, "slot": 6},
         max_history=MAX_HISTORY,
     )
-    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
             patch.setattr(f"jfi.training.plots.{name}", lambda *_: None)

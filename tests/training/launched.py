@@ -50,8 +50,12 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
             user_categorical=["country", "user_id"],
             user_dense=["age"],
         ),
-        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
-        optimizer=OptimizerConfig(embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1)),
+        model=ModelConfig(
+            embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
+        ),
+        optimizer=OptimizerConfig(
+            dense=OptimizerGroup(), embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1), average=None
+        ),
         sharding=ShardingConfig(type=sharding, min_partition=4),
         training=TrainingConfig(
             run_dir=str(folder / name),

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from data_configs import data_config
 
-from jfi.training import Config, ModelConfig, TrainingConfig
+from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
 from jfi.training.loop import Trainer
 
 HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
@@ -54,7 +54,10 @@ def config_of(table: Path, run: Path, **training: object) -> Config:
             separators={"tags": ";"},
             num_quantiles=4,
         ),
-        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
+        model=ModelConfig(
+            embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
+        ),
+        optimizer=OptimizerConfig(dense=OptimizerGroup(), average=None),
         training=TrainingConfig(
             **{"run_dir": str(run), "epochs": 2, "batch_size": 32, "device": "cpu", "patience": None, **training}
         ),

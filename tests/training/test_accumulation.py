@@ -29,7 +29,9 @@ def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = 
     synthetic = SyntheticConfig(num_users=40, num_items=30, mean_length=12.0)
     return Config(
         data=DataConfig(source="synthetic", synthetic=synthetic, unknown_share=0.1, **(data or {})),
-        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
+        model=ModelConfig(
+            embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
+        ),
         optimizer=OptimizerConfig(
             dense=OptimizerGroup(learning_rate=3e-3),
             embeddings=OptimizerGroup(name=embeddings, learning_rate=0.02),
@@ -109,7 +111,7 @@ def test_where_a_step_must_be_one_backward_pass_parts_are_refused_by_name():
         config(0)
     with pytest.raises(ConfigError, match=re.escape("training.accumulate: got 65, must be at most training.batch")):
         config(65)
-    made = dataclasses.replace(config(2), optimizer=OptimizerConfig())
+    made = dataclasses.replace(config(2), optimizer=OptimizerConfig(average=None))
     dataset = load_dataset(made.data)
     trainer = Trainer(made, dataset, _WORLD)
     always = made.with_training(cuda_graph="always")

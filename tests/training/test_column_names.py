@@ -72,7 +72,9 @@ def config_of(folder: Path, names: dict) -> Config:
         features=features,
         num_quantiles=4,
     )
-    model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age")
+    model = ModelConfig(
+        embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age", cross_layers=0, dropout=0.0
+    )
     training = TrainingConfig(run_dir=str(folder / "run"), epochs=1, batch_size=32, device="cpu", patience=None)
     return Config(data=data, model=model, training=training)
 

@@ -68,7 +68,7 @@ def config_of(table: Path, run: Path, **settings: object) -> Config:
         }
         | settings,
     )
-    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
     return Config(data, model, training=TrainingConfig(str(run), epochs=1, batch_size=32, device="cpu"))
 
 

@@ -463,7 +463,8 @@ def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):
     table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])
     model = torch.nn.ModuleDict({"tables": EmbeddingCollection([table], device=torch.device("meta"))})
     with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner found no plan: .*insufficient storage\.\s*$"):
-        _plan(model, [table], Config(), World(launched=True), sharders_of(Config().sharding))
+        config = Config().with_training(batch_size=1024)
+        _plan(model, [table], config, World(launched=True), sharders_of(config.sharding))
 
 
 @pytest.fixture
@@ -481,7 +482,7 @@ def plan_for_gpus(monkeypatch):
     world = World(torch.device("cuda", 0), size=2, launched=True)
 
     def plan(**sharding: object) -> EmbeddingModuleShardingPlan:
-        config = Config(sharding=ShardingConfig(**sharding))
+        config = Config(sharding=ShardingConfig(**sharding)).with_training(batch_size=1024)
         return _plan(model, tables, config, world, sharders_of(config.sharding)).plan["tables"]
 
     return plan

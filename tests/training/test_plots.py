@@ -52,7 +52,9 @@ def drawn(config: DataConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     figures = []
     monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     dataset = load_dataset(config)
-    model = build_model(ModelConfig(embedding_dim=8, num_heads=2), EncoderConfig(), dataset.schema)
+    model = build_model(
+        ModelConfig(embedding_dim=8, num_heads=2, cross_layers=0, dropout=0.0), EncoderConfig(), dataset.schema
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         draw_attention(model, dataset, torch.device("cpu"), path)

@@ -480,7 +480,7 @@ def small_table(folder: Path, **changes: object):
         max_history=10,
         **changes,
     )
-    model = ModelConfig(embedding_dim=4, dense_arch=[4], over_arch=[4])
+    model = ModelConfig(embedding_dim=4, dense_arch=[4], over_arch=[4], cross_layers=0, dropout=0.0)
     return Config(data=data, model=model, training=TrainingConfig(run_dir=str(folder / "run"), epochs=1, device="cpu"))
 
 

@@ -54,7 +54,7 @@ def run_on(folder: Path, **changes: object) -> tuple[SavedRun, dict[str, float]]
     write(folder / "log.csv", rows()[:TEST])
     write(folder / "test.csv", rows()[TEST:])
     training = TrainingConfig(str(folder / "run"), epochs=1, batch_size=64, device="cpu", ranking="full", ranking_k=5)
-    config = Config(data, ModelConfig(8, dense_arch=[8], over_arch=[8]), training=training)
+    config = Config(data, ModelConfig(8, dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0), training=training)
     config.optimizer.embeddings.learning_rate = 0.02  # so small a table is soon learned by heart
     with without_pictures():
         test = train(config).test

@@ -75,7 +75,9 @@ def test_ranks_are_those_of_a_loop(dataset, kind, sampled, limit):
 def test_candidates_share_the_history_of_their_positive(dataset, kind, monkeypatch):
     """By user a model gives the same ranks, and each positive's history is read once for all its candidates."""
     torch.manual_seed(0)
-    config = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age")
+    config = ModelConfig(
+        embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age", cross_layers=0, dropout=0.0
+    )
     model, events = build_model(config, EncoderConfig(), dataset.schema), dict.fromkeys(("sample", "user"), 0)
 
     def score(assemble, parts):
@@ -95,7 +97,7 @@ def test_candidates_share_the_history_of_their_positive(dataset, kind, monkeypat
 def config_of(dataset_path: str, run_dir, **training: object) -> Config:
     return Config(
         data=DataConfig(interactions=dataset_path, eval_negatives=20),
-        model=ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8]),
+        model=ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0),
         training=TrainingConfig(run_dir=str(run_dir), epochs=1, batch_size=64, device="cpu", **training),
     )
 
