@@ -73,7 +73,7 @@ class Rows:
         return values[self._first :] if self._first else values
 
     def place(self, row: int, field: str) -> str:
-        """As `Place`."""
+        """Returns how messages name a value, as of `Place`."""
         row += self._first
         if isinstance(self._given, dict):
             return f"{self.name}.{field}[{row}]"

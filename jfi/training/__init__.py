@@ -11,7 +11,7 @@ from jfi.training.config import (
     TrainingConfig,
 )
 from jfi.training.interrupt import Interrupted
-from jfi.training.loop import Result
+from jfi.training.metrics import Result
 from jfi.training.start import resume, train
 
 __all__ = [

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -37,7 +36,7 @@ from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
 from jfi.training.logger import Logger
-from jfi.training.metrics import Predictions, normalized_entropy
+from jfi.training.metrics import Predictions, Result, normalized_entropy
 from jfi.training.objective import Objective
 from jfi.training.ranking import rank_split
 from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, open_recorder, read_metrics
@@ -50,18 +49,6 @@ from jfi.utils.display import Display
 Item = TypeVar("Item")
 #: Outputs and labels, [B] or of L labels [B, L], and users [B], of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass
-class Result:
-    """The result of a run: metrics of the best epoch on both held-out splits, and the time spent in training steps."""
-
-    run_dir: str
-    best_epoch: int
-    epochs: int
-    validation: dict[str, float]
-    test: dict[str, float]
-    train_seconds: float
 
 
 class Trainer(RunState):
@@ -137,7 +124,9 @@ class Trainer(RunState):
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
-            open_recorder(run, data, self.config, progress, logger, world.is_first) as recorder,
+            open_recorder(
+                run, data, self.config, progress.log_length, progress.step, logger, world.is_first
+            ) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):

@@ -189,3 +189,15 @@ def metrics_of_label(label: LabelSpec, outputs: Tensor, targets: Tensor, users: 
         "auc": auc(outputs, targets),
         "user_auc": user_auc(outputs, targets, users),
     }
+
+
+@dataclass
+class Result:
+    """The result of a run: metrics of the best epoch on both held-out splits, and the time spent in training steps."""
+
+    run_dir: str
+    best_epoch: int
+    epochs: int
+    validation: dict[str, float]
+    test: dict[str, float]
+    train_seconds: float

@@ -5,15 +5,11 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jfi.training.config import Config, ConfigError
 from jfi.training.logger import Logger, Tracker
 from jfi.training.run_folder import RunFolder
 from jfi.utils.files import naming
-
-if TYPE_CHECKING:
-    from jfi.training.progress import Progress
 
 #: The key of a line's speed; all other values of a line are the same in every repetition of a run.
 SPEED = "samples_per_second"
@@ -101,13 +97,13 @@ class SilentRecorder:
 
 
 def open_recorder(
-    run: RunFolder, data: str, config: Config, progress: "Progress", logger: Logger | None, is_first: bool
+    run: RunFolder, data: str, config: Config, length: int, step: int, logger: Logger | None, is_first: bool
 ) -> Recorder | SilentRecorder:
-    """Returns what records the metrics of a run from its progress on, in the process that writes."""
+    """Returns what records the metrics of a run from a length of its log and a step on, in the process that writes."""
     if not is_first:
         return SilentRecorder()
     tracker = Tracker(config.training, config.as_dict(), logger)
-    return Recorder(run, progress.log_length, progress.step, data, tracker)
+    return Recorder(run, length, step, data, tracker)
 
 
 def read_metrics(path: Path, length: int | None = None) -> list[dict]:

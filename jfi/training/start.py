@@ -14,7 +14,8 @@ from jfi.training.config import Config, ConfigError
 from jfi.training.defaults import settle
 from jfi.training.distributed import World, join_world
 from jfi.training.logger import Logger, check_packages
-from jfi.training.loop import Result, Trainer
+from jfi.training.loop import Trainer
+from jfi.training.metrics import Result
 from jfi.training.progress import check_config, config_changes
 from jfi.training.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
