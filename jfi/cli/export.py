@@ -43,6 +43,7 @@ def main(options: argparse.Namespace) -> None:
                 impl=options.impl,
                 policy=run.policy,
                 calibration=calibration,
+                run=options.run.resolve().name,
             )
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
+    run: str | None = None,
 ) -> str:
     """Writes the artifact `path`, completely or not at all.
 
@@ -59,6 +61,7 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+        run: name of the model's run, which the server says; None if it has none.
 
     Returns:
         The artifact's SHA-256, by which a server can know it again.
@@ -93,6 +96,8 @@ def export(
         artifact.write_json(folder / artifact.VOCABULARIES, schema.vocabularies)
         info = {
             "format": artifact.FORMAT,
+            "run": run,
+            "exported": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device,
             "padded": scoring.pads,
             "cpu": artifact.cpu_instructions(),

@@ -94,7 +94,9 @@ def make_app(
 
     async def health(_: web.Request) -> web.Response:
         now = app[LIVE].now.scorer
-        artifact = {"id": now.identity, "versions": now.info["versions"], "tables": now.info["tables"]}
+        # Artifacts of earlier versions do not name the run and the time of the export.
+        known = {name: now.info.get(name) for name in ("run", "exported", "versions", "tables")}
+        artifact = {"id": now.identity, **known}
         inside = {"requests": admission.inside, "device": now.info["device"]}
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 

@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import weakref
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import jfi
 from jfi.serving import artifact, live
 from jfi.serving.scorer import Scorer
 
@@ -87,6 +89,9 @@ def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypat
         assert await ready.json() == {"status": "ok", "artifact": scorer.identity}
         health = await (await client.get("/health")).json()
         assert health["artifact"]["id"] == scorer.identity and "torch" in health["artifact"]["versions"]
+        assert health["artifact"]["run"] == "run" and health["artifact"]["versions"]["jfi"] == jfi.__version__
+        age = datetime.now(UTC) - datetime.fromisoformat(health["artifact"]["exported"])
+        assert timedelta(0) <= age < timedelta(hours=3)
         return stuck, ready.status
 
     assert serve(slow, talk) == ([200, 503, 200], 200)
