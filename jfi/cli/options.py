@@ -140,6 +140,8 @@ def serve() -> OptionParser:
     parser.add_argument("--max-batch", **counts, default=4096, help="candidates per batch (default: 4096)")
     waits = "time that a batch waits for more requests (default: 0)"
     parser.add_argument("--max-wait-ms", type=at_least_zero, default=0.0, help=waits)
+    drain = "after SIGTERM, to accept requests while /health/ready is 503, so that a load balancer leaves (default: 0)"
+    parser.add_argument("--drain-seconds", type=at_least_zero, default=0.0, help=drain)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)"
     kinds = ["logits", "probabilities", "calibrated"]
     parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)

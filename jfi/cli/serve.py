@@ -77,7 +77,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     from aiohttp import web
     from prometheus_client import disable_created_metrics
 
-    from jfi.serving.server import LIVE, make_app, without_traceback
+    from jfi.serving.server import LIVE, make_app, run, without_traceback
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -100,10 +100,15 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
             task.cancel()
 
     app.cleanup_ctx.append(swapping)
-    # On SIGTERM or Ctrl-C it stops accepting requests, answers those that it has accepted, and exits.
-    where = {"host": options.host, "port": options.port}
+
+    async def run_until_signal() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run(app, options.host, options.port, stop, options.drain_seconds)
+
     try:
-        web.run_app(app, **where, handle_signals=True, handler_cancellation=True)
+        asyncio.run(run_until_signal())
     except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
         reason = getattr(error, "strerror", None) or error
         print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Bounds of the requests inside the server: how many, and the bodies that are still arriving."""
 
 import asyncio
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -48,7 +49,8 @@ class Bodies:
 
     def __init__(self, most: int, most_bytes: int, max_body: int, seconds: float) -> None:
         self.most, self.most_bytes, self.max_body, self.seconds = most, most_bytes, max_body, seconds
-        self.arriving, self._bytes = 0, 0
+        self.arriving, self._bytes, self._none_arrives = 0, 0, asyncio.Event()
+        self._none_arrives.set()
 
     async def receive(self, request: web.Request) -> bytes:
         """The body of a request.
@@ -64,6 +66,7 @@ class Bodies:
             raise FullError("bodies")
         chunks, size = [], 0
         self.arriving += 1
+        self._none_arrives.clear()
         try:
             async with asyncio.timeout(self.seconds):
                 async for chunk in request.content.iter_any():
@@ -79,4 +82,12 @@ class Bodies:
         finally:
             self.arriving -= 1
             self._bytes -= size
+            if not self.arriving:
+                self._none_arrives.set()
         return b"".join(chunks)
+
+    async def wait(self) -> None:
+        """Waits until no body is arriving, for as long as one may take."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.seconds):
+                await self._none_arrives.wait()

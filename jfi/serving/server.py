@@ -4,7 +4,7 @@ POST /score          a request -> {"scores": [...]}
 GET  /schema         the fields and limits of a request
 GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use
 GET  /health/live    200 while the process answers at all
-GET  /health/ready   200 if the model scores now, otherwise 503
+GET  /health/ready   200 if the model scores now, otherwise 503, as from when the server is told to stop
 GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
@@ -19,6 +19,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import orjson
 from aiohttp import web
@@ -40,6 +41,9 @@ _requests = logging.getLogger("jfi.serving.requests")
 
 LIVE = web.AppKey("live", Live)
 _METRICS = web.AppKey("metrics", Metrics)
+_BODIES = web.AppKey("bodies", Bodies)
+#: Set once the server is about to stop.
+_STOPPING = web.AppKey("stopping", asyncio.Event)
 
 
 def make_app(
@@ -54,7 +58,7 @@ def make_app(
     deadline: float = 5.0,
     load: Callable[[], Scorer] | None = None,
 ) -> web.Application:
-    """The application. Run it with `handler_cancellation=True`, so that who leaves is not scored.
+    """The application. `run` serves it; others need `handler_cancellation=True`, so that who leaves is not scored.
 
     Args:
         scorer: scores the requests.
@@ -69,7 +73,7 @@ def make_app(
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
     app = web.Application(middlewares=[_answer])
-    app[_METRICS] = metrics
+    app[_METRICS], app[_BODIES], app[_STOPPING] = metrics, arriving, asyncio.Event()
 
     async def running(app: web.Application):
         nonlocal scorer
@@ -104,6 +108,8 @@ def make_app(
         return web.json_response({"status": "ok"})
 
     async def ready(_: web.Request) -> web.Response:
+        if app[_STOPPING].is_set():
+            return _error(503, "the server is about to stop")
         try:
             await app[LIVE].probe()
         except Exception as error:
@@ -123,6 +129,37 @@ def make_app(
     paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
     app.add_routes([web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())])
     return app
+
+
+async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, drain_seconds: float = 0.0) -> None:
+    """Serves until `stop` is set, and then answers all requests that it has accepted.
+
+    Args:
+        app: of `make_app`.
+        host, port: to listen on.
+        stop: begins the end; set again, it ends `drain_seconds`.
+        drain_seconds: time in which it still accepts requests, but is not ready and closes each connection after an
+            answer, so that a load balancer chooses others.
+
+    Raises:
+        OSError, OverflowError: it cannot listen there.
+    """
+    runner = web.AppRunner(app, handler_cancellation=True)
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        print(f"serving on {site.name}; SIGTERM or Ctrl-C stops it", flush=True)
+        await stop.wait()
+        stop.clear()
+        app[_STOPPING].set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                await stop.wait()
+        await site.stop()
+        await app[_BODIES].wait()  # aiohttp would drop what arrives after its cleanup has begun
+    finally:
+        await runner.cleanup()
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
@@ -157,6 +194,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         metrics.refused.labels(refused).inc()
     metrics.requests.labels(path, answer.status).inc()
     answer.headers["X-Request-ID"] = name
+    if request.app[_STOPPING].is_set():
+        answer.force_close()  # with the header Connection: close
     spent = (time.perf_counter() - start) * 1e3
     why = "" if refused is None else f" {refused}"
     _requests.info("id=%s %s %s %d%s %.1f ms", name, request.method, path, answer.status, why, spent)

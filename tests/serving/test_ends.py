@@ -1,9 +1,11 @@
 """How processes of serve.py end, what they leave behind, and signals that come while they begin."""
 
+import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +121,47 @@ def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, tempo
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     assert not list(temporary.iterdir())
+
+
+def test_a_server_that_drains_still_answers_and_waits_for_bodies(exported, temporary, scorer, request_body):
+    body, wanted = json.dumps(request_body).encode(), pytest.approx(scorer.score([scorer.reader(request_body)])[0])
+    head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    options = ["--artifact", exported.path, "--drain-seconds", 3600, "--body-seconds", 600]
+    with server(*options, env=environment(temporary)) as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+
+        def ask(path: str, body: bytes | None = None) -> tuple[int, str, dict]:
+            connection = http.client.HTTPConnection(host, int(port), timeout=60)
+            connection.request("GET" if body is None else "POST", path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Connection"), json.loads(answer.read())
+
+        assert ask("/health/ready")[:2] == (200, None)
+        with socket.create_connection((host, int(port)), timeout=60) as half:
+            half.sendall(head + body[:9])
+            wait_until(
+                lambda: b"jfi_bodies_arriving 1.0" in urllib.request.urlopen(f"{address}/metrics").read(), process
+            )
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: ask("/health/ready")[:2] == (503, "close"), process)
+            assert ask("/score", body) == (200, "close", {"scores": wanted})
+            process.send_signal(signal.SIGTERM)  # ends the time for draining
+            wait_until(lambda: not listens(host, int(port)), process)
+            half.sendall(body[9:])
+            answer = http.client.HTTPResponse(half)
+            answer.begin()
+            assert answer.status == 200 and answer.getheader("Connection") == "close"
+            assert json.loads(answer.read())["scores"] == wanted
+        assert process.wait(120) == 0
+    assert not list(temporary.iterdir())
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionError:
+        return False
+    return True
 
 
 def test_a_server_that_ends_while_it_loads_leaves_nothing(exported, temporary):
