@@ -140,6 +140,19 @@ def test_values_of_rules_that_no_row_has_are_warned_of(write):
     assert load(write, table, history="tag == t1").warnings == []
 
 
+def test_rows_that_repeat_another_one_are_counted(write):
+    """Also where a row with another label, or none, lies between them; one with another feature is no repetition."""
+    table = rows()
+    table[7][3] = ""  # part of histories alone
+    copies = [table[i] for i in (7, 7, 20)] + [[*table[5][:3], "0", *table[5][4:]], table[5]]
+    same = "4 of 45 rows repeat another one, with the same user, item, time, label and features of the event; "
+    (warning,) = load(write, table + copies).warnings
+    assert warning.startswith(same)
+    copies[2] = [*table[20][:4], "other", "a"]
+    (warning,) = load(write, table + copies, event_categorical=["tag"]).warnings
+    assert warning.startswith(same.replace("4", "3", 1))
+
+
 @pytest.mark.parametrize("of", ["user", "item", "event"])
 def test_unseen_values_of_multi_valued_columns_are_counted(write, of):
     """In the test split two samples have unseen values alone, and one of four has an unseen one beside a seen one."""

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import numpy as np
+import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import Events
+from jfi.data.batches.events import Events, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.prepared.columns import Columns
 from jfi.data.prepared.splits import SPLITS
@@ -64,6 +65,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
         | {name: known.num_buckets for name, known in encodings.buckets.items()},
         warnings=[
             *_warn_of_time(events.time, config),
+            *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
@@ -177,6 +179,29 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
         if _YEARS[0] <= year(seconds) <= _YEARS[1]:
             return [f"{text}; with data.timestamp_unit: {unit} it would be {year(seconds):.0f}"]
     return [f"{text}; ages of events are powers of two seconds, so set data.timestamp_unit if it is not seconds"]
+
+
+def _warn_of_duplicates(columns: Columns) -> list[str]:
+    """Counts rows that repeat one of the same user, item, time, labels and features of the event."""
+    events, names = columns.events, columns.config.names
+    categories, numbers = ([*names("event", kind), *names("context", kind)] for kind in ("category", "number"))
+    read = [column.__getitem__ for column in (events.label, *events.targets.values())]
+    read += [columns.categories(name, "event").numbers for name in categories]
+    read += [columns.numbers(name, "event").__getitem__ for name in numbers]
+    repeated = 0
+    for begin, end in user_blocks(events.first):
+        keys = (column[begin:end] for column in (events.user, events.time, events.item))
+        same = np.logical_and.reduce([key[1:] == key[:-1] for key in keys])  # neighbours, since the rows are sorted
+        tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+        values = [np.append(0, np.cumsum(~same))[tied], *(of_rows(begin + tied) for of_rows in read)]
+        table = pa.table({str(number): pa.array(one, from_pandas=True) for number, one in enumerate(values)})
+        repeated += len(tied) - table.group_by(table.column_names).aggregate([]).num_rows
+    if not repeated:
+        return []
+    return [
+        f"{repeated:,} of {len(events):,} rows repeat another one, with the same user, item, time, label and features "
+        "of the event; remove them if the table was exported or joined twice"
+    ]
 
 
 def _warn_of_changes(columns: Columns) -> list[str]:
