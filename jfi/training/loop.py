@@ -151,9 +151,11 @@ class Trainer(RunState):
             if self.pipeline is not None:
                 self.pipeline.detach()
             model = self.model.module if world.launched else self._evaluated
-            draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None)
+            self._say(draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None))
         validation = next(r for r in log if r["split"] == "validation" and r["epoch"] == progress.best_epoch)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
+        for line in progress.warn_of_best_epoch(validation, self.config.monitor):
+            self._say(line)
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
 
     def _say(self, line: str | None) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
@@ -84,16 +85,22 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
 
 @dataclass
 class _Sample:
-    """A test sample: its target, and of its L events, oldest first, titles, other texts, and weights [L, H]."""
+    """A test sample: its target, and of its L events, oldest first, titles, other texts, and weights [L, H].
+
+    `entropies` are those of the sample's batch, see `_entropies`.
+    """
 
     title: str
     label: float
     score: float
     events: list[tuple[str, str]]
     weights: torch.Tensor
+    entropies: torch.Tensor
 
 
-def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path | None) -> None:
+def draw_attention(
+    model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path | None
+) -> str | None:
     """Plots what a few test samples of different users attended to, as a PNG.
 
     A panel shows a sample's events with the largest weights, each bar split by head; the weights of all events of the
@@ -105,10 +112,13 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
         dataset: the dataset with the test split.
         device: of the model.
         path: the file to write, or None. With sharded tables every process must call this; all but one pass None.
+
+    Returns:
+        A line about the entropy of the weights of the samples' batches; None if no history of them has two events.
     """
     samples = _pick(model.eval(), dataset, device)
     if not samples or path is None:
-        return
+        return None
     fonts = find_fonts(text for sample in samples for text in [sample.title, *chain(*sample.events)])
     figure = Figure(figsize=(17, 10), layout="constrained")
     for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):
@@ -120,6 +130,10 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     figure.suptitle("Attention of the target to the events of its history: weight by head", fontsize=14)
     with writing_file(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=100)
+    entropies = torch.cat([sample.entropies for sample in samples])
+    if not len(entropies):
+        return None
+    return f"attention of test samples: {entropies.mean().item():.2f} of the entropy of equal weights, mean over heads"
 
 
 def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
@@ -171,8 +185,8 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
     inputs = batch_there.dense_features, batch_there.sparse_features
     # The heads of all features, which have the same events.
-    of_features = [weights.to_dense()[row] for weights in model.attention_weights(*inputs).values()]
-    weights = torch.cat(of_features, dim=2).mean(1).float().cpu()
+    found = list(model.attention_weights(*inputs).values())
+    weights = torch.cat([one.to_dense()[row] for one in found], dim=2).mean(1).float().cpu()
     item_columns = {spec.column for spec in schema.features if spec.role == "item"}
     fields = [spec for spec in schema.features if spec.role == "history" and spec.column not in item_columns]
     (age,) = (spec.key for spec in schema.features if spec.role == "bucket")
@@ -192,7 +206,16 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
         score=(torch.sigmoid(score) if schema.labels[0].task == "binary" else score).item(),
         events=events,
         weights=weights,
+        entropies=torch.cat([_entropies(one) for one in found]),
     )
+
+
+def _entropies(weights: JaggedTensor) -> torch.Tensor:
+    """The mean entropy of the weights [S, T, H] over log n, of the samples with n >= 2 events."""
+    p, lengths = weights.values().float().flatten(1), weights.lengths().long()
+    entropies = torch.segment_reduce(-torch.xlogy(p, p), "sum", lengths=lengths, axis=0)
+    several = lengths > 1
+    return entropies[several].mean(1) / lengths[several].log()
 
 
 def _title(schema: DataSchema, item: int) -> str:

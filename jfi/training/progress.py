@@ -73,6 +73,34 @@ class Progress:
             return f"training.patience has ended the run after epoch {self.epoch}; for more, raise it"
         return None
 
+    def warn_of_best_epoch(self, metrics: dict[str, float], monitor: str) -> list[str]:
+        """Warns of a best epoch that is the first of several, or whose NE of a single binary label is above 1.
+
+        Args:
+            metrics: those of the best epoch on the validation split.
+            monitor: the metric that selected it.
+
+        Example:
+            >>> for line in Progress(epoch=3, best_epoch=1).warn_of_best_epoch({"auc": 0.7, "ne": 1.2}, "auc"):
+            ...     print(line)
+            warning: the validation NE of epoch 1, the best by auc, is 1.2000: above 1 the probabilities are worse \
+than a constant; try lower learning rates or training.monitor: ne
+            warning: the best of 3 epochs is the first: try lower learning rates, a larger model.dropout or min_count
+        """
+        lines, other = [], "" if monitor == "ne" else " or training.monitor: ne"
+        # Of several labels "ne" is a mean, beside "ne_<label>" of each one.
+        if metrics.get("ne", 0) > 1 and not any(name.startswith("ne_") for name in metrics):
+            lines.append(
+                f"warning: the validation NE of epoch {self.best_epoch}, the best by {monitor}, is {metrics['ne']:.4f}:"
+                f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
+            )
+        if self.best_epoch == 1 < self.epoch:
+            lines.append(
+                f"warning: the best of {self.epoch} epochs is the first: try lower learning rates, a larger "
+                "model.dropout or min_count"
+            )
+        return lines
+
     def end_epoch(self, metrics: dict[str, float], monitor: str, calibration: dict | None = None) -> bool:
         """Goes on to the next epoch; returns whether the one that ends is the best so far."""
         self.epoch, self.batch, self.first_batch = self.epoch + 1, 0, 0

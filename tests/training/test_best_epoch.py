@@ -4,6 +4,7 @@ import pytest
 from test_run import killed_after, tiny
 
 from jfi.training import resume, train
+from jfi.training.progress import Progress
 from jfi.training.recorder import read_metrics
 
 
@@ -31,6 +32,29 @@ def test_of_epochs_that_tie_the_earlier_is_best(tmp_path, monkeypatch, metric):
 def test_auc_is_best_at_its_highest_and_ne_at_its_lowest(tmp_path, monkeypatch, metric, values, best):
     score(monkeypatch, metric, values)
     assert train(tiny(tmp_path / "run", monitor=metric, epochs=2, checkpoint_every=0)).best_epoch == best
+
+
+@pytest.mark.parametrize(
+    ("ne", "best", "warnings"),
+    [
+        ([0.9, 0.8], 2, []),
+        ([1.2, 1.1], 2, ["the validation NE of epoch 2, the best by ne, is 1.1000: above 1 "]),
+        ([0.8, 0.9], 1, ["the best of 2 epochs is the first: try lower learning rates, "]),
+        ([0.8], 1, []),
+    ],
+)
+def test_the_end_warns_of_a_doubtful_best_epoch(tmp_path, monkeypatch, capsys, ne, best, warnings):
+    score(monkeypatch, "ne", [*ne, 0.5])
+    result = train(tiny(tmp_path / "run", monitor="ne", epochs=len(ne), patience=None, checkpoint_every=0))
+    assert result.best_epoch == best
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(found) == len(warnings)
+    assert all(line.startswith(f"warning: {start}") for line, start in zip(found, warnings, strict=True))
+
+
+@pytest.mark.parametrize(("name", "warns"), [("ne_click", False), ("auc", True)])
+def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
+    assert bool(Progress(epoch=1, best_epoch=1).warn_of_best_epoch({"ne": 1.2, name: 1.2}, "auc")) == warns
 
 
 def test_a_resumed_run_remembers_the_best_score(tmp_path, monkeypatch):

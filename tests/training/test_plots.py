@@ -9,12 +9,13 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager, get_data_path
 from matplotlib.figure import Figure
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.schema.schema import Encodings
 from jfi.training.build import build_model
 from jfi.training.config import EncoderConfig, ModelConfig
-from jfi.training.plots import _title, _value, draw_attention, draw_curves
+from jfi.training.plots import _entropies, _title, _value, draw_attention, draw_curves
 from jfi.utils.encoding import Vocabulary
 
 
@@ -112,6 +113,20 @@ def test_missing_event_values_are_unknown_and_empty_slots_left_out(table, tmp_pa
     assert any("stars unknown" in text for text in events) and any("stars 1" in text for text in events), events
     assert not [text for text in events if "#0" in text or "tags unknown" in text]
     assert any("tags a, tags b" in text for text in events)
+
+
+def test_the_entropy_of_attention_is_a_share_of_that_of_equal_weights(table, tmp_path):
+    """Of two heads one has equal weights and one a single event; histories of no and one event do not count."""
+    values = torch.tensor([[1.0, 1.0]] + [[0.25, 1.0]] + 3 * [[0.25, 0.0]] + 2 * [[0.5, 0.5]]).unsqueeze(1)
+    weights = JaggedTensor(values, lengths=torch.tensor([1, 0, 4, 2]))
+    assert _entropies(weights).tolist() == pytest.approx([0.5, 1.0])
+    assert _entropies(JaggedTensor(values[:1], lengths=torch.tensor([1, 0]))).tolist() == []
+    dataset = load_dataset(table)
+    model = build_model(ModelConfig(embedding_dim=8, num_heads=2), EncoderConfig(), dataset.schema)
+    for own in model.parameters():
+        torch.nn.init.zeros_(own)
+    line = draw_attention(model, dataset, torch.device("cpu"), tmp_path / "attention.png")
+    assert line == "attention of test samples: 1.00 of the entropy of equal weights, mean over heads"
 
 
 def test_the_axis_of_a_single_epoch_spans_more_than_its_noise(tmp_path, monkeypatch):
