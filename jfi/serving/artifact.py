@@ -80,7 +80,8 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[
         ArtifactError: not an artifact, one of another format, a damaged one, or none of `sha256`.
     """
     if not (path / SUMS).is_file():
-        raise ArtifactError(f"{path} is not an artifact: {SUMS} is missing")
+        hint = f"; did you mean '{path / 'artifact'}'?" if (path / "artifact" / SUMS).is_file() else ""
+        raise ArtifactError(f"{path} is not an artifact: {SUMS} is missing{hint}")
     content = (path / SUMS).read_bytes()
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) not in sha256:
         raise ArtifactError(f"{path} has the SHA-256 {found}, which is not among those that may be served")

@@ -140,7 +140,8 @@ def _read_file(path: str, needs_version: bool = False) -> str:
     except OSError as error:
         if is_storage_fault(error):
             raise
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+        hint = _copy_hint(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"--config {path}: {error.strerror or error}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
@@ -266,8 +267,20 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
             yield from _leaves(inner, f"{prefix}{name}.")
 
 
+def _copy_hint(path: str) -> str:
+    """Advice for a file that is absent, if it has the name of a config that comes along; else ""."""
+    name = path.removeprefix("configs/").removesuffix(".yaml")
+    known = (Path(__file__).parents[1] / "configs" / f"{name}.yaml").is_file()
+    return f"; a config of this name comes along: jfi config copy {name}" if known else ""
+
+
 def _must_be_one_of(found: re.Match) -> str:
     return f"got '{found[2]}', must be one of {found[1].replace(chr(39), '')}"
+
+
+def _must_be_of_type(found: re.Match) -> str:
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
+    return f"got '{found[2]}', must be {kinds.get(found[1], found[1])}"
 
 
 #: jsonargparse's message about a value that may be of several types.
@@ -287,6 +300,8 @@ def _tidy(message: str) -> str:
     if found := _ENTRY.match(message):
         name, field, what = found.groups()
         message = f"{name}: an entry's {field}: {what}" if field else f"{name}: an entry: {what}"
+    message = re.sub(r"an entry: the following arguments are required: (.*)$", r"an entry lacks: \1", message)
+    message = re.sub(r"Expected an? (\w+)\.\s+Got value: (.*)$", _must_be_of_type, message)
     message = re.sub(r"Expected a Literal\[(.*?)\]\.\s+Got value: (.*)$", _must_be_one_of, message)
     if found := _UNION.match(message):
         name, kinds, value = found.groups()

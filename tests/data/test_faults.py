@@ -63,6 +63,12 @@ def test_rows(write, rows, expected):
     assert fault(write("r.csv", HEADER, *rows), fractions=fractions) == expected
 
 
+def test_a_label_of_texts_needs_a_rule(write):
+    path = write("r.csv", "user_id,item_id,rating,timestamp,action", "1,1,5,10,view", "1,2,5,20,buy")
+    expected = "r.csv:2: 'action' is 'view', not a number; did you mean a rule such as 'action == VALUE'?"
+    assert fault(path, label="action") == expected
+
+
 def test_lines_are_counted_through_quoted_newlines(write):
     header = "user_id,item_id,rating,timestamp,note"
     rows = ['1,1,5,10,"two', "", 'lines"', "", '1,2,5,20,a 5" disc', "2,1,1,30,b"]
@@ -83,9 +89,10 @@ def test_faults_deep_in_a_large_file_are_placed(write):
     ("settings", "expected"),
     [
         ({"event_categorical": ["raitng"]}, "r.csv: no column 'raitng'; did you mean 'rating'?"),
-        ({"user": "User_ID"}, "r.csv: no column 'User_ID'; did you mean 'user_id'?"),
-        ({"item": "x"}, "r.csv: no column 'x'; known: user_id, item_id, rating, timestamp"),
+        ({"user": "User_ID"}, "r.csv: no column 'User_ID' (data.user); did you mean 'user_id'?"),
+        ({"item": "x"}, "r.csv: no column 'x' (data.item); known: user_id, item_id, rating, timestamp"),
         ({"label": "stars >= 4"}, "r.csv: no column 'stars'; known: user_id, item_id, rating, timestamp"),
+        ({"item_dense": ["price"]}, "r.csv: no column 'price' (data.items is not set); known: user_id, item_id, "),
         ({"label": "ratings"}, "r.csv: no column 'ratings'; did you mean 'rating'?"),
         ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; did you mean a rule such as 'rating >= 5'?"),
         (

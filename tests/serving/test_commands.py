@@ -275,6 +275,9 @@ def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkey
     say = partial(said, "serve", capsys)
     missing = f"error: {tmp_path} is not an artifact: SHA256SUMS is missing\n"
     assert say("--artifact", tmp_path) == (2, missing)
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "SHA256SUMS").touch()
+    assert say("--artifact", tmp_path) == (2, f"{missing[:-1]}; did you mean '{tmp_path / 'artifact'}'?\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = say("--artifact", exported.path, "--port", taken.getsockname()[1])
     assert code == 2 and text.startswith("error: 127.0.0.1:") and text.count("\n") == 1

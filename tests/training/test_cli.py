@@ -124,7 +124,7 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         ),
         (["--encoder.feedforward_ratio", "0"], ["encoder.feedforward_ratio", "0", "at least 1"]),
         (["--encoder.dropout", "1"], ["encoder.dropout", "[0, 1)"]),
-        (["--encoder.causal", "maybe"], ["encoder.causal", "bool", "maybe"]),
+        (["--encoder.causal", "maybe"], ["encoder.causal", "got 'maybe', must be true or false"]),
         (["--encoder.relative_bias", "distanc"], ["encoder.relative_bias", "distanc", "distance"]),
         (["--encoder.relative_bias", "distance"], ["encoder.causal", "true with encoder.relative_bias"]),
         (["--optimizer.dense.learning_rate", "-1"], ["optimizer.dense.learning_rate", "-1", "positive"]),
@@ -143,7 +143,9 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--training.seed", "4294967296"], ["training.seed", "4294967296", "[0, 2**32)"]),
         (["stray"], ["stray"]),
         (["--config"], ["--config", "expected one argument"]),
+        (["--training.epochs", "three"], ["training.epochs", "got 'three', must be an integer"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+        (["--config", "configs/encoder"], ["No such file", "of this name comes along: jfi config copy encoder"]),
     ],
 )
 def test_wrong_value_names_its_key(arguments, parts):
@@ -366,7 +368,7 @@ def test_a_column_of_a_removed_mapping_may_be_named_by_the_option():
     ("entries", "message"),
     [
         ("[{name: a, of: usr}]", "data.features: an entry's of: got 'usr', must be one of user, item, event, context"),
-        ("[{name: a}]", "data.features: an entry: the following arguments are required: of"),
+        ("[{name: a}]", "data.features: an entry lacks: of"),
         ("[{nam: a}]", "--data.features: unknown key data.features.nam; did you mean 'data.features.name'?"),
         ("[os.system]", "--data.features: data.features must be a mapping of keys, got 'os.system'"),
     ],

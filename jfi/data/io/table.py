@@ -94,10 +94,14 @@ class Table:
         Raises:
             DataError: there is no such column.
         """
+        self.require(name)
+        return flatten(self.data.column(name))
+
+    def require(self, name: str, note: str = "") -> None:
+        """Raises DataError, with the note after the name, if there is no such column."""
         if name not in self.known:
             hint = header_hint(self.known)
-            raise DataError(f"{self.name}: no column '{name}'; {suggest(name, self.known)}{hint}")
-        return flatten(self.data.column(name))
+            raise DataError(f"{self.name}: no column '{name}'{note}; {suggest(name, self.known)}{hint}")
 
     def strings(self, name: str) -> pa.Array:
         """Returns the column as texts (large_string) by the rule of `jfi.utils.encoding.text_of`, null where missing.
@@ -162,8 +166,12 @@ class Table:
             what = f"has type {column.type}, but it must hold texts or numbers, or lists of these"
             raise DataError(f"{self.name}: column '{name}' {what}") from None
 
-    def numbers(self, name: str) -> np.ndarray:
+    def numbers(self, name: str, advice: str = "") -> np.ndarray:
         """Returns the column as `[N]` float64, NaN where missing; true is 1 and false is 0.
+
+        Args:
+            name: of the column.
+            advice: end of the message about a value that is not a number.
 
         Raises:
             DataError: there is no such column, or a value is not a number.
@@ -171,7 +179,7 @@ class Table:
         column = self._present(name)
         numbers, row = _convert(as_float64, column)
         if row is not None:
-            raise self.fault(row, f"'{name}' is '{_show(column[row])}', not a number")
+            raise self.fault(row, f"'{name}' is '{_show(column[row])}', not a number{advice}")
         numbers = numbers.to_numpy(zero_copy_only=False)
         missing = [float(value) for value in self.reading.missing_values if _is_number(value)]
         return np.where(np.isin(numbers, missing), np.nan, numbers) if missing else numbers

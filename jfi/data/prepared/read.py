@@ -138,6 +138,12 @@ class RowReader:
         self._columns = raw_columns(config)
         if made := next((name for name in config.statistics_columns() if name in first.known), None):
             raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
+        for setting in ("user", "item", "timestamp"):
+            first.require(getattr(config, setting), f" (data.{setting})")
+        if config.items is None:
+            for column in self._columns:
+                if column.name in config.names("item"):
+                    first.require(column.name, " (data.items is not set)")
         categories = [column for column in self._columns if column.kind == "category"]
         #: By column whether it is multi-valued, as far as rows have told it.
         self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}

@@ -31,7 +31,8 @@ def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.nd
     column = only_column(label)
     if column is None:
         return parse_rule(label).holds(table)
-    values = table.numbers(column)
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task == "binary" else ""
+    values = table.numbers(column, advice)
     if task == "regression":
         wrong = np.abs(values) > LARGEST_NUMBER
     else:
