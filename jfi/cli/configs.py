@@ -14,6 +14,10 @@ FOLDER = Path(__file__).parents[1] / "configs"
 def main(options: argparse.Namespace) -> None:
     """Lists the configs that come along, or copies one."""
     known = {path.relative_to(FOLDER).as_posix().removesuffix(".yaml"): path for path in sorted(FOLDER.rglob("*.yaml"))}
+    if options.action == "list" and options.name is not None:
+        raise InputError(f"jfi config list: takes no {options.name}")
+    if options.action == "copy" and options.name is None:
+        raise InputError(f"jfi config copy: name a config; {suggest('', known)}")
     if options.action == "list":
         for name, path in known.items():
             first = path.read_text(encoding="utf-8").splitlines()[0]

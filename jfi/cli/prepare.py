@@ -51,6 +51,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{options.verify} is whole")
         return
     if options.add_statistics is not None:
+        for name in ("out", "run"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--add-statistics writes a table, not a dataset; it takes no --{name}")
         _write_statistics(config.data, options.add_statistics)
         return
     if options.out is None:

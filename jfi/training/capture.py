@@ -24,7 +24,7 @@ def check_graphs(config: Config, world: World) -> None:
     Raises:
         ConfigError: the steps cannot be captured.
     """
-    training = config.training
+    training, size = config.training, config.training.batch_size
     if training.cuda_graph != "always":
         return
     reason = None
@@ -32,8 +32,8 @@ def check_graphs(config: Config, world: World) -> None:
         reason = "there is no GPU; auto takes one if there is one"
     elif world.launched and config.sharding.exchange == "rows":
         reason = "sharding.exchange is rows; attention can be captured under torchrun"
-    elif world.launched and training.batch_size % world.size:
-        reason = f"training.batch_size, {training.batch_size}, is no multiple of the number of processes, {world.size}"
+    elif world.launched and size is not None and size % world.size:
+        reason = f"training.batch_size, {size}, is no multiple of the number of processes, {world.size}"
     else:
         reason = _why_not(config, world)
     if reason is not None:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import jsonargparse
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
-#: Version of the settings' meaning; a config of another one is refused. Version 2 declares features by entries, and
-#: `data.fractions` are of the labelled rows.
-VERSION = 2
+#: Version of the settings' meaning; a config of another one is refused. Version 3 declares features by entries,
+#: `data.fractions` are of the labelled rows, and has defaults that follow from the table.
+VERSION = 3
 #: Of a YAML file or value.
 _DEEPEST, _MOST_VALUES = 50, 100_000
 
@@ -102,7 +102,13 @@ def _parse(
     """The sections and options of a config's text and a command line; `data` are defaults of the section `data`."""
     import jsonargparse
 
-    settings = {"description": description, "epilog": EXIT_CODES, "exit_on_error": False, "allow_abbrev": False}
+    settings = {
+        "prog": "jfi COMMAND",
+        "description": description,
+        "epilog": EXIT_CODES,
+        "exit_on_error": False,
+        "allow_abbrev": False,
+    }
     of_file, parser = (jsonargparse.ArgumentParser(**settings) for _ in range(2))
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
     for name, own in options.items():

@@ -192,8 +192,6 @@ class Config:
         return dataclasses.asdict(dataclasses.replace(self, data=self.data.without_tables()))
 
     def __post_init__(self) -> None:
-        if self.model.bias == "auto":
-            self.model = dataclasses.replace(self.model, bias=self._default_bias())
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
@@ -213,17 +211,6 @@ class Config:
         require(self.model.item_id or crossed is None, "model.item_id", self.model.item_id, why)
         self._check_widths()
         self._check_monitor()
-
-    def _default_bias(self) -> str | list[str] | None:
-        """Heads by age and by recency, as far as there are several heads and the ages have few enough buckets."""
-        biases = [HISTORY + AGE, *(["recency"] if self.model.num_heads > 1 else [])]
-        if self.data.batching == "user" and self.data.num_age_buckets > MAX_BUCKETS:
-            del biases[0]
-        if self.model.pooling != "attention" or not biases:
-            return None
-        if self.encoder.num_layers or len(biases) == 1:
-            return biases[0]
-        return biases
 
     def _check_widths(self) -> None:
         """Checks the widths of the tables; `build_model` checks those of a prepared dataset again."""

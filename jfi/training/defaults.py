@@ -1,13 +1,36 @@
-"""Settings that a config leaves to the table and the processes."""
+"""Settings that a config leaves to its other settings, the table and the processes."""
 
 import dataclasses
 
 from jfi.data import InteractionDataset
+from jfi.data.config import AGE, HISTORY
 from jfi.training.config import Config
 from jfi.training.distributed import World
+from jfi.utils.operands import MAX_BUCKETS
 
 #: Training samples from which on a step has more of them.
 _LARGE = 150_000
+
+
+def with_bias(config: Config) -> Config:
+    """Returns the config with the biases that `model.bias: auto` stands for.
+
+    They are heads by age and by recency, as far as there are several heads and the ages have few enough buckets.
+
+    Args:
+        config: with the settings of its prepared dataset, see `jfi.data.prepared.manifest.resolve`.
+    """
+    if config.model.bias != "auto":
+        return config
+    biases = [HISTORY + AGE, *(["recency"] if config.model.num_heads > 1 else [])]
+    if config.data.batching == "user" and config.data.num_age_buckets > MAX_BUCKETS:
+        del biases[0]
+    if config.model.pooling != "attention":
+        biases = []
+    if config.encoder.num_layers:
+        biases = biases[:1]
+    bias = biases if len(biases) > 1 else next(iter(biases), None)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, bias=bias))
 
 
 def settled_as(config: Config, known: Config) -> Config:
@@ -17,30 +40,28 @@ def settled_as(config: Config, known: Config) -> Config:
         training = dataclasses.replace(training, batch_size=known.training.batch_size)
     if optimizer.average == "auto":
         optimizer = dataclasses.replace(optimizer, average=known.optimizer.average)
-    return dataclasses.replace(config, training=training, optimizer=optimizer)
+    return with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
 
 
 def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, str | None]:
-    """Returns the config with a value for `training.batch_size` and `optimizer.average`, and a line that says which.
-
-    The line names the other defaults of the model too; it is None where the config leaves nothing open.
+    """Returns the config with a value for each setting that it leaves open, and a line that says which; None for none.
 
     Args:
         config: of a run.
         dataset: of the run.
         world: the processes of the run.
     """
-    chosen: dict[str, object] = {}
     training, optimizer = config.training, config.optimizer
     if training.batch_size is None:
         size = 512 if dataset.num_samples("train") < _LARGE else 1024
         training = dataclasses.replace(training, batch_size=max(size, training.accumulate))
-        chosen["training.batch_size"] = training.batch_size
     if optimizer.average == "auto":
         optimizer = dataclasses.replace(optimizer, average=None if world.launched else 0.98)
-        chosen["optimizer.average"] = optimizer.average
-    if not chosen:
-        return config, None
-    chosen |= {"model.bias": config.model.bias} if config.model.pooling == "attention" else {}
-    line = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in chosen.items())
-    return dataclasses.replace(config, training=training, optimizer=optimizer), f"chosen by the table: {line}"
+    settled = with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
+    found = {
+        "model.bias": (config.model.bias, settled.model.bias),
+        "optimizer.average": (config.optimizer.average, settled.optimizer.average),
+        "training.batch_size": (config.training.batch_size, settled.training.batch_size),
+    }
+    chosen = [f"{key}: {'null' if now is None else now}" for key, (was, now) in found.items() if was != now]
+    return settled, f"defaults: {', '.join(chosen)}" if chosen else None

@@ -154,7 +154,7 @@ class ModelConfig:
         require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
 
     def biases(self) -> list[str | None]:
-        """The biases, of which each has attention heads of its own; none of `auto`, which `Config` replaces."""
+        """The biases, of which each has attention heads of its own; none for `auto`, which `settle` replaces."""
         if self.bias == "auto":
             return [None]
         return self.bias if isinstance(self.bias, list) else [self.bias]

@@ -192,6 +192,8 @@ def _continue(
     # A run that was killed before its first checkpoint begins as a new one does.
     begins = world.on_first(lambda: latest_checkpoint(run.checkpoints) is None)
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
+    if trainer.config != config:  # config.yaml was changed, and leaves settings open
+        world.on_first(lambda: save_config(trainer.config, run.config))
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()

@@ -15,6 +15,7 @@ from jfi.data.schema.schema import as_array
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model, shards_of, table_configs
 from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import with_bias
 from jfi.training.saved_run import BestEpoch
 
 #: Where a row of a table has no row in the other run.
@@ -81,7 +82,7 @@ def check_warm_start(path: str | Path, config: Config) -> list[str]:
     Raises:
         ConfigError, DataError: as `warm_start`.
     """
-    best = BestEpoch.of(path, "training.warm_start: run")
+    config, best = with_bias(config), BestEpoch.of(path, "training.warm_start: run")
     changed = _check_labels(path, config, best.config.data)
     _, shapes, there = _meta_model(best.config, best.schema)
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.

@@ -69,7 +69,8 @@ def test_all_settings_and_the_own_options_of_the_short_help_are_in_the_long_one(
     ("arguments", "message"),
     [
         (["tain"], "unknown command tain; did you mean 'train'?"),
-        (["config", "copy"], "jfi config copy: got None; known: dwell,"),
+        (["config", "copy"], "jfi config copy: name a config; known: dwell,"),
+        (["config", "list", "dwell"], "jfi config list: takes no dwell"),
         (["config", "copy", "quickstrat"], "jfi config copy: got 'quickstrat'; did you mean 'quickstart'?"),
         (["config", "remove"], "action: invalid choice: 'remove'"),
         (["compare", "--poolings", "--baselines", "false"], "nothing is left to compare"),

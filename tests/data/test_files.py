@@ -222,7 +222,7 @@ def test_linked_subfolders_of_a_folder_are_read(parts, tmp_path):
 def test_links_that_lead_around_in_a_circle_are_named(parts, tmp_path):
     (parts / "again").symlink_to(parts)
     for path in (str(parts), str(parts) + os.sep):
-        assert message(path).startswith(f"{parts / 'again'}: a link to {path}, which is read too")
+        assert message(path).startswith(f"{parts / 'again'}: the same folder as {path}, which is read too")
     (parts / "again").unlink()
     # Two folders that lead to one another; neither is inside of the other.
     (tmp_path / "other").mkdir()

@@ -20,7 +20,7 @@ from jfi.serving.server import make_app
 
 
 def test_both_servers_have_the_limits_of_the_command():
-    """As `examples/serve.py --help` says."""
+    """As `jfi serve --help` says."""
     for function in (make_app, answer_lines):
         given = inspect.signature(function).parameters
         assert (given["max_body"].default, given["queue"].default) == (2 * 2**20, 64)

@@ -34,6 +34,7 @@ from jfi.training import (
 from jfi.training.build import build_model, build_optimizer
 from jfi.training.checkpoint import latest_checkpoint, load_checkpoint, read_progress, save_checkpoint
 from jfi.training.cli import load_config, save_config
+from jfi.training.defaults import with_bias
 from jfi.training.distributed import World
 from jfi.training.interrupt import stop_on_signals
 from jfi.training.loop import Trainer
@@ -491,3 +492,35 @@ def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatc
     train(config)
     assert (tmp_path / "run" / "curves.png").exists()
     assert not (tmp_path / "run" / "attention.png").exists()
+
+
+def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_path, capsys):
+    config = tiny(tmp_path / "run", epochs=1)
+    config.model = dataclasses.replace(config.model, bias="auto")
+    config.optimizer = dataclasses.replace(config.optimizer, average="auto")
+    train(config.with_training(batch_size=None))
+    assert "defaults: model.bias: ['history_age', 'recency'], optimizer.average: 0.98, training.batch_size: 512" in (
+        capsys.readouterr().out.splitlines()
+    )
+    run, saved = RunFolder.open(tmp_path / "run")
+    assert (saved.model.bias, saved.optimizer.average) == (["history_age", "recency"], 0.98)
+    # A config.yaml that leaves them open again is written settled, so that later commands take it.
+    save_config(saved.with_training(batch_size=None, epochs=2), run.config)
+    resume(tmp_path / "run", config_changed="accept")
+    assert RunFolder.open(tmp_path / "run")[1].training.batch_size == 512
+    resume(tmp_path / "run")
+
+
+def test_the_bias_follows_from_other_settings():
+    chosen = {
+        "several heads": (Config(), ["history_age", "recency"]),
+        "one head": (Config(model=ModelConfig(num_heads=1)), "history_age"),
+        "an encoder": (Config(encoder=EncoderConfig(num_layers=1)), "history_age"),
+        "no attention": (Config(model=ModelConfig(pooling="mean")), None),
+        "given": (Config(model=ModelConfig(bias=None)), None),
+    }
+    by_user = dataclasses.replace(Config().data, batching="user", num_age_buckets=100)
+    chosen["many ages by user"] = (Config(data=by_user), "recency")
+    assert {name: with_bias(config).model.bias for name, (config, _) in chosen.items()} == {
+        name: bias for name, (_, bias) in chosen.items()
+    }

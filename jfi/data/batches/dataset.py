@@ -1,6 +1,6 @@
 """Samples with histories, assembled into batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +38,9 @@ class Batches(Sequence[Batch]):
 
     def __len__(self) -> int:
         return self.order.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._make, range(len(self)))  # Sequence's own would end at any IndexError
 
     def __getitem__(self, number: int) -> Batch:
         if not 0 <= number < len(self):
@@ -166,7 +169,8 @@ class InteractionDataset:
 
     def _order_of(self, split: str, batch_size: int, shuffle: tuple[int, int] | None, batching: Batching) -> Order:
         asked = split, batch_size, shuffle, batching
-        if self._order is None or self._order[0] != asked:
+        known = self._order
+        if known is None or known[0] != asked:
             rows = self._rows(split)
             if batching == "sample":
                 order = SampleOrder(self.num_samples(split), batch_size, shuffle, partial(self._num_events, rows))
@@ -175,8 +179,8 @@ class InteractionDataset:
                     sizes = self.schema.max_history, self._max_timeline
                     self._chunks[split] = cut_chunks(self._arrays.events, rows, *sizes)
                 order = ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffle)
-            self._order = asked, order
-        return self._order[1]
+            self._order = known = asked, order
+        return known[1]
 
     def draw(
         self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0

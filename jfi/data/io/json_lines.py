@@ -1,6 +1,7 @@
 """JSON Lines -> tables: an object per line."""
 
 import json
+import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -68,7 +69,9 @@ class _Block:
             return self._parse_slowly(wanted)
         # Arrow also takes several objects in a line, and an object in several lines.
         text = self._content.strip()
-        has_lines = text.count(b"\n") == text.count(b"}\n{") + text.count(b"}\r\n{") == len(data) - 1
+        if text.count(b"\n") != text.count(b"}\n{"):
+            text = re.sub(rb"[ \t\r]+\n", b"\n", text)
+        has_lines = text.count(b"\n") == text.count(b"}\n{") == len(data) - 1
         is_plain = has_lines and all(_is_exact(data.column(name)) for name in data.column_names if name in wanted)
         return data if is_plain else self._parse_slowly(wanted)
 

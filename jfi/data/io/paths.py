@@ -157,7 +157,7 @@ def _files_below(folder: str) -> list[str]:
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         other = seen.setdefault(os.path.realpath(parent), parent)
         if other != parent:
-            raise DataError(f"{parent}: a link to {other}, which is read too; remove it")
+            raise DataError(f"{parent}: the same folder as {other}, which is read too; remove the link")
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
     if not found:
