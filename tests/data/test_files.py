@@ -228,7 +228,7 @@ def test_links_that_lead_around_in_a_circle_are_named(parts, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/back").symlink_to(parts)
     (parts / "on").symlink_to(tmp_path / "other")
-    assert message(str(parts)).startswith(f"{parts / 'on/back'}: a link to {parts}, which is read too")
+    assert message(str(parts)).startswith(f"{parts / 'on/back'}: the same folder as {parts}, which is read too")
 
 
 def test_the_command_line_takes_a_path_or_a_list(tmp_path):
