@@ -56,7 +56,9 @@ def config(tmp_path) -> DataConfig:
 
 def model_of(dataset: InteractionDataset, encoder: EncoderConfig | None = None, **options) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = ModelConfig(embedding_dim=WIDTH, num_heads=2, dense_arch=[8], over_arch=[16, 8], **options)
+    config = ModelConfig(
+        embedding_dim=WIDTH, num_heads=2, dense_arch=[8], over_arch=[16, 8], **{"dropout": 0.0} | options
+    )
     model = build_model(config, encoder or EncoderConfig(), dataset.schema)
     draw_tables(model.state_dict(), table_configs(model), seed=1)
     for parameter in model.parameters():
