@@ -17,7 +17,7 @@ may have users and items that training has not seen.
 """
 _EVALUATE = """Scores rows that have labels or are positives, and prints their metrics.
 
-jfi evaluate --run runs/20250101-120000 --interactions test.parquet --by device --out metrics.json
+jfi evaluate --run runs/20250101-120000 --interactions test.parquet --history log.parquet --by device
 
 A row's history is what its user did before it, in --history and in --interactions.
 """
