@@ -4,7 +4,6 @@ import argparse
 
 import torch
 
-from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -45,7 +44,7 @@ def main(options: argparse.Namespace) -> None:
                 calibration=calibration,
                 run=options.run.resolve().name,
             )
-    except (ArtifactError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")

@@ -16,9 +16,6 @@ from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
 from jfi.training import traffic
 from jfi.training.config import Config, ConfigError, ShardingConfig
 
-#: Name of the model's collection of histories.
-COLLECTION = "embedding_collection"
-
 
 def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events: float) -> tuple[str, str]:
     """The exchange of a run, "rows" or "attention", and what to say of the choice.

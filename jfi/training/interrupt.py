@@ -11,8 +11,7 @@ class Interrupted(Exception):
     """A signal stopped training; the state of a run has been saved."""
 
     def __init__(self, signum: int, run_dir: object):
-        how = "the run has not begun" if run_dir is None else f"continue with --resume {run_dir}"
-        super().__init__(f"stopped by {signal.Signals(signum).name}; {how}")
+        super().__init__(f"stopped by {signal.Signals(signum).name}; continue with --resume {run_dir}")
         self.exit_code = 128 + signum
 
 
@@ -22,9 +21,9 @@ class StopRequest:
     signum: int = 0
 
     def check(self, run_dir: object, world: World) -> None:
-        """Raises Interrupted on all processes of `world` if one got a signal; all must call it together.
+        """Raises Interrupted, which names the folder of the run, on all processes of `world` if one got a signal.
 
-        `run_dir` is the folder of the run, or None before there is one.
+        All processes must call it together.
         """
         signum = world.max(self.signum)
         if signum:

@@ -166,8 +166,7 @@ class Trainer(RunState):
         optimizer = self.optimizer if self.config.training.accumulate == 1 else NoSteps()
         return TrainPipelineSparseDist(self.model, optimizer, self.device, custom_model_fwd=self._forward)
 
-    def _train_epoch(self, run: RunFolder | None, recorder: Recorder | SilentRecorder, stop: StopRequest) -> None:
-        """Trains an epoch; without a run folder there must be no `training.checkpoint_every`."""
+    def _train_epoch(self, run: RunFolder, recorder: Recorder | SilentRecorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._parts("train", training.batch_size)[0].order
         # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
@@ -198,7 +197,7 @@ class Trainer(RunState):
                     self.save(run, recorder)
                     saved = self.clock()
                     started, logged = saved, logged + saved - started
-                stop.check(run and run.path, self.world)
+                stop.check(run.path, self.world)
         if average is not None:
             average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
@@ -331,7 +330,7 @@ class Trainer(RunState):
         return metrics | rank_split(self.dataset, split, self.config, score, self.world, self._display), speed
 
     @torch.no_grad()
-    def _predict(self, split: str, run: RunFolder | None, stop: StopRequest) -> Predictions:
+    def _predict(self, split: str, run: RunFolder, stop: StopRequest) -> Predictions:
         """The predictions of this process's part of a split."""
         self.model.eval()
         self._evaluated.eval()
@@ -339,7 +338,7 @@ class Trainer(RunState):
         with closing(self._outputs(split, self.config.training.eval_batch_size, 0, split)) as outputs:
             for output in outputs:
                 predictions.add(*output)
-                stop.check(run and run.path, self.world)
+                stop.check(run.path, self.world)
         return predictions.on_cpu()
 
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:

@@ -101,14 +101,12 @@ than a constant; try lower learning rates or training.monitor: ne
             )
         return lines
 
-    def end_epoch(self, metrics: dict[str, float], monitor: str, calibration: dict | None = None) -> bool:
-        """Goes on to the next epoch; returns whether the one that ends is the best so far."""
+    def end_epoch(self, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
+        """Goes on to the next epoch, and remembers the one that ends if it is the best so far."""
         self.epoch, self.batch, self.first_batch = self.epoch + 1, 0, 0
         score = -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
-        is_best = self.epoch == 1 or score > self.best
-        if is_best:
-            self.best, self.best_epoch, self.calibration = score, self.epoch, calibration or {}
-        return is_best
+        if self.epoch == 1 or score > self.best:
+            self.best, self.best_epoch, self.calibration = score, self.epoch, calibration
 
     def use_batches(self, batches: dict) -> str | None:
         """Sets `batches`; an epoch that has begun with other ones starts anew, and the result is a line that says so.

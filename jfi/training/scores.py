@@ -222,7 +222,8 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
     names: dict[str, str] = {}
     for option, source in read.items():
         if source is not None and not isinstance(source, pa.Table):
-            files = [file.path for file in find_files(source, option) if file.table is None]
+            # With a delimiter files of any name are listed: which are read, the config of the run says.
+            files = [file.path for file in find_files(source, option, delimiter=",") if file.table is None]
             names |= {os.path.realpath(path): option for path in files}
     for option, path in written.items():
         if path is None:

@@ -1,5 +1,6 @@
 """Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ from jfi.data.config import STATISTICS
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.sources import column_settings, open_tables
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)
@@ -186,6 +187,17 @@ def test_a_table_to_score_needs_them(tmp_path):
     part = parts(add_statistics(table, config))
     (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
     assert batch.dense_features.shape == (len(table), 5)
+
+
+def test_parts_of_several_types_are_one_table(tmp_path):
+    rows = [{"user_id": i % 3, "item_id": i % 4, "timestamp": i, "liked": i % 2} for i in range(20)]
+    for name, item in (("a", 7), ("b", "seven")):
+        lines = (json.dumps(row | {"item_id": item}) for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = DataConfig(interactions=str(tmp_path), label="liked", statistics=["item"])
+    table = add_statistics(open_tables(config).blocks(), config)
+    assert table["item_id"].to_pylist() == ["7"] * 20 + ["seven"] * 20
+    assert np.exp(table["past_item_count"].to_numpy()[[19, 39]]) == pytest.approx(20)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How processes of serve.py end, what they leave behind, and signals that come while they begin."""
+"""How processes of `jfi serve` end, what they leave behind, and signals that come while they begin."""
 
 import http.client
 import json

@@ -20,7 +20,8 @@ from jfi.cli import evaluate
 from jfi.data import Batch
 from jfi.data.batches.dataset import Batches
 from jfi.data.schema import coded
-from jfi.training import train
+from jfi.training import ConfigError, train
+from jfi.training.scores import check_results
 from jfi.utils.files import temporary_folder
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,14 @@ def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatc
     code, text, _ = command(capsys, "predict", *common, "--out", tmp_path / "again.parquet")
     assert (code, text) == (0, f"{shares}\nwrote {tmp_path / 'again.parquet'}\n")
     assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
+
+
+def test_a_text_file_of_any_name_is_left_to_the_delimiter_of_the_run(tmp_path):
+    (tmp_path / "table.txt").write_text("user_id|item_id\n")
+    read = {"--interactions": str(tmp_path / "table.txt")}
+    check_results({"--out": tmp_path / "scores.csv"}, read)
+    with pytest.raises(ConfigError, match="--interactions names this file too"):
+        check_results({"--out": tmp_path / "table.txt"}, read)
 
 
 def test_the_table_is_straight_in_a_terminal_and_its_heads_are_whole():

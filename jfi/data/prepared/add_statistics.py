@@ -9,7 +9,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import read_blocks
-from jfi.data.io.table import Table
+from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.column_files import read_columns
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sort import ROW
@@ -46,7 +46,7 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.
     with temporary_folder("jfi-statistics-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False))
         events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]
-        data = pa.concat_tables([one.data for one in parts])
+        data = join_tables(parts).data
         for name, values in make_statistics(events, config.statistics, config.max_history).items():
             column = np.empty(len(values))
             column[row] = values
