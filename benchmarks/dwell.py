@@ -34,7 +34,7 @@ from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.events import Histories
 from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.training_log import training_log
-from jfi.history import Policy, fit
+from jfi.history_policies import Policy, fit
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -57,7 +57,7 @@ class Arm:
     """Which events of a history a model reads.
 
     Args:
-        fit: arguments of `jfi.history.fit` for an arm with a policy.
+        fit: arguments of `jfi.history_policies.fit` for an arm with a policy.
         like: name of the arm with as many events, of an arm that removes in another way.
         remove: that way: "random", "oldest" (of each history the same share) or "cap" (one for all histories).
         bias: `model.bias`, "weights" for a policy that boosts by weights.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from jfi.data import DataConfig, InteractionDataset, SyntheticConfig, load_dataset
-from jfi.history import EventLog, Policy, PolicyIndex, PolicyModule, fit
+from jfi.history_policies import EventLog, Policy, PolicyIndex, PolicyModule, fit
 from jfi.utils.ranges import ranges
 
 _SURFACES, _DAYS = 5, 30

@@ -4,8 +4,8 @@ python -m benchmarks.online_shoppers online_shoppers_intention.csv
 
 The table is UCI's "Online Shoppers Purchasing Intention" (Sakar et al. 2018; 12,330 sessions, a line each, 15.5 % of
 them with a purchase): the seconds that a session spent on pages of three kinds. Each session with a page of a kind is
-an event on that surface, and `jfi.history.fit` is given nothing else. Its relevance by session is compared with the
-same numbers computed from the table's columns, without jfi.
+an event on that surface, and `jfi.history_policies.fit` is given nothing else. Its relevance by session is compared
+with the same numbers computed from the table's columns, without jfi.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from jfi.history import EventLog, Policy, fit
+from jfi.history_policies import EventLog, Policy, fit
 
 KINDS = ("ProductRelated", "Administrative", "Informational")
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.dwell import ARMS, CANDIDATES, Seed, request_bodies
-from jfi.history import Policy
+from jfi.history_policies import Policy
 from jfi.serving.body import parse
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export

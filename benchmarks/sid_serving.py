@@ -26,10 +26,10 @@ from benchmarks.serving import BODIES, Shape, in_process, load, server
 from jfi import SemanticIDEmbedding
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
+from jfi.semantic_ids import DiscretePCA
 from jfi.serving.export import export
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer
-from jfi.sid import DiscretePCA
 
 DIGITS = 25
 

@@ -37,7 +37,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from benchmarks import measure, report
 from benchmarks.run import Rates, summary
 from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
-from jfi.sid import DiscretePCA, pack_trits
+from jfi.semantic_ids import DiscretePCA, pack_trits
 
 REGISTERS, DENSE = "digits in registers", "dense digits"
 BY_ID = {"rows by id, float32": DataType.FP32, "rows by id, bfloat16": DataType.BF16}

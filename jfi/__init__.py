@@ -1,7 +1,7 @@
 """jfi: sequence features for recommendation models, without padding.
 
-``jfi.ops`` and ``jfi.sid`` need PyTorch alone.  ``jfi.modules``, ``jfi.models``, ``jfi.data`` and ``jfi.training``
-need TorchRec; they are imported on first use, so that ``import jfi.ops`` works where TorchRec is absent.
+``jfi.ops`` and ``jfi.semantic_ids`` need PyTorch alone.  ``jfi.modules``, ``jfi.models``, ``jfi.data`` and
+``jfi.training`` need TorchRec; they are imported on first use, so ``import jfi.ops`` works where TorchRec is absent.
 """
 
 import importlib

@@ -212,8 +212,8 @@ def test_the_options_of_the_server_are_those_of_the_command():
         ("jfi.ops", "operators"),
         ("jfi.modules", "modules"),
         ("jfi.models", "modules"),
-        ("jfi.sid", "semantic_ids"),
-        ("jfi.history", "dynamic_histories"),
+        ("jfi.semantic_ids", "semantic_ids"),
+        ("jfi.history_policies", "dynamic_histories"),
         ("jfi.distributed", "distributed"),
     ],
 )

@@ -38,7 +38,7 @@ FORBIDDEN = {
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},
     "jfi.models": {"jfi.data", "jfi.training"},
     "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines", "sklearn"},
-    "jfi.sid": {
+    "jfi.semantic_ids": {
         "torchrec",
         "fbgemm_gpu",
         "triton",
@@ -51,7 +51,7 @@ FORBIDDEN = {
         "jfi.data",
         "jfi.training",
     },
-    "jfi.history": {
+    "jfi.history_policies": {
         "pyarrow",
         "sklearn",
         "matplotlib",
@@ -61,7 +61,7 @@ FORBIDDEN = {
         "jfi.data",
         "jfi.training",
     },
-    "jfi.sid.content": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
+    "jfi.semantic_ids.content": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
     "jfi.training": {"jfi.baselines", "sklearn"},
     "jfi.baselines": {"jfi.serving", "sklearn"},
     "jfi.serving.export": {"jfi.data", "jfi.training", "aiohttp"},
@@ -168,8 +168,8 @@ import importlib, sys
 training = ("matplotlib", "anyascii", "jsonargparse", "tensorboard", "duckdb", "sklearn")
 for absent in (*training, "aiohttp", "orjson", "prometheus_client"):
     sys.modules[absent] = None
-for module in ("jfi", "jfi.data", "jfi.serving", "jfi.training", "jfi.baselines", "jfi.sid", "jfi.history"):
-    importlib.import_module(module)
+for module in ("", ".data", ".serving", ".training", ".baselines", ".semantic_ids", ".history_policies"):
+    importlib.import_module("jfi" + module)
 import jfi
 [getattr(jfi, name) for name in jfi.__all__]
 """
@@ -271,15 +271,15 @@ inputs._private(inputs.public, inputs.__doc__, self._own)
 MAY_IMPORT = {"utils": set(), "reference": set(), "plan": {"utils"}}
 MAY_IMPORT["kernels"] = MAY_IMPORT["cpu"] = {"utils", "reference", "plan"}
 MAY_IMPORT["ops"] = MAY_IMPORT["kernels"] | {"kernels", "cpu"}
-MAY_IMPORT["history"] = {"utils"}
-MAY_IMPORT["sid"] = {"utils", "data"}
-MAY_IMPORT["data"] = {"utils", "history", "sid"}
-MAY_IMPORT["modules"] = {"utils", "reference", "plan", "ops", "sid"}
+MAY_IMPORT["history_policies"] = {"utils"}
+MAY_IMPORT["semantic_ids"] = {"utils", "data"}
+MAY_IMPORT["data"] = {"utils", "history_policies", "semantic_ids"}
+MAY_IMPORT["modules"] = {"utils", "reference", "plan", "ops", "semantic_ids"}
 MAY_IMPORT["models"] = MAY_IMPORT["cuda_graphs"] = MAY_IMPORT["modules"] | {"modules"}
 MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
-MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data", "history"}
+MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data", "history_policies"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
-MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "sid", "cli"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "semantic_ids", "cli"}
 
 
 def import_graph() -> dict[str, set[str]]:

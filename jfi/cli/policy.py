@@ -12,9 +12,9 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.labels import read_labels
 from jfi.data.schema.rules import label_columns
-from jfi.history import EventLog, fit
-from jfi.history.describe import describe
-from jfi.history.plots import draw_policy
+from jfi.history_policies import EventLog, fit
+from jfi.history_policies.describe import describe
+from jfi.history_policies.plots import draw_policy
 from jfi.training import ConfigError
 from jfi.training.cli import parse_config
 from jfi.training.scores import check_place, check_results

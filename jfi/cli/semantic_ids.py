@@ -17,7 +17,7 @@ from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
-from jfi.sid import (
+from jfi.semantic_ids import (
     UNKNOWN_SID,
     Codec,
     DiscretePCA,
@@ -27,8 +27,8 @@ from jfi.sid import (
     VQFusion,
     sid_quality,
 )
-from jfi.sid.content import Content
-from jfi.sid.plots import draw_quality
+from jfi.semantic_ids.content import Content
+from jfi.semantic_ids.plots import draw_quality
 from jfi.training import ConfigError
 from jfi.training.scores import check_place, check_results
 from jfi.utils.display import Display

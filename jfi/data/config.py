@@ -205,8 +205,8 @@ class DataConfig:
         session: column of the session's id, or None: then a session ends where a user pauses for 30 minutes.
         conversion: a column of 0 and 1 or a rule, as `label`, for the events that a policy is fitted to. Nothing else
             reads it. None means `label`.
-        policy: file of a `jfi.history.Policy`: which of the newest `max_history` events of a history a model computes,
-            by their dwell and surface and the segment of the user, and their weights. None keeps all.
+        policy: file of a `jfi.history_policies.Policy`: which of the newest `max_history` events of a history a model
+            computes, by their dwell and surface and the segment of the user, and their weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section
             are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
             `eval_negatives`, `unknown_share` and `policy`, which are the run's own.

@@ -14,8 +14,8 @@ from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables,
 from jfi.modules.table_rows import DigitRows, bounded, parts_of
 from jfi.ops.checks import check_dense, may_read
 from jfi.ops.sid_words import sid_words
-from jfi.sid.codec import Codec
-from jfi.sid.packing import UNKNOWN_SID, Layout
+from jfi.semantic_ids.codec import Codec
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.utils.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number, check_type
 from jfi.utils.context import is_traced
 
@@ -71,7 +71,7 @@ class SemanticIDEmbedding(nn.Module):
 
         >>> import torch
         >>> from jfi import SemanticIDEmbedding
-        >>> from jfi.sid import DiscretePCA
+        >>> from jfi.semantic_ids import DiscretePCA
         >>> from torchrec import KeyedJaggedTensor
         >>> content = torch.randn(100, 8)
         >>> codec = DiscretePCA(num_digits=10).fit(content)
@@ -278,7 +278,7 @@ def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
 def _check(
     codec: Codec, embedding_dim: int, feature_names: list[str], read: str, init: str, spread: float, num_buckets: int
 ) -> None:
-    check_type("codec", codec, Codec, "a jfi.sid.Codec")
+    check_type("codec", codec, Codec, "a jfi.semantic_ids.Codec")
     check_keys("feature_names", feature_names, may_be_empty=False)
     check_choice("read", read, get_args(Read))
     check_choice("init", init, get_args(Init))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jfi.ops.checks import may_read
-from jfi.sid.codec import Codec
-from jfi.sid.packing import Layout, trits_of_bytes
+from jfi.semantic_ids.codec import Codec
+from jfi.semantic_ids.packing import Layout, trits_of_bytes
 
 Read = Literal["digits", "decode", "tables", "prefix_tables"]
 Init = Literal["random", "centroids"]

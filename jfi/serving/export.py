@@ -15,7 +15,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, ExportedProgram
 
 import jfi
-from jfi.history.policy import Policy
+from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError

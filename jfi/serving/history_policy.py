@@ -9,8 +9,8 @@ from itertools import repeat
 
 import numpy as np
 
-from jfi.history.policy import Policy
-from jfi.history.single import SingleHistory
+from jfi.history_policies.policy import Policy
+from jfi.history_policies.single import SingleHistory
 from jfi.serving.schema import PolicyFields
 
 #: The surface of a policy without surfaces, and of events without one.

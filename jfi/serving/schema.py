@@ -34,7 +34,7 @@ class Field:
         num_buckets: of an age; of a category or categories, of a hash of the values in place of a vocabulary, or 0.
         columns: of a cross.
         default: the text or the number that stands for null, or None.
-        layout: of a semantic ID, the arguments of `jfi.sid.packing.Layout`.
+        layout: of a semantic ID, the arguments of `jfi.semantic_ids.packing.Layout`.
     """
 
     name: str

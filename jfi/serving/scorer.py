@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jfi.history.policy import Policy
+from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.history_policy import RequestPolicy

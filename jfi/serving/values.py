@@ -8,9 +8,9 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.serving.known import KnownValues
 from jfi.serving.schema import MAX_VALUES, TYPES, Field
-from jfi.sid.packing import UNKNOWN_SID, Layout
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
 from jfi.utils.suggest import suggest
 

@@ -16,7 +16,7 @@ from jfi.data.io.paths import as_table
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.scoring import Sources
 from jfi.data.prepared.sources import column_settings
-from jfi.history import Policy
+from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model
 from jfi.training.calibration import Calibration

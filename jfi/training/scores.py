@@ -22,7 +22,7 @@ from jfi.data.io.paths import find_files
 from jfi.data.prepared.column_files import new_map
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.schema.schema import LabelSpec
-from jfi.history import Policy
+from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.calibration import Calibration, calibrate
 from jfi.training.config import ConfigError, TrainingConfig

@@ -14,8 +14,8 @@ from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_data
 from jfi.data.batches.chunks import timeline_ranges
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
-from jfi.history import EventLog, Policy, fit
-from jfi.history.select import first_seen, select_events
+from jfi.history_policies import EventLog, Policy, fit
+from jfi.history_policies.select import first_seen, select_events
 from jfi.utils.ranges import ranges
 
 SURFACES = ["feed", "search", "story"]

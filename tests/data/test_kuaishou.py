@@ -7,7 +7,7 @@ import pytest
 
 from jfi.data import load_dataset
 from jfi.data.prepared.training_log import training_log
-from jfi.history import fit
+from jfi.history_policies import fit
 from jfi.training.cli import parse_config
 
 KUAIRAND = (

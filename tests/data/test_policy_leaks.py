@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.prepared.training_log import training_log
-from jfi.history import fit
+from jfi.history_policies import fit
 
 SURFACES = ["feed", "search", "story"]
 NAMES = ["user", "timestamp", "item", "tab", "seconds", "visit", "buys"]

@@ -6,7 +6,7 @@ import pytest
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.features import synthetic_dwell
 from jfi.data.prepared.training_log import training_log
-from jfi.history import fit
+from jfi.history_policies import fit
 
 SYNTHETIC = SyntheticConfig(kind="dwell", num_users=400, num_items=60, num_categories=6, mean_length=80, labeled=20)
 

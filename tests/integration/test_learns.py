@@ -21,7 +21,7 @@ from torchrec import (
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedEncoder, JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
-from jfi.sid import DiscretePCA
+from jfi.semantic_ids import DiscretePCA
 
 WIDTH, BATCH_SIZE, NUM_OTHERS = 32, 256, 6
 OTHERS = [f"other_{i}" for i in range(NUM_OTHERS)]

@@ -39,7 +39,7 @@ from jfi.modules import (
     defer_steps,
     outside_ids,
 )
-from jfi.sid import DiscretePCA
+from jfi.semantic_ids import DiscretePCA
 
 D = 8
 TASTE = SequenceFeatureConfig("taste", ["history"], ["item"], bias=PositionBias(4))

@@ -20,8 +20,8 @@ from jfi import (
     WeightBias,
 )
 from jfi.modules import JaggedPooling
-from jfi.sid import DiscretePCA
-from jfi.sid.packing import pack_trits
+from jfi.semantic_ids import DiscretePCA
+from jfi.semantic_ids.packing import pack_trits
 
 WIDTH, ROWS = 8, 20
 TASTE = SequenceFeatureConfig("taste", ["history"], ["item"])

@@ -14,8 +14,8 @@ from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import checks
-from jfi.sid import UNKNOWN_SID, DiscretePCA
-from jfi.sid.packing import pack_trits
+from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA
+from jfi.semantic_ids.packing import pack_trits
 from jfi.utils.padding import padded_to_capacity
 from jfi.utils.timelines import Timelines
 

@@ -27,7 +27,7 @@ from jfi import (
     SequenceFeatureConfig,
 )
 from jfi.modules import lookups, outside_ids
-from jfi.sid import DiscretePCA, ResidualKMeans
+from jfi.semantic_ids import DiscretePCA, ResidualKMeans
 
 WIDTH, ROWS = 8, 4
 #: Behind the table, where the rows of the next one are, and so far that addresses or an int32 overflow.

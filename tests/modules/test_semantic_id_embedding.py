@@ -10,7 +10,7 @@ from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureCo
 from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules.semantic_id_readers import _mix
-from jfi.sid import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
+from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
 
 WIDTH = 5
 KEYS = ["item_sid", "history_sid"]

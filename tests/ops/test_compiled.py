@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from jfi import ops
-from jfi.sid import pack_words
+from jfi.semantic_ids import pack_words
 
 #: Lengths of the histories and of the queries of a batch; sizes that differ are never equal by chance.
 KEYS, QUERIES = [0, 3, 1, 27], [2, 0, 5, 10]

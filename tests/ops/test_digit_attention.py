@@ -8,7 +8,7 @@ from jfi import ops as jfi_ops
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.plan import A100, H200
-from jfi.sid import pack_words, unpack_trits
+from jfi.semantic_ids import pack_words, unpack_trits
 
 IMPLEMENTATIONS = ["triton", "torch"]
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from jfi import ops
 from jfi.kernels import plan
-from jfi.sid import pack_words
+from jfi.semantic_ids import pack_words
 
 IMPLS = ["triton", "torch"]
 LENGTHS, QUERIES = [3, 0, 14, 1], [2, 1, 5, 3]

@@ -9,7 +9,7 @@ import jfi.ops
 from jfi import reference
 from jfi.cpu import attention_chunks
 from jfi.kernels.plan import H200
-from jfi.sid import pack_words
+from jfi.semantic_ids import pack_words
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jfi.ops.sid_words import sid_words
-from jfi.sid import UNKNOWN_SID, pack_trits, pack_words
+from jfi.semantic_ids import UNKNOWN_SID, pack_trits, pack_words
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from history.logs import planted
+from history_policies.logs import planted
 
-from jfi.history import EventLog, Policy, fit
+from jfi.history_policies import EventLog, Policy, fit
 from jfi.serving.history_policy import RequestPolicy, _codes
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, PolicyFields, Schema

@@ -19,7 +19,7 @@ import jfi
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.features import synthetic_dwell
 from jfi.data.prepared.training_log import training_log
-from jfi.history import Policy, fit
+from jfi.history_policies import Policy, fit
 from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig
 from jfi.serving.artifact import POLICY, ArtifactError

@@ -22,9 +22,9 @@ from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.checked_json import checked_json
-from jfi.history import Policy, fit
-from jfi.sid import Codec, DiscretePCA
-from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.history_policies import Policy, fit
+from jfi.semantic_ids import Codec, DiscretePCA
+from jfi.semantic_ids.tensor_file import tensors_from_bytes, tensors_to_bytes
 from jfi.training import resume, train
 from jfi.training.cli import load_config
 from jfi.training.config import PretrainedConfig

@@ -22,6 +22,7 @@ from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config_checks import check_data_config
 from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export, inputs_of, tables_of
 from jfi.serving.model import ScoringModel
@@ -29,7 +30,6 @@ from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
-from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
 from jfi.training.build import build_model
 from jfi.training.cli import load_config, save_config

@@ -20,8 +20,8 @@ from jfi.data.batches.events import Events, Histories, index_type, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.coded import blocks
-from jfi.history import Policy, PolicyIndex
-from jfi.history.segments import statistics_of
+from jfi.history_policies import Policy, PolicyIndex
+from jfi.history_policies.segments import statistics_of
 from jfi.utils.files import DamagedFileError
 
 

@@ -17,7 +17,7 @@ from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
 from jfi.data.schema.schema import DataSchema
-from jfi.history import Policy
+from jfi.history_policies import Policy
 from jfi.utils.suggest import suggest
 
 if TYPE_CHECKING:

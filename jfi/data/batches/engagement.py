@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jfi.history import EventLog
+from jfi.history_policies import EventLog
 
 #: The name of the only surface where `data.surface` is not set, and of a policy's for events without a surface.
 ONLY_SURFACE, UNKNOWN_SURFACE = "all", "unknown"
@@ -39,7 +39,7 @@ class Engagement:
         return replace(self, surface=place[self.surface], surfaces=list(surfaces))
 
     def log(self, user: np.ndarray, time: np.ndarray, rows: np.ndarray | None = None) -> EventLog:
-        """The events as `jfi.history` takes them.
+        """The events as `jfi.history_policies` takes them.
 
         Args:
             user, time: `[E]`.

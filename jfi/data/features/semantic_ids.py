@@ -22,8 +22,8 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text
 from jfi.data.io.blocks import read_table
 from jfi.data.schema.schema import CODEC
-from jfi.sid.codec import Codec
-from jfi.sid.packing import UNKNOWN_SID
+from jfi.semantic_ids.codec import Codec
+from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.files import DamagedFileError, writing_file
 
 _FINGERPRINT, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.sha256"

@@ -31,8 +31,8 @@ from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
-from jfi.history import Policy
-from jfi.sid.packing import UNKNOWN_SID
+from jfi.history_policies import Policy
+from jfi.semantic_ids.packing import UNKNOWN_SID
 
 _log = logging.getLogger(__name__)
 

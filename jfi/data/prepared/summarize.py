@@ -17,7 +17,7 @@ from jfi.data.schema.coded import CodedColumn, blocks
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
-from jfi.sid.packing import UNKNOWN_SID
+from jfi.semantic_ids.packing import UNKNOWN_SID
 
 #: Times outside of these years are probably of another unit.
 _YEARS = (1980, 2100)

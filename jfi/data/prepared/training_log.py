@@ -12,8 +12,8 @@ from jfi.data.prepared.engagement import read_engagement
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import column_settings, open_tables
 from jfi.data.schema.labels import labels_of
-from jfi.history import EventLog
-from jfi.history.log import MOST_SURFACES
+from jfi.history_policies import EventLog
+from jfi.history_policies.log import MOST_SURFACES
 from jfi.utils.files import temporary_folder
 
 

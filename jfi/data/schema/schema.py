@@ -20,7 +20,7 @@ import pyarrow.parquet
 from jfi.data.config import Task
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
-from jfi.sid.codec import Codec
+from jfi.semantic_ids.codec import Codec
 from jfi.utils.encoding import HashBuckets, Vocabulary
 from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
 

@@ -1,0 +1,37 @@
+"""Content of items -> semantic IDs (SIDs), one int64 an item, and back. The codecs need PyTorch alone."""
+
+from jfi.semantic_ids.codec import Codec
+from jfi.semantic_ids.discrete_pca import DiscretePCA
+from jfi.semantic_ids.finite_scalar import FiniteScalar
+from jfi.semantic_ids.packing import (
+    UNKNOWN_SID,
+    pack_codes,
+    pack_trits,
+    pack_words,
+    sid_words,
+    unpack_codes,
+    unpack_trits,
+)
+from jfi.semantic_ids.quality import LabelAccuracy, SIDQuality, sid_quality
+from jfi.semantic_ids.raw_embeddings import RawEmbeddings
+from jfi.semantic_ids.residual_kmeans import ResidualKMeans
+from jfi.semantic_ids.vq_fusion import VQFusion
+
+__all__ = [
+    "UNKNOWN_SID",
+    "Codec",
+    "DiscretePCA",
+    "FiniteScalar",
+    "LabelAccuracy",
+    "RawEmbeddings",
+    "ResidualKMeans",
+    "SIDQuality",
+    "VQFusion",
+    "pack_codes",
+    "pack_trits",
+    "pack_words",
+    "sid_quality",
+    "sid_words",
+    "unpack_codes",
+    "unpack_trits",
+]

@@ -1,0 +1,304 @@
+"""The base of all codecs: content in, one int64 an item out, and back; files and their fingerprint.
+
+Ids are computed in float64, a block of rows at a time, so that an item's id does not depend on the items beside it, the
+device or the number of threads, except where content lies within rounding of a boundary. A catalogue's ids are still
+best written once and kept.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from jfi.semantic_ids.decoders import Decoder
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, check_sids
+from jfi.semantic_ids.sources import Sources, as_sources, learn_scales, normalize, present_rows, spread
+from jfi.semantic_ids.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.utils.files import DamagedFileError, reading_file, write_file
+
+#: Called with how much is done and how much there is.
+Progress = Callable[[int, int], None]
+_FORMAT = "jfi.sid codec 1"
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class FitInputs:
+    """The inputs of a fit: the items that have content.
+
+    Args:
+        x: `[N, D]` float32, the normalized sources side by side.
+        present: `[N, number of sources]` bool.
+        labels: by name, `[N]` int64, -1 where not known.
+        generator: of everything random.
+        progress: called with how much is done and how much there is, or None.
+    """
+
+    x: Tensor
+    present: Tensor
+    labels: Mapping[str, Tensor]
+    generator: torch.Generator
+    progress: Progress | None
+
+
+class Codec(ABC):
+    """Content embeddings to semantic IDs (SIDs) and back: the interface of all codecs.
+
+    Args:
+        settings: the arguments of the constructor, as JSON can hold them.
+        seed: of everything random in `fit`.
+        max_rows: `fit` draws this many rows where there are more.
+
+    A codec is fitted once. An item whose sources are all missing (rows of NaN) has the ID `UNKNOWN_SID`; `fit` leaves
+    it out.
+    """
+
+    #: By the name in a codec's file, its class.
+    kinds: ClassVar[dict[str, type["Codec"]]] = {}
+
+    def __init__(self, settings: Mapping[str, object], seed: int, max_rows: int) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}, must be at least 1")
+        self.settings, self.seed, self.max_rows = dict(settings), seed, max_rows
+        #: D_i of each source; empty before `fit`.
+        self.widths: list[int] = []
+        self.tensors: dict[str, Tensor] = {}
+
+    def __init_subclass__(cls, **keywords: object) -> None:
+        super().__init_subclass__(**keywords)
+        Codec.kinds[cls.__name__] = cls
+
+    def fit(
+        self, sources: Sources, labels: Mapping[str, Tensor] | None = None, progress: Progress | None = None
+    ) -> Self:
+        """Fits the codec to the content of a catalogue; the same seed and device give the same codec.
+
+        Args:
+            sources: content embeddings, `[N, D]` or several `[N, D_i]` of a floating dtype; on the device to compute
+                on. A row of NaN says that an item lacks a source.
+            labels: by name, `[N]` int64 categories from 0 on, -1 where not known. `VQFusion` learns to predict them;
+                the others make no use of them.
+            progress: called with how much is done and how much there is.
+
+        Returns:
+            The codec.
+
+        Raises:
+            TypeError: a source is not of a floating dtype, or a label is not int64.
+            ValueError: the shapes differ, a row holds an infinity or is NaN in part, or no row has content.
+        """
+        listed = as_sources(sources)
+        labels = _check_labels(labels or {}, len(listed[0]))
+        present = present_rows(listed)
+        known = present.any(1).nonzero()[:, 0]
+        if not len(known):
+            raise ValueError("no row of sources has content")
+        generator = torch.Generator().manual_seed(self.seed)
+        if len(known) > self.max_rows:
+            drawn = torch.randperm(len(known), generator=generator)[: self.max_rows].sort().values
+            known = known[drawn.to(known.device)]
+        if len(known) < len(present):
+            listed, present = [source[known] for source in listed], present[known]
+            labels = {name: values.to(known.device)[known] for name, values in labels.items()}
+        self.widths = [source.shape[1] for source in listed]
+        mean, scale = learn_scales(listed, present)
+        self.tensors = {"mean": mean, "scale": scale}
+        try:
+            x = normalize(listed, present, mean.float(), scale.float())
+            self._fit(FitInputs(x, present, labels, generator, progress))
+        except BaseException:
+            self.tensors = {}  # not fitted: `encode` says so
+            raise
+        return self
+
+    @torch.no_grad()
+    def encode(self, sources: Sources, progress: Progress | None = None) -> Tensor:
+        """The SID of each item, `[N]` int64 on the device of the sources; UNKNOWN_SID where all sources are missing.
+
+        Args:
+            sources: as in `fit`, of the same widths.
+            progress: called with the rows done and the number of rows.
+
+        Raises:
+            RuntimeError: the codec is not fitted.
+            TypeError: a source is not of a floating dtype.
+            ValueError: widths other than in `fit`, or a row that holds an infinity or is NaN in part.
+        """
+        self._check_fitted()
+        listed = as_sources(sources, self.widths)
+        sids = torch.empty(len(listed[0]), dtype=torch.int64, device=listed[0].device)
+        for begin in range(0, len(sids), _BLOCK):
+            block = [source[begin : begin + _BLOCK].to(self.device) for source in listed]
+            present = present_rows(block, begin)
+            found = self._encode(normalize(block, present, self.tensors["mean"], self.tensors["scale"]))
+            sids[begin : begin + _BLOCK] = torch.where(present.any(1), found, UNKNOWN_SID)
+            if progress is not None:
+                progress(min(begin + _BLOCK, len(sids)), len(sids))
+        return sids
+
+    def digits(self, sids: Tensor) -> Tensor:
+        """The digits of each SID, on its device.
+
+        Args:
+            sids: `[N]` int64.
+
+        Returns:
+            `[N, L]`: int8 of -1, 0 and 1 for ternary digits, all 0 for UNKNOWN_SID; int64 of codes from 0 on for
+            codebooks, all -1 for UNKNOWN_SID.
+
+        Raises:
+            TypeError: `sids` is not int64.
+            ValueError: an ID is none that this codec could give; the message names the row.
+        """
+        return self.layout.unpack(sids)
+
+    @torch.no_grad()
+    def decode(self, sids: Tensor) -> Tensor:
+        """The content that each SID stands for: `[N, sum of D_i]` float32, the sources side by side.
+
+        UNKNOWN_SID stands for the mean of the content that the codec was fitted on.
+
+        Args:
+            sids: `[N]` int64.
+
+        Raises:
+            RuntimeError: the codec is not fitted.
+            TypeError, ValueError: as in `digits`.
+        """
+        self._check_fitted()
+        check_sids(sids)
+        mean = self.tensors["mean"]
+        out = torch.empty(len(sids), len(mean), dtype=torch.float32, device=sids.device)
+        for begin in range(0, len(sids), _BLOCK):
+            block = sids[begin : begin + _BLOCK].to(self.device)
+            unknown = (block == UNKNOWN_SID)[:, None]
+            out[begin : begin + _BLOCK] = torch.where(unknown, mean, self.restore(self.digits(block)))
+        return out
+
+    def restore(self, digits: Tensor) -> Tensor:
+        """The content of digits `[N, L]` that `digits` gave: `[N, sum of D_i]` float64, for SIDs that are known."""
+        return self.decoder(torch.float64)(digits) * spread(self.tensors["scale"], self.widths) + self.tensors["mean"]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the codec to one file of the layout of safetensors, with JSON in its header; whole or not at all."""
+        self._check_fitted()
+        write_file(Path(path), self._bytes({"format": _FORMAT, "fingerprint": self.fingerprint}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The codec of a file that `save` wrote, on the CPU; `Codec.load` takes every kind.
+
+        Raises:
+            DamagedFileError: the file is missing or damaged.
+            ValueError: it holds a codec of another class than this.
+
+        Example:
+            >>> path = getfixture("tmp_path") / "codec.safetensors"
+            >>> from jfi.semantic_ids import DiscretePCA
+            >>> codec = DiscretePCA(num_digits=4).fit(torch.randn(100, 8))
+            >>> codec.save(path)
+            >>> Codec.load(path).fingerprint == codec.fingerprint
+            True
+        """
+        path = Path(path)
+        with reading_file(path, DamagedFileError):
+            content = path.read_bytes()
+        try:
+            tensors, metadata = tensors_from_bytes(content)
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
+            codec = cls.rebuild(json.loads(metadata["codec"]), tensors)
+            if codec.fingerprint != metadata["fingerprint"]:
+                raise ValueError("its content does not match its fingerprint")
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            fault = " ".join(str(error).split())  # that of a state_dict has several lines
+            raise DamagedFileError(f"{path} is no codec of this version of jfi, or damaged: {fault}") from None
+        if not isinstance(codec, cls):
+            raise ValueError(f"{path} holds a {type(codec).__name__}, not a {cls.__name__}")
+        return codec
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of settings and tensors, in hexadecimal; it travels with the ids that the codec has given."""
+        self._check_fitted()
+        return hashlib.sha256(self._bytes({})).hexdigest()
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Returns where the digits are in an ID."""
+
+    @property
+    def digit_values(self) -> int:
+        """Returns how many values a digit has: 3 of ternary digits, else the size of a codebook."""
+        return self.layout.codebook_size or 3
+
+    @abstractmethod
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The frozen part of the codec that turns digits into content, as a module of this dtype.
+
+        It gives the content as the codec was fitted to it: with a mean of 0, and the mean square of a source's rows 1.
+        """
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where the codec computes: where it was fitted, or where `to` has put it."""
+        return self.tensors["mean"].device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves the codec, and returns it."""
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return self
+
+    def describe(self) -> dict:
+        """Returns what JSON can hold of the codec: class, settings, widths."""
+        return {"kind": type(self).__name__, "settings": self.settings, "widths": self.widths}
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors to save, by name."""
+        return self.tensors
+
+    @staticmethod
+    def rebuild(description: dict, tensors: dict[str, Tensor]) -> "Codec":
+        """The codec of what `describe` and `state` gave."""
+        codec = Codec.kinds[description["kind"]](**description["settings"])
+        codec.widths = description["widths"]
+        codec.set_state(description, tensors)
+        return codec
+
+    def set_state(self, description: dict, tensors: dict[str, Tensor]) -> None:
+        """Takes what `state` gave."""
+        self.tensors = tensors
+
+    @abstractmethod
+    def _fit(self, given: FitInputs) -> None:
+        """Fits to the items that have content."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor) -> Tensor:
+        """SIDs of normalized sources, `[N, D]` float64."""
+
+    def _bytes(self, metadata: Mapping[str, str]) -> bytes:
+        description = json.dumps(self.describe(), sort_keys=True)
+        return tensors_to_bytes(self.state(), {"codec": description, **metadata})
+
+    def _check_fitted(self) -> None:
+        if not self.tensors:
+            raise RuntimeError(f"the {type(self).__name__} is not fitted; call fit first, or load one")
+
+
+def _check_labels(labels: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    for name, values in labels.items():
+        if not isinstance(values, Tensor) or values.dtype != torch.int64:
+            raise TypeError(f"labels[{name!r}] must be int64, got {getattr(values, 'dtype', type(values).__name__)}")
+        if values.shape != (rows,):
+            raise ValueError(f"labels[{name!r}] must be [{rows}] as the sources, got the shape {list(values.shape)}")
+        if rows and values.min() < -1:
+            raise ValueError(f"labels[{name!r}] holds {int(values.min())}; categories begin at 0, -1 is not known")
+    return dict(labels)

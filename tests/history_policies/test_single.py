@@ -1,0 +1,87 @@
+"""One history at a time, as a request has it, against the policy on a log: the segment, what stays, and the weights."""
+
+from functools import cache
+
+import numpy as np
+from history_policies.logs import EVENTS, make_log, planted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfi.history_policies import EventLog, Policy, fit
+from jfi.history_policies.segments import EDGES, Counts, statistics_from, statistics_of_one
+from jfi.history_policies.single import SingleHistory
+
+
+@cache
+def fitted(segments: int, boosted: bool, newest: int) -> Policy:
+    events, conversion, _ = planted()
+    names = ["active"] if segments == 2 else []
+    caps = {"passive": 4, "active": 9} if segments == 2 else None
+    boost = names if boosted else []
+    return fit(events, conversion, num_segments=segments, remove=0.5, boost=boost, caps=caps, newest=newest)
+
+
+def by_log(policy: Policy, log: EventLog) -> tuple[int, list[int], list[float] | None]:
+    (segment,) = policy.segments_of(log)[1]
+    found = policy.select(policy.cells(log.surface, log.dwell), np.array([segment]), np.array([len(log)]))
+    return segment, found.rows.tolist(), None if found.weights is None else found.weights.tolist()
+
+
+@settings(max_examples=150)
+@given(
+    rows=EVENTS,
+    is_sorted=st.booleans(),
+    session=st.none() | st.lists(st.integers(0, 3), min_size=40, max_size=40),
+    policy=st.builds(fitted, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 3])),
+)
+def test_a_single_history_keeps_what_the_log_of_it_keeps(rows, is_sorted, session, policy):
+    rows = [(0, *row[1:]) for row in rows]
+    rows = sorted(rows, key=lambda row: row[1]) if is_sorted else rows
+    log = make_log(rows, session and session[: len(rows)])
+    found, weights = SingleHistory(policy)(50 * 600.0 - log.time, log.dwell, log.surface, log.session)
+    _, expected, expected_weights = by_log(policy, log)
+    assert found.tolist() == expected
+    assert (None if weights is None else weights.tolist()) == expected_weights
+
+
+def test_every_user_of_a_log_is_in_the_same_segment_and_keeps_the_same():
+    log, _, _ = planted()
+    for policy in (fitted(2, True, 3), fitted(4, False, 1)):
+        choose, segments, ordered = SingleHistory(policy), set(), log.ordered
+        for first, end in zip(ordered.first[:-1], ordered.first[1:], strict=True):
+            rows = ordered.order[first:end]
+            user = np.zeros(len(rows), np.int64)
+            segment, *expected = by_log(policy, EventLog(user, *(of[rows] for of in parts(log)), log.surfaces))
+            stay, weights = choose(1e6 - log.time[rows], log.dwell[rows], log.surface[rows])
+            assert [stay.tolist(), None if weights is None else weights.tolist()] == expected
+            segments.add(int(segment))
+        assert segments == {*range(len(policy.segments.names))}
+
+
+@given(
+    bins=st.lists(st.integers(0, 5), min_size=len(EDGES) + 1, max_size=len(EDGES) + 1),
+    missing=st.integers(0, 3),
+    seconds=st.floats(0, 1e8),
+    sessions=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+)
+def test_the_statistics_of_one_range_have_the_bits_of_those_of_many(bins, missing, seconds, sessions, cuts):
+    known = sum(bins)
+    events, short = max(1, known + missing), bins[0]
+    surfaces = np.diff([0, *sorted(min(cut, events) for cut in cuts), events])
+    of_many = Counts(
+        events=np.array([events, 5]),
+        seconds=np.array([seconds, 7.0]),
+        sessions=np.array([sessions, 2]),
+        known=np.array([known, 1]),
+        short=np.array([short, 0]),
+        bins=(np.array([[one, 1]]) for one in bins[:-1]),
+        surfaces=(np.array([[one, 3]]) for one in surfaces),
+    )
+    found = statistics_of_one(events, seconds, sessions, np.cumsum(bins), short, surfaces)
+    assert found.dtype == np.float32
+    assert found[:, 0].tobytes() == statistics_from(of_many)[:, 0].tobytes()
+
+
+def parts(log: EventLog) -> tuple[np.ndarray, ...]:
+    return log.time, log.surface, log.dwell
