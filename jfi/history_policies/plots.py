@@ -9,13 +9,13 @@ from matplotlib.lines import Line2D
 
 from jfi.history_policies.policy import Policy
 from jfi.history_policies.reports import SegmentReport, SurfaceReport
-from jfi.utils.files import writing_file
+from jfi.utils.figures import save_figure, widen_axis
 
 _EVENT, _SESSION = "#0b5394", "#9ab3c9"
 #: Surfaces that are drawn, those with the most events.
 _MOST = 8
 #: Least span of the axis of log-odds, so that noise does not fill it.
-_LEAST = 1.0
+_MIN_SPAN = 1.0
 
 
 def draw_policy(policy: Policy, title: str, path: Path) -> None:
@@ -51,9 +51,7 @@ def draw_policy(policy: Policy, title: str, path: Path) -> None:
         axes[0, k].set_xlim(right=unknown * 2.5)
         axes[0, k].grid(alpha=0.3)
         _draw_information(axes[1, k], reports)
-    low, high = axes[0, 0].get_ylim()
-    if high - low < _LEAST:
-        axes[0, 0].set_ylim((low + high - _LEAST) / 2, (low + high + _LEAST) / 2)
+    widen_axis(axes[0, 0], _MIN_SPAN)
     left, right = axes[0, 0].get_xlim()
     for one in axes[0]:
         for minor in (False, True):  # none where dwell is unknown
@@ -71,8 +69,7 @@ def draw_policy(policy: Policy, title: str, path: Path) -> None:
     model = [Line2D([], [], color="0.3", linestyle=":", label="logistic model (points are shrunk)")]
     figure.legend(handles=[*names, *marks, *model], loc="outside lower center", ncols=min(6, len(names) + 3))
     figure.suptitle(title, fontsize=14, parse_math=False)
-    with writing_file(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=110)
+    save_figure(figure, path)
 
 
 def _draw_surface(

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jfi.semantic_ids.quality import SIDQuality
-from jfi.utils.files import writing_file
+from jfi.utils.figures import save_figure
 
 _COLOR, _OTHER, _LIGHT = "#0b5394", "#cc4125", "#9ab3c9"
 
@@ -50,8 +50,7 @@ def draw_quality(quality: SIDQuality, source_names: list[str], title: str, path:
     else:
         labels.axis("off")
     figure.suptitle(title)
-    with writing_file(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=110)
+    save_figure(figure, path)
 
 
 def _bars(axes, names: list[str], columns: list[list[float]], colors: list[str], labels: list[str]) -> None:

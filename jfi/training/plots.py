@@ -1,7 +1,7 @@
 """Plots of a run: the curves of its metrics, and the attention of a few test samples."""
 
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
 from jfi.models import SequenceDLRM
-from jfi.training.fonts import DEFAULT, Fonts, find_fonts
 from jfi.training.recorder import DATA
-from jfi.utils.files import writing_file
+from jfi.utils.figures import save_figure, widen_axis
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
@@ -26,7 +25,7 @@ _EVENTS = 12
 _PICK_FROM = 256
 _TITLE_WIDTH = 34
 #: Least span of a curve's axis, in nats, NE or AUC, so that a single epoch's noise does not fill it.
-_LEAST_SPAN = 0.02
+_MIN_SPAN = 0.02
 _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
 
 
@@ -69,9 +68,7 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
             axes.plot(test["epoch"], test[metric], "*", **star)
         axes.set(title=title, xlabel="epoch")
         axes.set_xlim(0, epochs[-1] * 1.03)
-        low, high = axes.get_ylim()
-        if high - low < _LEAST_SPAN:
-            axes.set_ylim((low + high - _LEAST_SPAN) / 2, (low + high + _LEAST_SPAN) / 2)
+        widen_axis(axes, _MIN_SPAN)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:  # AUC per user is NaN if no user has both labels
@@ -79,8 +76,7 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     figure.suptitle(
         f"best epoch by validation {monitor}: {test['epoch']} (dashed); the star is the test split with its parameters"
     )
-    with writing_file(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=110)
+    save_figure(figure, path)
 
 
 @dataclass
@@ -119,24 +115,22 @@ def draw_attention(
     samples = _pick(model.eval(), dataset, device)
     if not samples or path is None:
         return None
-    fonts = find_fonts(text for sample in samples for text in [sample.title, *chain(*sample.events)])
     figure = Figure(figsize=(17, 10), layout="constrained")
     for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):
-        _draw_sample(axes, sample, fonts)
+        _draw_sample(axes, sample)
     heads = samples[0].weights.shape[1]
     keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
     figure.suptitle("Attention of the target to the events of its history: weight by head", fontsize=14)
-    with writing_file(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=100)
+    save_figure(figure, path, dpi=100)
     entropies = torch.cat([sample.entropies for sample in samples])
     if not len(entropies):
         return None
     return f"attention of test samples: {entropies.mean().item():.2f} of the entropy of equal weights, mean over heads"
 
 
-def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
+def _draw_sample(axes: Axes, sample: _Sample) -> None:
     heads = sample.weights.shape[1]
     order = sample.weights.sum(1).argsort(descending=True)[:_EVENTS].flip(0)
     left = torch.zeros(len(order))
@@ -145,20 +139,18 @@ def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
         axes.barh(range(len(order)), width, left=left, color=f"C{head}")
         left += width
     # parse_math=False: a price such as $5 is no formula.
-    labels = [f"{_short(fonts, title)}, {fonts.legible(rest)}" for title, rest in (sample.events[i] for i in order)]
-    style = {"family": fonts.families, "parse_math": False}
-    axes.set_yticks(range(len(order)), labels, fontsize=9, **style)
+    labels = [f"{_short(title)}, {' '.join(rest.split())}" for title, rest in (sample.events[i] for i in order)]
+    axes.set_yticks(range(len(order)), labels, fontsize=9, parse_math=False)
     count = len(sample.events)
     axes.axvline(1 / count, color="0.3", linestyle=":")
     axes.set_xlim(left=0)
     shown = left.sum().item()
     axes.set_title(
-        f"target: {_short(fonts, sample.title)} (label {sample.label:g}, predicted {sample.score:.2f})\n"
+        f"target: {_short(sample.title)} (label {sample.label:g}, predicted {sample.score:.2f})\n"
         f"{len(order)} of {count} events, {shown:.0%} of the weight",
         loc="right",  # extends over the long tick labels
         fontsize=11,
-        fontweight="bold" if fonts.families == [DEFAULT] else "normal",  # other fonts may have no bold face
-        **style,
+        parse_math=False,
     )
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -222,8 +214,8 @@ def _title(schema: DataSchema, item: int) -> str:
     return schema.titles[item] if schema.titles else f"{schema.item_key} {_value(schema, schema.item_key, item)}"
 
 
-def _short(fonts: Fonts, title: str) -> str:
-    title = fonts.legible(title)  # first, since a transliteration is longer
+def _short(title: str) -> str:
+    title = " ".join(title.split())
     return title if len(title) <= _TITLE_WIDTH else title[: _TITLE_WIDTH - 1] + "…"
 
 

@@ -17,6 +17,7 @@ from jfi.training.build import build_model
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.plots import _entropies, _title, _value, draw_attention, draw_curves
 from jfi.utils.encoding import Vocabulary
+from jfi.utils.figures import FONTS
 
 
 def test_values_are_shown_as_the_table_has_them():
@@ -35,7 +36,7 @@ def table(tmp_path):
     path = tmp_path / "table.csv"
     rows = [
         f"{i % 7},{i % 5},{i % 2},{1_000_000 + i * 50},{'' if i % 3 else i % 2},{'a;b' if i % 2 else 'a'},"
-        f"茶叶 {i % 5} $5 to $10{' 茶' * 9 if i % 5 == 4 else ''}"
+        f"茶叶 {i % 5} $5 to $10{' 茶' * 12 if i % 5 == 4 else ''}"
         for i in range(140)
     ]
     path.write_text("\n".join(["user_id,item_id,liked,timestamp,stars,tags,title", *rows]) + "\n", encoding="utf8")
@@ -53,6 +54,7 @@ def drawn(config: DataConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     figures = []
     monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     dataset = load_dataset(config)
+    torch.manual_seed(0)
     model = build_model(
         ModelConfig(embedding_dim=8, num_heads=2, cross_layers=0, dropout=0.0), EncoderConfig(), dataset.schema
     )
@@ -70,21 +72,18 @@ def keep_shipped_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(font_manager.fontManager, "ttflist", shipped)
 
 
-def test_chinese_titles_are_transliterated_where_no_font_has_them(table, tmp_path, monkeypatch, caplog):
+def test_titles_are_drawn_with_a_font_that_has_them_else_as_boxes_without_warnings(
+    table, tmp_path, monkeypatch, caplog
+):
     keep_shipped_fonts(monkeypatch)
-    texts, caught = drawn(table, tmp_path / "attention.png", monkeypatch)
-    assert not caught and not [r for r in caplog.records if r.name.startswith("matplotlib")]
-    assert any("ChaYe 2 $5 to $10" in text for text in texts), texts
-    assert not [text for text in texts if "茶" in text]
-    assert any("ChaYe 4 $5 to $10 Cha Cha Cha Cha…" in text for text in texts), texts
-
-
-def test_chinese_titles_are_drawn_with_a_font_that_has_them(table, tmp_path, monkeypatch, caplog):
-    keep_shipped_fonts(monkeypatch)
-    add_font(tmp_path / "square.ttf", "Square Test", "茶叶")
-    texts, caught = drawn(table, tmp_path / "attention.png", monkeypatch)
-    assert not caught and not [r for r in caplog.records if r.name.startswith("matplotlib")]
+    texts, caught = drawn(table, tmp_path / "boxes.png", monkeypatch)
+    add_font(tmp_path / "square.ttf", FONTS[1], "茶叶")
+    texts_with_font, caught_with_font = drawn(table, tmp_path / "attention.png", monkeypatch)
+    assert not caught + caught_with_font and not [r for r in caplog.records if r.name.startswith("matplotlib")]
     assert any("茶叶 2 $5 to $10" in text for text in texts), texts
+    assert any("茶叶 4 $5 to $10 茶 茶 茶 茶 茶 茶 茶 茶 茶 …" in text for text in texts), texts
+    assert texts == texts_with_font
+    assert (tmp_path / "boxes.png").read_bytes() != (tmp_path / "attention.png").read_bytes()
 
 
 def add_font(path: Path, family: str, characters: str) -> None:
