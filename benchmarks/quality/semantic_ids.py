@@ -49,7 +49,7 @@ _BOTH = ["--text", "title,description"]
 CODECS: dict[str, list[str]] = {
     "rq": [*_BOTH, "--codec", "rq"],
     "dpca": [*_BOTH, "--codec", "dpca"],
-    "raw": [*_BOTH, "--codec", "raw"],
+    "raw": [*_BOTH, "--codec", "rq", "--levels", "1", "--codebook-size", "3459"],  # a code for each item
     "vq_title": ["--text", "title"],
     "vq": _BOTH,
     "vq_brand": [*_BOTH, "--categorical", "brand"],

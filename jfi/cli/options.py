@@ -159,14 +159,13 @@ def semantic_ids() -> OptionParser:
     parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
     parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
-    kinds = ["vq", "fsq", "dpca", "rq", "raw"]
-    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA, residual k-means, or the content itself"
+    kinds, help_kind = ["vq", "dpca", "rq"], "VQ fusion by discrete PCA, discrete PCA, or residual k-means"
     parser.add_argument("--codec", choices=kinds, default="vq", help=f"{help_kind} (default: vq)")
     counts = {"type": at_least_one}
     parser.add_argument("--digits", **counts, default=25, help="ternary digits, but for rq (default: 25)")
     parser.add_argument("--levels", **counts, default=3, help="codebooks of rq (default: 3)")
     parser.add_argument("--codebook-size", **counts, default=256, help="codes of each (default: 256)")
-    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq and fsq (default: 2000)")
+    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq (default: 2000)")
     parser.add_argument("--text-width", **counts, default=64, help="of a text's embedding (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")

@@ -21,8 +21,6 @@ from jfi.semantic_ids import (
     UNKNOWN_SID,
     Codec,
     DiscretePCA,
-    FiniteScalar,
-    RawEmbeddings,
     ResidualKMeans,
     VQFusion,
     sid_quality,
@@ -44,13 +42,8 @@ MOST_SEED = 2**32 - 1
 
 def new_codec(options: argparse.Namespace) -> Codec:
     try:
-        if options.codec == "raw":
-            return RawEmbeddings()
         if options.codec == "rq":
             return ResidualKMeans(options.levels, options.codebook_size, seed=options.seed)
-        if options.codec == "fsq":
-            digits = FiniteScalar(options.digits, seed=options.seed)
-            return VQFusion(digits, latent=options.digits, steps=options.steps, seed=options.seed)
         dpca = DiscretePCA(options.digits, seed=options.seed)
         return dpca if options.codec == "dpca" else VQFusion(dpca, steps=options.steps, seed=options.seed)
     except ValueError as error:
@@ -74,8 +67,8 @@ class Progress:
 def chosen(options: argparse.Namespace) -> dict:
     """The options that determine the IDs."""
     names = ["item", "text", "embeddings", "categorical", "codec", "text_width", "seed"]
-    own = {"rq": ["levels", "codebook_size"], "dpca": ["digits"], "raw": []}
-    return {name: getattr(options, name) for name in [*names, *own.get(options.codec, ["digits", "steps"])]}
+    own = {"rq": ["levels", "codebook_size"], "dpca": ["digits"], "vq": ["digits", "steps"]}
+    return {name: getattr(options, name) for name in [*names, *own[options.codec]]}
 
 
 def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:

@@ -2,7 +2,6 @@
 
 from jfi.semantic_ids.codec import Codec
 from jfi.semantic_ids.discrete_pca import DiscretePCA
-from jfi.semantic_ids.finite_scalar import FiniteScalar
 from jfi.semantic_ids.packing import (
     UNKNOWN_SID,
     pack_codes,
@@ -13,7 +12,6 @@ from jfi.semantic_ids.packing import (
     unpack_trits,
 )
 from jfi.semantic_ids.quality import LabelAccuracy, SIDQuality, sid_quality
-from jfi.semantic_ids.raw_embeddings import RawEmbeddings
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
 from jfi.semantic_ids.vq_fusion import VQFusion
 
@@ -21,9 +19,7 @@ __all__ = [
     "UNKNOWN_SID",
     "Codec",
     "DiscretePCA",
-    "FiniteScalar",
     "LabelAccuracy",
-    "RawEmbeddings",
     "ResidualKMeans",
     "SIDQuality",
     "VQFusion",

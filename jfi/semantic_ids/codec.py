@@ -19,12 +19,12 @@ from torch import Tensor
 from jfi.semantic_ids.decoders import Decoder
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, check_sids
 from jfi.semantic_ids.sources import Sources, as_sources, learn_scales, normalize, present_rows, spread
-from jfi.semantic_ids.tensor_file import tensors_from_bytes, tensors_to_bytes
-from jfi.utils.files import DamagedFileError, reading_file, write_file
+from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
+from jfi.utils.files import DamagedFileError
 
 #: Called with how much is done and how much there is.
 Progress = Callable[[int, int], None]
-_FORMAT = "jfi.sid codec 1"
+_FORMAT = "jfi codec 2"
 _BLOCK = 4096
 
 
@@ -173,22 +173,19 @@ class Codec(ABC):
         """
         self._check_fitted()
         check_sids(sids)
-        mean = self.tensors["mean"]
+        mean, scale = self.tensors["mean"], spread(self.tensors["scale"], self.widths)
+        decoder = self.decoder(torch.float64)
         out = torch.empty(len(sids), len(mean), dtype=torch.float32, device=sids.device)
         for begin in range(0, len(sids), _BLOCK):
             block = sids[begin : begin + _BLOCK].to(self.device)
             unknown = (block == UNKNOWN_SID)[:, None]
-            out[begin : begin + _BLOCK] = torch.where(unknown, mean, self.restore(self.digits(block)))
+            out[begin : begin + _BLOCK] = torch.where(unknown, mean, decoder(self.digits(block)) * scale + mean)
         return out
 
-    def restore(self, digits: Tensor) -> Tensor:
-        """The content of digits `[N, L]` that `digits` gave: `[N, sum of D_i]` float64, for SIDs that are known."""
-        return self.decoder(torch.float64)(digits) * spread(self.tensors["scale"], self.widths) + self.tensors["mean"]
-
     def save(self, path: str | Path) -> None:
-        """Writes the codec to one file of the layout of safetensors, with JSON in its header; whole or not at all."""
-        self._check_fitted()
-        write_file(Path(path), self._bytes({"format": _FORMAT, "fingerprint": self.fingerprint}))
+        """Writes the codec to one file of safetensors, with JSON in its header; whole or not at all."""
+        description = {"format": _FORMAT, "fingerprint": self.fingerprint, "codec": self.describe()}
+        write_tensors(Path(path), self.state(), description)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -207,14 +204,12 @@ class Codec(ABC):
             True
         """
         path = Path(path)
-        with reading_file(path, DamagedFileError):
-            content = path.read_bytes()
         try:
-            tensors, metadata = tensors_from_bytes(content)
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
-            codec = cls.rebuild(json.loads(metadata["codec"]), tensors)
-            if codec.fingerprint != metadata["fingerprint"]:
+            tensors, description = read_tensors(path, DamagedFileError)
+            if description.get("format") != _FORMAT:
+                raise ValueError(f"its format is {description.get('format')!r}, not {_FORMAT!r}")
+            codec = cls.rebuild(description["codec"], tensors)
+            if codec.fingerprint != description["fingerprint"]:
                 raise ValueError("its content does not match its fingerprint")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             fault = " ".join(str(error).split())  # that of a state_dict has several lines
@@ -227,7 +222,11 @@ class Codec(ABC):
     def fingerprint(self) -> str:
         """SHA-256 of settings and tensors, in hexadecimal; it travels with the ids that the codec has given."""
         self._check_fitted()
-        return hashlib.sha256(self._bytes({})).hexdigest()
+        found = hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode())
+        for name, tensor in sorted(self.state().items()):
+            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     @property
     @abstractmethod
@@ -283,10 +282,6 @@ class Codec(ABC):
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:
         """SIDs of normalized sources, `[N, D]` float64."""
-
-    def _bytes(self, metadata: Mapping[str, str]) -> bytes:
-        description = json.dumps(self.describe(), sort_keys=True)
-        return tensors_to_bytes(self.state(), {"codec": description, **metadata})
 
     def _check_fitted(self) -> None:
         if not self.tensors:

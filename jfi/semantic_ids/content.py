@@ -1,6 +1,5 @@
 """Columns of a table of items -> content embeddings and labels: what the codecs read."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,9 @@ from torch import Tensor
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list, is_text, text_lists, type_name
 from jfi.data.io.table import Table
-from jfi.semantic_ids.tensor_file import tensors_from_bytes, tensors_to_bytes
-from jfi.utils.files import reading_file, write_file
+from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 
-_FORMAT = "jfi.sid content 1"
+_FORMAT = "jfi content 2"
 #: Most words of a text column, the most frequent ones.
 _MOST_WORDS = 50_000
 _BLOCK = 2**14
@@ -111,12 +109,12 @@ class Content:
         return {**chosen, "text-width": self.width, "seed": self.seed}
 
     def save(self, path: Path) -> None:
-        """Writes one file of the layout of safetensors, with JSON in its header."""
+        """Writes one file of safetensors, with JSON in its header."""
         tensors = {f"{name}.idf": text.idf for name, text in self.by_text.items()}
         tensors |= {f"{name}.components": text.components for name, text in self.by_text.items()}
         words = {name: text.words for name, text in self.by_text.items()}
         learnt = {**self.settings(), "words": words, "widths": self.widths, "categories": self.categories}
-        write_file(path, tensors_to_bytes(tensors, {"format": _FORMAT, "content": json.dumps(learnt)}))
+        write_tensors(path, tensors, {"format": _FORMAT, "content": learnt})
 
     @classmethod
     def load(cls, path: Path) -> "Content":
@@ -125,13 +123,11 @@ class Content:
         Raises:
             DataError: the file is missing, damaged, or another one.
         """
-        with reading_file(path, DataError):
-            content = path.read_bytes()
         try:
-            tensors, metadata = tensors_from_bytes(content)
-            if metadata["format"] != _FORMAT:
+            tensors, description = read_tensors(path, DataError)
+            if description["format"] != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
-            learnt = json.loads(metadata["content"])
+            learnt = description["content"]
             made = cls(*(learnt[name] for name in ("text", "embeddings", "categorical", "text-width", "seed")))
             made.widths, made.categories = learnt["widths"], learnt["categories"]
             for name, words in learnt["words"].items():

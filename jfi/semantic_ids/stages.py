@@ -60,34 +60,13 @@ def fit_stages(
     return bases
 
 
-def stage_digits(x: Tensor, alphabets: Sequence[Alphabet], bases: Sequence[Tensor]) -> list[Tensor]:
-    """The digits `[N, m]` of each stage for centred rows `[N, D]`."""
-    residual, digits = x.clone(), []
-    for alphabet, basis in zip(alphabets, bases, strict=True):
-        digits.append(alphabet.digits(residual, basis))
-        residual -= digits[-1] @ basis
-    return digits
-
-
-class Real:
-    """Real digits along the direction of largest variance: the stages are the components of PCA."""
-
-    by_moments = True
-
-    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
-        return _first_direction(moments)[None]
-
-    def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
-        return residual @ basis.T / basis.square().sum()
-
-
 class Ternary:
     """Digits -1, 0 and 1 along the direction of largest variance, in steps of a length found by Lloyd's algorithm."""
 
     by_moments = True
 
     def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
-        direction = _first_direction(moments)
+        direction = first_direction(moments)
         sizes = (residual @ direction).abs()
         return (ternary_step(sizes) * direction)[None]
 
@@ -109,7 +88,7 @@ def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
     return torch.addmm(centroids.square().sum(1), x, centroids.T, alpha=-2).argmin(1)
 
 
-def _first_direction(moments: Tensor) -> Tensor:
+def first_direction(moments: Tensor) -> Tensor:
     """The unit vector `[D]` along which rows with these moments `[D, D]` are largest; its largest entry is positive."""
     direction = torch.linalg.eigh(moments).eigenvectors[:, -1]
     largest = direction[direction.abs().argmax()]

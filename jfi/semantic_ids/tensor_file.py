@@ -1,50 +1,47 @@
-"""Tensors and text in one file of the layout of safetensors (`jfi.utils.tensor_header`)."""
+"""Tensors and a description in one file of safetensors; loading it runs no code from it."""
 
-import ctypes
 import json
-import math
 from collections.abc import Mapping
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from jfi.utils.tensor_header import DTYPES, METADATA, tensor_header
+from jfi.utils.files import reading_file, write_file
+
+_DESCRIPTION = "jfi"
 
 
-def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The content of a file; the same tensors and metadata give the same bytes.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: dict) -> None:
+    """Writes a file, whole or not at all; the same arguments give the same bytes.
 
     Args:
+        path: of the file.
         tensors: by name.
-        metadata: texts by name.
+        description: what JSON can hold.
     """
-    shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in sorted(tensors)}
-    header, begins = tensor_header(shapes, dict(sorted(metadata.items())))
-    parts = []
-    for name in begins:
-        tensor = tensors[name].detach().cpu().contiguous()
-        parts.append(ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b"")
-    return b"".join([header, *parts])
+    from safetensors.torch import save
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_file(path, save(tensors, {_DESCRIPTION: json.dumps(description, sort_keys=True)}))
 
 
-def tensors_from_bytes(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file's content.
+def read_tensors(path: Path, fault: type[Exception]) -> tuple[dict[str, Tensor], dict]:
+    """Returns the tensors of a file and its description.
 
     Raises:
+        fault: the file is missing.
         ValueError: it is not such a file, or it is damaged.
     """
+    from safetensors import SafetensorError, safe_open
+
+    with reading_file(path, fault):
+        path.open("rb").close()
     try:
-        start = 8 + int.from_bytes(content[:8], "little")
-        if not 8 < start <= len(content):
-            raise ValueError("wrong length of the header")
-        header = json.loads(content[8:start])
-        metadata, tensors = header.pop(METADATA), {}
-        for name, entry in header.items():
-            kind, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if not 0 <= begin <= end <= len(content) - start or end - begin != math.prod(shape) * kind.itemsize:
-                raise ValueError(f"wrong place of {name}")
-            data = bytearray(content[start + begin : start + end])
-            tensors[name] = (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)).view(shape)
-        return tensors, {str(name): str(text) for name, text in metadata.items()}
-    except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError, ValueError) as error:
+        with safe_open(path, "pt") as file:
+            description = json.loads((file.metadata() or {}).get(_DESCRIPTION, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, RecursionError) as error:
         raise ValueError(f"not a file of tensors, or a damaged one: {error}") from None
+    if not isinstance(description, dict):
+        raise ValueError("its header describes neither a codec nor content")
+    return tensors, description

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from jfi.semantic_ids.codec import Codec, FitInputs, Progress
 from jfi.semantic_ids.decoders import FusionDecoder
 from jfi.semantic_ids.discrete_pca import DiscretePCA
-from jfi.semantic_ids.finite_scalar import FiniteScalar
 from jfi.semantic_ids.packing import Layout
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
 from jfi.semantic_ids.sources import spread
@@ -47,8 +46,8 @@ class VQFusion(Codec):
     adds nothing. The quantizer is fitted anew to the latents every `refit_every` steps of the first three quarters.
 
     Args:
-        quantizer: a codec that is not fitted: `DiscretePCA` for ternary digits (default: 25 of them), `FiniteScalar`,
-            with as many digits as `latent`, or `ResidualKMeans`; or what `describe` gave of one.
+        quantizer: a codec that is not fitted: `DiscretePCA` for ternary digits (default: 25 of them) or
+            `ResidualKMeans`; or what `describe` gave of one.
         latent: width of z.
         hidden: width of the hidden layer of encoder and decoders.
         steps: of Adam, with a learning rate that falls to 0 as a cosine.
@@ -95,11 +94,9 @@ class VQFusion(Codec):
             quantizer = DiscretePCA(seed=seed)
         elif isinstance(quantizer, Mapping):
             quantizer = Codec.kinds[quantizer["kind"]](**quantizer["settings"])
-        if not isinstance(quantizer, DiscretePCA | FiniteScalar | ResidualKMeans):
-            kinds = "a DiscretePCA, a FiniteScalar or a ResidualKMeans"
-            raise TypeError(f"quantizer must be {kinds}, got {type(quantizer).__name__}")
-        if isinstance(quantizer, FiniteScalar) and quantizer.num_digits != latent:
-            raise ValueError(f"latent is {latent}, must be the {quantizer.num_digits} digits of the FiniteScalar")
+        if not isinstance(quantizer, DiscretePCA | ResidualKMeans):
+            got = type(quantizer).__name__
+            raise TypeError(f"quantizer must be a DiscretePCA or a ResidualKMeans, got {got}")
         sizes = {"latent": latent, "hidden": hidden, "steps": steps, "batch_size": batch_size}
         for name, value in {**sizes, "refit_every": refit_every}.items():
             if value < 1:

@@ -7,13 +7,34 @@ import torch
 
 from jfi.semantic_ids import DiscretePCA, ResidualKMeans
 from jfi.semantic_ids.residual_kmeans import OneHot
-from jfi.semantic_ids.stages import Real, Ternary, fit_stages, nearest_trit, stage_digits
+from jfi.semantic_ids.stages import Ternary, first_direction, fit_stages, nearest_trit
 
 
 def content(rows: int = 400, width: int = 12) -> torch.Tensor:
     spread = torch.linspace(3.0, 0.2, width, dtype=torch.float64)
     mixed = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64)).Q
     return torch.randn(rows, width, dtype=torch.float64) * spread @ mixed + 5.0
+
+
+class Real:
+    """Real digits along the direction of largest variance."""
+
+    by_moments = True
+
+    def fit(self, residual, moments):
+        return first_direction(moments)[None]
+
+    def digits(self, residual, basis):
+        return residual @ basis.T / basis.square().sum()
+
+
+def stage_digits(x, alphabets, bases):
+    """The digits `[N, m]` of each stage for centred rows `[N, D]`."""
+    residual, digits = x.clone(), []
+    for alphabet, basis in zip(alphabets, bases, strict=True):
+        digits.append(alphabet.digits(residual, basis))
+        residual -= digits[-1] @ basis
+    return digits
 
 
 def test_real_digits_are_pca():

@@ -24,7 +24,7 @@ from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.checked_json import checked_json
 from jfi.history_policies import Policy, fit
 from jfi.semantic_ids import Codec, DiscretePCA
-from jfi.semantic_ids.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 from jfi.training import resume, train
 from jfi.training.cli import load_config
 from jfi.training.config import PretrainedConfig
@@ -206,14 +206,8 @@ def lines(path: Path) -> tuple[list, Callable[[list], object]]:
 
 def codec_of(path: Path) -> tuple[dict, Callable[[dict], object]]:
     """The texts of the codec's file; the header is built of them."""
-    tensors, metadata = tensors_from_bytes(path.read_bytes())
-    tree = metadata | {"codec": json.loads(metadata["codec"])}
-
-    def write(tree: dict) -> None:
-        texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in tree.items()}
-        path.write_bytes(tensors_to_bytes(tensors, texts))
-
-    return tree, write
+    tensors, description = read_tensors(path, FileNotFoundError)
+    return description, lambda tree: write_tensors(path, tensors, tree)
 
 
 FILES = {
