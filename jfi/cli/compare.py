@@ -1,17 +1,22 @@
 """Runs `jfi compare`."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config
-from jfi.training.comparison import summarize, table, write_record
 from jfi.training.distributed import launched
 from jfi.training.run_folder import check_new, check_writable, new_run_dir
+from jfi.utils.files import write_file
 
+COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
 POOLINGS = ("none", "mean", "sum", "attention")
 SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "train each kind of pooling once per seed"}
 KINDS = {"nargs": "*", "choices": POOLINGS, "default": list(POOLINGS), "help": "kinds of pooling; none trains no model"}
@@ -42,16 +47,47 @@ def compare(
             results[pooling].append(train(run, dataset))
     summaries = {name: summarize(runs) for name, runs in (baselines | results).items()}
     record = {
-        "data": dataclasses.asdict(config.data.without_tables().with_absolute_paths()),
+        "data": config.data.without_tables().with_absolute_paths(),
         "seeds": list(seeds),
         "summary": summaries,
-        "runs": {pooling: [dataclasses.asdict(r) for r in runs] for pooling, runs in results.items()},
-        "baselines": {name: [dataclasses.asdict(r) for r in runs] for name, runs in baselines.items()},
+        "runs": results,
+        "baselines": baselines,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_record(folder / "comparison.json", record)
     print(f"\n{table(summaries, len(seeds))}\n\nwritten to {folder / 'comparison.json'}")
     return summaries
+
+
+def summarize(results: Sequence[BaselineResult | Result]) -> dict:
+    """Mean and population standard deviation over the seeds; NaN where a metric is not defined.
+
+    The AUC per user is not where no user has both labels in a split, as with `split: leave_one_out`.
+    """
+    summary: dict = {"train_seconds": statistics.fmean(r.train_seconds for r in results)}
+    for split in ("validation", "test"):
+        for metric in COLUMNS:
+            values = [getattr(r, split)[metric] for r in results]
+            deviation = statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+            summary[f"{split}_{metric}"] = {"mean": statistics.fmean(values), "std": deviation}
+    return summary
+
+
+def table(summaries: Mapping[str, dict], seeds: int) -> str:
+    """The comparison as text, one line for each model; `summaries` are results of `summarize`."""
+    width = 2 + max(map(len, ("test split", *summaries)))
+    lines = ["test split".ljust(width) + "".join(f"{title:>18s}" for title in COLUMNS.values()) + "   training"]
+    for name, summary in summaries.items():
+        cells = [summary[f"test_{metric}"] for metric in COLUMNS]
+        text = [f"{c['mean']:.4f}" + (f" ± {c['std']:.4f}" if seeds > 1 else "") for c in cells]
+        cells = "".join(f"{cell:>18s}" for cell in text)
+        lines.append(f"{name.ljust(width)}{cells}{summary['train_seconds']:9.0f} s")
+    return "\n".join(lines)
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Writes JSON, whole or not at all; a number that is not finite becomes null."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(record, enc_hook=float), indent=1))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from jfi.cli.compare import summarize, table, write_record
 from jfi.data.config_checks import check_data_config
 from jfi.training.cli import parse_config
-from jfi.training.comparison import summarize, table, write_record
 
 ROOT = Path(__file__).parents[2]
 
