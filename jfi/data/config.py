@@ -188,6 +188,9 @@ class DataConfig:
             header.
         missing_values: texts that mean a missing value in every column, such as `NULL` or `-1`. An empty text, null and
             NaN always do.
+        null_ids: what to do with a row of interactions without a user or an item, and with one of `users` or `items`
+            without its id: "refuse" raises an error that names the first one, "drop" leaves them out, also of tables to
+            score; the summary and the log count them.
         split_column: column of the split, with `split: column`: train, validation (or val, valid, dev) or test.
         split_seed: another seed assigns users to other splits, with `split: user`.
         validation: files of the validation rows, as `interactions`, with `split: files`.
@@ -245,6 +248,7 @@ class DataConfig:
     delimiter: str | None = None
     header: dict[str, list[str]] = field(default_factory=dict)
     missing_values: list[str] = field(default_factory=list)
+    null_ids: Literal["refuse", "drop"] = "refuse"
     split_column: str | None = None
     split_seed: int = 0
     validation: str | list[str] | None = None

@@ -451,5 +451,5 @@ def test_faults_of_the_tables_name_file_and_line_and_write_nothing(tmp_path, wri
 def test_a_time_is_of_the_kind_of_the_first_one(tmp_path, write, monkeypatch):
     rows = [f"{i},1,{i % 2},2020-01-{1 + i % 9:02d}" for i in range(20)]
     path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,1,17")
-    with pytest.raises(DataError, match=r"r\.csv:22: 'timestamp' is '17', but the first value is of another kind$"):
+    with pytest.raises(DataError, match=r"r\.csv:22: 'timestamp' is '17', a number; the first value is a date$"):
         prepare_in_small_blocks(DataConfig(interactions=path, label="clicked"), tmp_path / "out", monkeypatch)

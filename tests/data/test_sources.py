@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+import re
 from pathlib import Path
 
 import fsspec
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from data_configs import data_config, line_of, replace_data
 
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.prepared.prepare import prepare_dataset
 
@@ -221,7 +222,7 @@ def test_a_time_is_of_the_kind_of_the_first_one_in_all_files(write, tmp_path):
     pa.parquet.write_table(pa.table({"user_id": [1], "t": [17]}), tmp_path / "c.parquet")
     read = [part.times("t", "s").tolist() for part in read_blocks([first, str(tmp_path / "b.parquet")], ["t"])]
     assert read == [[1577836800.0], [0.0]]
-    with pytest.raises(DataError, match=r"c.parquet:1: 't' is '17', but the first value is of another kind"):
+    with pytest.raises(DataError, match=r"c.parquet:1: 't' is '17', a number; the first value is a date"):
         [part.times("t", "s") for part in read_blocks([first, str(tmp_path / "c.parquet")], ["t"])]
 
 
@@ -319,3 +320,57 @@ def test_memory_does_not_grow_with_a_file(tmp_path):
         before = pa.total_allocated_bytes()
         most.append(max(pa.total_allocated_bytes() - before for _ in read_blocks(str(path), ["user_id", "text"])))
     assert most[1] < 1.2 * most[0]
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.jsonl", "r.parquet", "memory"])
+def test_rows_without_ids_are_left_out_and_counted(write, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("jfi.data.io.blocks.BLOCK", 7)
+    gaps = [*ROWS[:3], ("", 3, 1, 25), *ROWS[3:20], ("u1", None, 0, 195), (None, None, 0, 196), *ROWS[20:]]
+    names = ["user_id", "item_id", "clicked", "timestamp"]
+
+    def source(rows: list[tuple], name: str) -> object:
+        if name.endswith("sv"):
+            mark = "," if name == "r.csv" else "\t"
+            return write(name, mark.join(names), *(mark.join("" if v is None else str(v) for v in r) for r in rows))
+        if name == "r.jsonl":
+            return write(name, *(json.dumps(dict(zip(names, r, strict=True))) for r in rows))
+        table = pa.table(dict(zip(names, zip(*rows, strict=True), strict=True)))
+        if name == "memory":
+            return table
+        pa.parquet.write_table(table, tmp_path / name)
+        return str(tmp_path / name)
+
+    expected = samples(DataConfig(interactions=source(ROWS, name), label="clicked"))
+    users = write("users.csv", "user_id,age", "u0,3", ",4", "u1,5")
+    config = DataConfig(
+        interactions=source(gaps, name), users=users, label="clicked", features=[FeatureConfig("age", "user")]
+    )
+    with pytest.raises(DataError, match=r"empty 'user_id'; data\.null_ids: drop leaves such rows out$"):
+        load_dataset(replace_data(config, users=None, features=[]))
+    with pytest.raises(DataError, match=r"users.csv:3: empty 'user_id'; data.null_ids: drop leaves such rows out$"):
+        load_dataset(replace_data(config, interactions=source(ROWS, name)))
+    config = replace_data(config, interactions=source(gaps, name), null_ids="drop")
+    dataset = load_dataset(config)
+    assert dataset.summary.rows == 40
+    assert [line.split(": ", 1)[1] for line in dataset.summary.warnings if "left out" in line] == [
+        "left out 3 of 43 rows without a user or an item (data.null_ids: drop)",
+        "left out 1 of 3 rows without a user or an item (data.null_ids: drop)",
+    ]
+    assert samples(replace_data(config, users=None, features=[])) == expected
+    # A line is that of the file where rows before it are left out.
+    broken = source([*gaps, ("u1", 3, 1, None)], name)
+    with pytest.raises(DataError, match=f":{len(gaps) + 1 + name.endswith('sv')}: empty 'timestamp'$"):
+        load_dataset(replace_data(config, interactions=broken))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["2020-01-01T00:00:00+01:00", "2020-01-02T00:00:00"], "has no time zone offset; the first value has one"),
+        (["2020-01-01T00:00:00", "2020-01-02T00:00:00+01:00"], "has a time zone offset; the first value has none"),
+    ],
+)
+def test_times_with_and_without_an_offset(write, values, message):
+    path = write("r.csv", "t,x", *(f"{value},1" for value in values))
+    with pytest.raises(DataError, match=re.escape(f"r.csv:3: 't' is '{values[1]}', which {message}")):
+        read_table(path, ["t"]).times("t", "s")

@@ -403,6 +403,20 @@ def test_a_malformed_row_is_named_by_its_line_and_nothing_is_written(run, tmp_pa
     assert (tmp_path / "new.csv").read_bytes() == before
 
 
+def test_rows_without_ids_are_left_out_of_scores(tmp_path, caplog):
+    table, gaps = [row(i) for i in range(300)], new_row(301)
+    gaps[1] = ""
+    write_table(tmp_path / "table.csv", [*table[:150], gaps, *table[150:]])
+    config = config_of(tmp_path / "table.csv", tmp_path / "run")
+    with without_pictures():
+        train(dataclasses.replace(config, data=replace_data(config.data, null_ids="drop")))
+    run = jfi.load_run(tmp_path / "run")
+    write_table(tmp_path / "new.csv", [new_row(302), gaps, new_row(303)])
+    scores = run.predict(tmp_path / "new.csv", history=tmp_path / "table.csv")
+    assert scores.num_rows == 2
+    assert "the tables to score: left out 2 of 304 rows without a user or an item (data.null_ids: drop)" in caplog.text
+
+
 def test_out_is_written_whole_or_not_at_all(run, folder, tmp_path, monkeypatch):
     out = tmp_path / "scores.parquet"
     out.write_bytes(b"before")

@@ -21,6 +21,9 @@ from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables,
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
 
+#: Advice for a row without an id.
+DROP = "; data.null_ids: drop leaves such rows out"
+
 
 def read_table(
     paths: Any, wanted: Collection[str], config: DataConfig | None = None, setting: str = "data.interactions"
@@ -91,7 +94,19 @@ def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Ite
             first = table if first is None else first
             check_columns(first, table)
             _check_lists(table, lists)
-            yield from ((file, part) for part in table.cut(BLOCK))
+            for part in table.cut(BLOCK):
+                yield file, part.with_ids(_id_columns(file, config)) if config.null_ids == "drop" else part
+
+
+def _id_columns(file: File, config: DataConfig) -> list[str]:
+    of = file.setting.removeprefix("data.")
+    return {"users": [config.user], "items": [config.item]}.get(of, [config.user, config.item])
+
+
+def describe_left_out(name: str, rows: int, left_out: int) -> list[str]:
+    """Returns a line about the rows of a table that `data.null_ids` has left out; none if there are no such rows."""
+    what = f"left out {left_out:,} of {rows + left_out:,} rows without a user or an item (data.null_ids: drop)"
+    return [f"{name}: {what}"] if left_out else []
 
 
 _READERS = {"arrow": iterate_memory, "parquet": iterate_parquet, "json": iterate_json, "text": iterate_text}

@@ -54,6 +54,7 @@ class Table:
         line: from a row of `data` to its line (or row) in the file, for messages.
         parts: the blocks of rows that a joined table is made of.
         reading: what the tables of one source have in common.
+        left_out: the number of rows of the source that `with_ids` has left out here.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Table:
     line: Callable[[int], int]
     parts: Sequence["Table"] = ()
     reading: Reading = field(default_factory=Reading)
+    left_out: int = 0
 
     def __len__(self) -> int:
         return self.data.num_rows
@@ -70,6 +72,17 @@ class Table:
         """Yields the rows as tables of at most `size` rows, at least one."""
         for start in range(0, max(len(self), 1), size):
             yield replace(self, data=self.data.slice(start, size), line=lambda row, start=start: self.line(start + row))
+
+    def with_ids(self, names: Sequence[str]) -> "Table":
+        """Returns the rows that have a value in each of the columns, as far as the table has them."""
+        is_missing = np.zeros(len(self), bool)
+        for name in set(names).intersection(self.known):
+            is_missing |= self.strings(name).is_null().to_numpy(zero_copy_only=False)
+        if not is_missing.any():
+            return self
+        rows = np.flatnonzero(~is_missing)
+        data, left_out = self.data.take(pa.array(rows)), int(is_missing.sum())
+        return replace(self, data=data, line=lambda row: self.line(int(rows[row])), left_out=left_out)
 
     def with_column(self, name: str, value: str | None) -> "Table":
         """Returns the table with a further column, which holds `value` in each row."""
@@ -133,16 +146,16 @@ class Table:
                 _log.warning("%s: column '%s' has the value '%s'; %s", self.name, name, mark, advice)
         return texts
 
-    def ids(self, name: str) -> pa.Array:
-        """Returns the column as `strings` does; a missing value raises DataError."""
+    def ids(self, name: str, advice: str = "") -> pa.Array:
+        """Returns the column as `strings` does; a missing value raises DataError, whose message ends in the advice."""
         column = self.strings(name)
         if column.null_count:
-            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
+            raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'{advice}")
         return column
 
-    def unique_ids(self, name: str) -> pa.Array:
+    def unique_ids(self, name: str, advice: str = "") -> pa.Array:
         """Returns the column as `ids` does; a value that appears twice raises DataError."""
-        column = self.ids(name)
+        column = self.ids(name, advice)
         first = pc.index_in(column, value_set=column).to_numpy()
         again = first != np.arange(len(first))
         if again.any():
@@ -212,14 +225,14 @@ class Table:
             kind = _ZONED if pa.types.is_timestamp(column.type) and column.type.tz else _MOMENT
         first = self.reading.time_kinds.setdefault(name, kind)
         if _NUMBER in (first, kind) and first != kind:
-            raise self.fault(0, f"'{name}' is '{_show(column[0])}', but the first value is of another kind")
+            raise self.fault(0, f"'{name}' is '{_show(column[0])}', {_differs(kind, first)}")
         if kind == _NUMBER and column.type != TEXT:
             seconds = self.numbers(name) * _SECONDS[unit]
         else:
             times, row = _convert(partial(_as_time, kind=first), column)
             if row is not None:
                 alone = _kind(column[row : row + 1])
-                what = "neither a number nor a date" if alone is None else "but the first value is of another kind"
+                what = "neither a number nor a date" if alone is None else _differs(alone, first)
                 raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
             times = times.to_numpy(zero_copy_only=False)
             seconds = times * (_SECONDS[unit] if kind == _NUMBER else 1e-6)
@@ -259,7 +272,8 @@ def join_tables(tables: Sequence[Table]) -> Table:
     data = {name: _join(tables, name) for name in first.data.column_names if name in first.known}
     joined = pa.table(data or {"": pa.nulls(sum(map(len, tables)))}).replace_schema_metadata(first.data.schema.metadata)
     name = first.name if first.name == last.name else f"{first.name} to {last.name}"
-    return replace(first, name=name, data=joined, parts=tables)
+    left_out = sum(table.left_out for table in tables)
+    return replace(first, name=name, data=joined, parts=tables, left_out=left_out)
 
 
 def _join(tables: Sequence[Table], name: str) -> pa.ChunkedArray:
@@ -298,6 +312,15 @@ def _as_time(column: pa.Array, kind: pa.DataType) -> pa.Array:
         column = pc.replace_substring_regex(column, r"(\.[0-9]{6})[0-9]{1,3}($|[^0-9])", r"\1\2")
         column = pc.replace_substring_regex(pc.utf8_trim_whitespace(column), r" ?(?:UTC|GMT|Z)$", "Z")
     return column.cast(kind, safe=False).cast(pa.int64())
+
+
+def _differs(kind: pa.DataType, first: pa.DataType) -> str:
+    """Returns how the kind of a time differs from that of the column's first value."""
+    if _NUMBER in (kind, first):
+        names = ("a number" if one == _NUMBER else "a date" for one in (kind, first))
+        return "{}; the first value is {}".format(*names)
+    has = ("has a time zone offset", "has none") if kind == _ZONED else ("has no time zone offset", "has one")
+    return "which {}; the first value {}".format(*has)
 
 
 def _kind(value: pa.Array) -> pa.DataType | None:

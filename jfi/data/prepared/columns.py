@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from jfi.data.batches.events import Events
 from jfi.data.errors import DataError
+from jfi.data.io.blocks import DROP
 from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import new_map, read_columns
 from jfi.data.prepared.read import RawColumn, read_values
@@ -166,7 +167,7 @@ class Columns:
 
 def _places(table: Table, key: str, ids: pa.Array, interactions: str | None) -> np.ndarray:
     """`[N]` int64, the row of each id in a table of users or items, -1 for one that it lacks."""
-    places = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key).cast(pa.large_string()))
+    places = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
     if interactions is not None and places.null_count == len(ids):
         raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
     return pc.fill_null(places, -1).to_numpy().astype(np.int64)

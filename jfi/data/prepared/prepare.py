@@ -25,7 +25,7 @@ from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
-from jfi.data.io.blocks import count_rows, input_files
+from jfi.data.io.blocks import count_rows, describe_left_out, input_files
 from jfi.data.prepared.column_files import ColumnWriter, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.columns import SCRATCH, Columns
 from jfi.data.prepared.encode import encode_dense, encode_features, known_items
@@ -177,6 +177,8 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     dataset = InteractionDataset(Arrays(events, ids, dense, read_columns(folder), negatives, engagement), schema)
     dataset.summary = summarize(dataset, columns)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
+    for table in [one for one in (given.users, given.items) if one is not None]:
+        dataset.summary.warnings.extend(describe_left_out(table.name, len(table), table.left_out))
     return dataset
 
 

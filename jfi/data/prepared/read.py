@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
+from jfi.data.io.blocks import DROP, describe_left_out
 from jfi.data.io.table import Table, of_other_kind
 from jfi.data.prepared.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.splits import named_splits
@@ -86,13 +87,15 @@ def read_rows(
     Raises:
         DataError: a fault in the files.
     """
-    reader = None
+    reader, left_out = None, 0
     for split, table in tables:
+        left_out += table.left_out
         if len(table):
             reader = reader or RowReader(config, table, folder, lists)
             reader.append(table, split)
-            advance(len(table))
+        advance(len(table) + table.left_out)
     if reader is not None:
+        reader.left_out = left_out
         reader.close()
     return reader
 
@@ -109,7 +112,8 @@ def check_rows(reader: "RowReader", name: str, tables: Callable[[], Iterable[Tab
     for one, counts in zip(config.trained_labels(), reader.labels, strict=True):
         check_held(name, "label", one.label, counts, tables)
     check_held(name, "history", config.history, (reader.rows - reader.events, reader.events), tables)
-    warnings = [
+    warnings = describe_left_out(name, reader.rows, reader.left_out)
+    warnings += [
         f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
         for setting, rule, column, value in reader.absent or []
     ]
@@ -132,6 +136,8 @@ class RowReader:
 
     def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
         self.config, self.folder, self.rows = config, folder, 0
+        #: Rows without an id that are not among `rows`.
+        self.left_out = 0
         self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
@@ -163,8 +169,8 @@ class RowReader:
     def append(self, table: Table, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
-        self._dictionaries["user"].add(table.ids(config.user))
-        self._dictionaries["item"].add(table.ids(config.item))
+        self._dictionaries["user"].add(table.ids(config.user, DROP))
+        self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
         labels = read_labels(table, config.label, config.task)
         put("label", labels)

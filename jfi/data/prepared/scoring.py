@@ -17,7 +17,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import describe_left_out, read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.column_files import new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.columns import SCRATCH, Columns
@@ -121,6 +121,9 @@ class ScoringRows:
                 reader = read_rows(self._interactions(sources, wanted), self._config, folder / "read", advance, lists)
             finally:
                 self._close_keys()
+        if reader is not None:
+            for line in describe_left_out("the tables to score", reader.rows, reader.left_out):
+                _log.warning("%s", line)
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
@@ -222,6 +225,8 @@ class ScoringRows:
         and in the history those of contexts, which are inputs of the rows to score alone.
         """
         config, optional = self._config, set(self._config.label_columns())
+        for name in (config.user, config.item, config.timestamp):  # before columns that the file lacks are known too
+            table.require(name)
         if scored and (lacking := next((name for name in sorted(optional) if name not in table.known), None)):
             self.no_label = self.no_label or f"{table.name}: no column '{lacking}', which the label needs"
         needed = {config.user, config.item, config.timestamp}
