@@ -40,9 +40,9 @@ from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, train
-from jfi.training.cli import parse_config
-from jfi.training.metrics import Predictions
-from jfi.training.saved_run import SavedRun, load_run
+from jfi.training.config_parser import parse_config
+from jfi.training.metrics.label_metrics import Predictions
+from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.files import write_file
 from jfi.utils.ranges import ranges
 

@@ -21,8 +21,8 @@ from benchmarks.training_step import HEAVIEST, profiled_kernels, release
 from jfi import CapturedStep
 from jfi.data import Batch, DataConfig, SyntheticConfig, load_dataset
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup
-from jfi.training.capture import capture
-from jfi.training.distributed import World
+from jfi.training.distributed.processes import World
+from jfi.training.loop.captured_steps import capture
 
 HELD = 4  # batches, whose steps rotate
 LEAST_STEPS = 3 * HELD

@@ -31,7 +31,7 @@ from jfi.serving.export import export
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.training.build import build_model
+from jfi.training.model.build_model import build_model
 
 
 def export_arm(seed: Seed, policy: Policy | None, folder: Path, device: str) -> tuple[Scorer, list[bytes]]:

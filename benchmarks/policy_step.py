@@ -23,8 +23,8 @@ from benchmarks.dwell import ARMS, Seed
 from benchmarks.model_parts import StepTrainer
 from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch
-from jfi.training.capture import capture
-from jfi.training.distributed import World
+from jfi.training.distributed.processes import World
+from jfi.training.loop.captured_steps import capture
 
 DEFAULT_ARMS = ("full", "policy-30", "policy-50", "weights for the active")
 

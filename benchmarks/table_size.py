@@ -19,7 +19,7 @@ from torchrec import KeyedJaggedTensor
 from benchmarks.timeline import StepTrainer
 from jfi.data import Batch, DataConfig, SyntheticConfig, load_dataset
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup
-from jfi.training.distributed import World
+from jfi.training.distributed.processes import World
 
 SIZES = (10_000, 1_000_000, 3_000_000)
 OPTIMIZERS = ("rowwise_adagrad", "adagrad", "adam")

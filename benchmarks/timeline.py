@@ -24,8 +24,8 @@ from benchmarks.timeline_tables import GPU_TABLE, MOVIELENS_SIZE, movielens_conf
 from jfi.data import Batch, load_dataset
 from jfi.data.config import Batching
 from jfi.training import Config, ModelConfig, OptimizerConfig
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
+from jfi.training.distributed.processes import World
+from jfi.training.loop.trainer import Trainer
 
 T = TypeVar("T")
 WARM_UP = 3  # steps

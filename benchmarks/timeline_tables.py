@@ -9,7 +9,7 @@ import pyarrow.parquet
 
 from jfi.data import DataConfig, FeatureConfig
 from jfi.training import Config
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 MOVIELENS = Path(__file__).parents[1] / "configs/movielens_100k.yaml"
 CLASSES, MOST_CLASSES = 19, 6

@@ -6,7 +6,7 @@ python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs
 import sys
 
 from jfi.training import train
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 config, _ = parse_config(sys.argv[1:], "Train a DLRM with sequence features.")
 result = train(config)

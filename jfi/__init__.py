@@ -25,7 +25,7 @@ _LAZY = {
     "TimeBias": "jfi.modules",
     "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",
-    "load_run": "jfi.training.saved_run",
+    "load_run": "jfi.training.run.saved_run",
 }
 
 __all__ = ["__version__", "ops", *_LAZY]

@@ -18,7 +18,7 @@ PERFORMANCE = {
     *("BATCH_ELEMENTS", "PADDED_SCORES", "EXPANDED_ELEMENTS", "COPIED_ELEMENTS", "BLOCK_QUERIES", "_SMALL_WORK"),
 }
 #: Numbers and options in these files are sizes, colours and paddings.
-LOOKS = {"jfi/training/plots.py"}
+LOOKS = {"jfi/training/run/plots.py"}
 _SPOKEN = {"warn", "warning", "info", "debug", "error", "exception", "print", "echo"}
 _UNSWAPPED = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "open", "fromtimestamp", "all_reduce"}
 _COMPARE = {

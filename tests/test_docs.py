@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks import readme
 from jfi.cli import COMMANDS, options, run
-from jfi.training import cli as settings
+from jfi.training import config_parser as settings
 from jfi.utils.options import OptionParser
 
 ROOT = Path(__file__).parents[1]

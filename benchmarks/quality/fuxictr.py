@@ -17,7 +17,7 @@ import torch
 
 from jfi.data import DataError, InteractionDataset
 from jfi.data.schema.schema import FeatureSpec
-from jfi.training.metrics import Predictions
+from jfi.training.metrics.label_metrics import Predictions
 from jfi.utils.errors import InputError
 
 ROOT = Path(__file__).parents[2]

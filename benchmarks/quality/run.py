@@ -22,8 +22,8 @@ from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.config import FILES
 from jfi.training import Config, train
-from jfi.training.cli import parse_config
-from jfi.training.saved_run import load_run
+from jfi.training.config_parser import parse_config
+from jfi.training.run.saved_run import load_run
 
 
 class Task:

@@ -32,7 +32,7 @@ from benchmarks.quality.run import Task, run_table, train_ours
 from benchmarks.quality.tables import DATA, TABLES, Table
 from benchmarks.sid_tables import draw_gains
 from jfi.data import DataError, InteractionDataset
-from jfi.training.metrics import Predictions
+from jfi.training.metrics.label_metrics import Predictions
 from jfi.utils.exit_codes import run_command
 from jfi.utils.options import OptionError, OptionParser
 from jfi.utils.suggest import suggest

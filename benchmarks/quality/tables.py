@@ -27,7 +27,7 @@ class Table:
     source: str = ""
 
     def arguments(self, fold: int, data: Path) -> list[str]:
-        """The command line that `jfi.training.cli.parse_config` takes."""
+        """The command line that `jfi.training.config_parser.parse_config` takes."""
         files = [f"--data.{setting}={data / path}" for setting, path in self.folds[fold].items()]
         return ["--config", str(ROOT / self.config), *files]
 

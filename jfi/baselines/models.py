@@ -9,7 +9,7 @@ import torch
 
 from jfi.baselines.samples import Samples
 from jfi.training import ConfigError
-from jfi.training.metrics import Predictions
+from jfi.training.metrics.label_metrics import Predictions
 
 #: Inverse strengths of the L2 penalty on standardized features.
 PENALTIES = (0.001, 0.03, 1.0)
@@ -26,7 +26,7 @@ class Fit:
 
     Args:
         settings: what was chosen on the validation split.
-        validation, test: the metrics of `jfi.training.metrics`.
+        validation, test: the metrics of `jfi.training.metrics.label_metrics`.
     """
 
     settings: dict[str, float]

@@ -22,7 +22,7 @@ class BaselineResult:
 
     Args:
         settings: what was chosen on the validation split.
-        validation, test: the metrics of `jfi.training.metrics`.
+        validation, test: the metrics of `jfi.training.metrics.label_metrics`.
         train_seconds: of choosing and fitting, with the features that no earlier baseline has needed.
     """
 

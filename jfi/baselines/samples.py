@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jfi.data import InteractionDataset
-from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.stages.splits import SPLITS
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import msgspec
 from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, Result, train
-from jfi.training.cli import parse_config
-from jfi.training.distributed import launched
-from jfi.training.run_folder import check_new, check_writable, new_run_dir
+from jfi.training.config_parser import parse_config
+from jfi.training.distributed.processes import launched
+from jfi.training.run.run_folder import check_new, check_writable, new_run_dir
 from jfi.utils.files import write_file
 
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from jfi.cli.predict import open_run, scoring
-from jfi.training.scores import check_out, check_place
-from jfi.training.unknown import UnknownShares
+from jfi.training.metrics.unknown_values import UnknownShares
+from jfi.training.run.scores import check_out, check_place
 from jfi.utils.display import fit_cells
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import write_file

@@ -8,7 +8,7 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
-from jfi.training.saved_run import load_run
+from jfi.training.run.saved_run import load_run
 from jfi.utils.exit_codes import raise_on_sigterm
 
 

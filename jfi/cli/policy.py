@@ -16,8 +16,8 @@ from jfi.history_policies import EventLog, fit
 from jfi.history_policies.describe import describe
 from jfi.history_policies.plots import draw_policy
 from jfi.training import ConfigError
-from jfi.training.cli import parse_config
-from jfi.training.scores import check_place, check_results
+from jfi.training.config_parser import parse_config
+from jfi.training.run.scores import check_place, check_results
 from jfi.utils.exit_codes import raise_on_sigterm
 
 SECONDS = {"s": 1.0, "ms": 1e-3}

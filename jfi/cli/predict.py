@@ -5,8 +5,8 @@ import argparse
 import torch
 
 from jfi.training import ConfigError
-from jfi.training.saved_run import SavedRun, load_run
-from jfi.training.scores import check_out, check_results
+from jfi.training.run.saved_run import SavedRun, load_run
+from jfi.training.run.scores import check_out, check_results
 from jfi.utils.exit_codes import raise_on_sigterm
 
 #: The options that name tables beside the interactions.

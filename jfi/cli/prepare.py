@@ -14,11 +14,11 @@ from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.store import verify_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError
-from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.cli import load_config, parse_config
-from jfi.training.progress import describe_changes, load_progress
-from jfi.training.run_data import check_settings, load_schema
-from jfi.training.run_folder import RunFolder
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
+from jfi.training.config_parser import load_config, parse_config
+from jfi.training.run.run_data import check_settings, load_schema
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_position import describe_changes, load_progress
 from jfi.utils.files import writing_file
 
 OPTIONS = {

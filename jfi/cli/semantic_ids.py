@@ -28,7 +28,7 @@ from jfi.semantic_ids import (
 from jfi.semantic_ids.content import Content
 from jfi.semantic_ids.plots import draw_quality
 from jfi.training import ConfigError
-from jfi.training.scores import check_place, check_results
+from jfi.training.run.scores import check_place, check_results
 from jfi.utils.display import Display
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder

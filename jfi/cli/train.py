@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from jfi.training import ConfigError, resume, train
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 CHANGED = {"choices": ["refuse", "accept"], "default": "refuse"}
 OPTIONS = {

@@ -4,8 +4,8 @@ from dataclasses import asdict, replace
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
-from jfi.data.prepared.engagement import SECONDS
 from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.engagement import SECONDS
 from jfi.serving.schema import Field, PolicyFields, Schema
 
 

@@ -10,8 +10,8 @@ from jfi.training.config import (
     ShardingConfig,
     TrainingConfig,
 )
-from jfi.training.interrupt import Interrupted
-from jfi.training.metrics import Result
+from jfi.training.metrics.label_metrics import Result
+from jfi.training.run.interrupt import Interrupted
 from jfi.training.start import resume, train
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The typed config of a training run: `data`, `model`, `encoder`, `optimizer`, `sharding` and `training`.
 
 A YAML file sets any part of it, and the command line overrides any field (`--training.epochs 3`); see
-`jfi.training.cli`. `jfi.training.model_config` has the sections between `data` and `training`.
+`jfi.training.config_parser`. `jfi.training.model_config` has the sections between `data` and `training`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
-from jfi.training.metrics import MONITORS
+from jfi.training.metrics.label_metrics import MONITORS
 from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,

@@ -5,7 +5,7 @@ import dataclasses
 from jfi.data import InteractionDataset
 from jfi.data.config import AGE, HISTORY
 from jfi.training.config import Config
-from jfi.training.distributed import World
+from jfi.training.distributed.processes import World
 from jfi.utils.operands import MAX_BUCKETS
 
 #: Training samples from which on a step has more of them.

@@ -7,23 +7,23 @@ from typing import Literal
 from jfi.data import DataError, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.prepared.manifest import prepared_config, resolve
-from jfi.training.capture import check_graphs
-from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.cli import save_config
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
+from jfi.training.config_parser import save_config
 from jfi.training.defaults import settle
-from jfi.training.distributed import World, join_world
-from jfi.training.logger import Logger, check_packages
-from jfi.training.loop import Trainer
-from jfi.training.metrics import Result
-from jfi.training.progress import check_config, config_changes
-from jfi.training.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
-from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
-from jfi.training.run_lock import writing_run
-from jfi.training.sharding import check_sharded
-from jfi.training.shared_data import load_shared
-from jfi.training.unknown import expected_shares
-from jfi.training.warm_start import check_warm_start
+from jfi.training.distributed.processes import World, join_world
+from jfi.training.distributed.sharding import check_sharded
+from jfi.training.loop.captured_steps import check_graphs
+from jfi.training.loop.trainer import Trainer
+from jfi.training.metrics.label_metrics import Result
+from jfi.training.metrics.unknown_values import expected_shares
+from jfi.training.run.logger import Logger, check_packages
+from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
+from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir
+from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_position import check_config, config_changes
+from jfi.training.run.shared_data import load_shared
+from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import absolute_path
 
 
@@ -36,7 +36,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         config: the whole config.
         dataset: the dataset of `config.data`, if it is loaded already.
         logger: gets the config and the metrics, in the place of the one that `training.logger` names: any object with
-            the three methods of `jfi.training.logger.Logger`, such as a logger of Lightning.
+            the three methods of `jfi.training.run.logger.Logger`, such as a logger of Lightning.
 
     Raises:
         ConfigError, DataError: a fault in the config or the data; nothing has been written.

@@ -20,7 +20,7 @@ from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import ConfigError
-from jfi.training.metrics import auc, user_auc
+from jfi.training.metrics.label_metrics import auc, user_auc
 from jfi.utils.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]

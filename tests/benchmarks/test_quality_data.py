@@ -13,7 +13,7 @@ from benchmarks.quality.sources import SOURCES, Source
 from benchmarks.quality.tables import DATA, TABLES
 from jfi.data import DataError, load_dataset
 from jfi.data.config_checks import check_data_config
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 from jfi.utils.exit_codes import run_command
 
 

@@ -13,7 +13,7 @@ from benchmarks.quality import fuxictr
 from benchmarks.quality.fuxictr_training import BY_FIELD, Batches, Rows
 from benchmarks.quality.models import PEER_TRAINING
 from jfi.data import DataError, load_dataset
-from jfi.training.metrics import Predictions
+from jfi.training.metrics.label_metrics import Predictions
 
 PEERS = fuxictr.Peers()
 needs_fuxictr = pytest.mark.skipif(not PEERS.python.exists(), reason=f"no FuxiCTR: {fuxictr.INSTALL}")

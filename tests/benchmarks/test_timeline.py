@@ -21,7 +21,7 @@ from benchmarks.timeline_attention import KINDS, OURS, TimedShape, timed_problem
 from benchmarks.timeline_tables import SyntheticTable, movielens_config, write_table
 from jfi.data import load_dataset
 from jfi.training import Config, ModelConfig
-from jfi.training.distributed import World
+from jfi.training.distributed.processes import World
 
 CPU = torch.device("cpu")
 TABLE = SyntheticTable(users=12, items=9, mean_length=40, labelled=10)

@@ -16,7 +16,7 @@ import yaml
 from jfi import cli
 from jfi.cli.settings import ALL
 from jfi.training import Config
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
 WITH_CONFIG = ("train", "prepare", "compare")

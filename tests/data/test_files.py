@@ -7,7 +7,7 @@ import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io.blocks import read_table
-from jfi.training.cli import load_config, parse_config, save_config
+from jfi.training.config_parser import load_config, parse_config, save_config
 
 HEADER = "user,item,stars,time"
 

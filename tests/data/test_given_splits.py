@@ -5,7 +5,7 @@ import pytest
 from data_configs import data_config
 
 from jfi.data import DataError, load_dataset
-from jfi.data.prepared.splits import split_by_time, split_users, time_cuts
+from jfi.data.prepared.stages.splits import split_by_time, split_users, time_cuts
 
 HEADER = "user_id,item_id,timestamp,clicked,part,request,action"
 

@@ -8,7 +8,7 @@ import pytest
 from jfi.data import load_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import fit
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 KUAIRAND = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"

@@ -295,7 +295,8 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
 KILL = """
 import os, sys
 from jfi.data import DataConfig, FeatureConfig
-from jfi.data.prepared import prepare, sort as prepare_sort, store
+from jfi.data.prepared import prepare, store
+from jfi.data.prepared.stages import sort as prepare_sort
 
 calls = 0
 def counted(module, name):

@@ -11,14 +11,14 @@ import pytest
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepared import prepare
-from jfi.data.prepared.column_files import ColumnWriter, map_arrow, read_columns
-from jfi.data.prepared.external_sort import MemoryLimitError
 from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
+from jfi.data.prepared.stages.external_sort import MemoryLimitError
 from jfi.data.prepared.store import verify_dataset
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 from jfi.training import resume, train
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.prepared.splits import leave_one_out
+from jfi.data.prepared.stages.splits import leave_one_out
 
 
 def test_time_orders_by_timestamp_then_user_then_item(write):

@@ -41,7 +41,7 @@ from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_
 from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import outside_ids
 from jfi.ops.partial_target_attention import combine_parts, pack_part
-from jfi.training.traffic import SequenceShape, by_attention
+from jfi.training.distributed.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"
 

@@ -15,7 +15,7 @@ from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
 from jfi.training import train
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
 TINY = [

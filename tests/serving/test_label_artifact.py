@@ -74,7 +74,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
-            patch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         train(Config(data, model, training=TrainingConfig(str(tmp_path / "run"), epochs=2, batch_size=32)))
     run = jfi.load_run(tmp_path / "run")
     table = pa.Table.from_pylist(rows)

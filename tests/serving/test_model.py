@@ -31,7 +31,7 @@ from jfi.serving.schema import Limits
 from jfi.serving.scorer import batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import EncoderConfig, ModelConfig
-from jfi.training.build import build_model
+from jfi.training.model.build_model import build_model
 
 from .conftest import logits
 

@@ -32,7 +32,7 @@ from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, _limits, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, resume, train
-from jfi.training.build import build_model
+from jfi.training.model.build_model import build_model
 
 from .conftest import logits
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
-            patch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         train(Config(data, model, training=TrainingConfig(str(folder / "run"), epochs=1, device="cpu", batch_size=64)))
     (folder / "policy.json").rename(folder / "moved.json")
     return folder
@@ -245,7 +245,7 @@ def drawn_model(run, model: ModelConfig, encoder: EncoderConfig) -> SequenceDLRM
 def test_a_request_has_the_weights_of_training(run, boosted, model, encoder, weighted_values, monkeypatch):
     if weighted_values:  # no setting of a run
         monkeypatch.setattr(
-            "jfi.training.build.SequenceFeatureConfig", partial(SequenceFeatureConfig, weighted_values=True)
+            "jfi.training.model.build_model.SequenceFeatureConfig", partial(SequenceFeatureConfig, weighted_values=True)
         )
     trained = drawn_model(run, model, EncoderConfig(**encoder))
     scoring = ScoringModel(trained, [])

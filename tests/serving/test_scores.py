@@ -18,7 +18,7 @@ from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Scorer, _check_environment, group_by_size
 from jfi.serving.tables import load_tables, save_tables
-from jfi.training.saved_run import load_run
+from jfi.training.run.saved_run import load_run
 
 from .conftest import logits
 

@@ -68,7 +68,7 @@ def run(rows, tmp_path_factory):
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
-            patch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         train(Config(data, model, training=TrainingConfig(str(folder / "run"), epochs=2, device="cpu", batch_size=32)))
     return jfi.load_run(folder / "run")
 

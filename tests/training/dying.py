@@ -13,8 +13,8 @@ from unittest import mock
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from jfi import cli
-from jfi.training.loop import Trainer
-from jfi.training.tensor_files import TensorWriter
+from jfi.training.checkpoints.tensor_files import TensorWriter
+from jfi.training.loop.trainer import Trainer
 
 
 def patches(phase: str, step: int) -> list:

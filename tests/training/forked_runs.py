@@ -98,7 +98,7 @@ def main() -> None:
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
     from jfi.training import resume, train
-    from jfi.training.cli import load_config
+    from jfi.training.config_parser import load_config
     from jfi.utils.exit_codes import run_command
     from jfi.utils.files import write_file
 
@@ -122,7 +122,7 @@ def main() -> None:
                 os.dup2(file.fileno(), 2)
                 os.dup2(nothing.fileno(), 1)
             pictures = {"draw_curves": picture, "draw_attention": picture}
-            with count.open("w") as file, mock.patch.multiple("jfi.training.plots", **pictures):
+            with count.open("w") as file, mock.patch.multiple("jfi.training.run.plots", **pictures):
                 calls = disturb(job)
                 try:
                     code = run_command(do)

@@ -15,9 +15,9 @@ import pytest
 from data_configs import data_config
 
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig, TrainingConfig
-from jfi.training.cli import save_config
-from jfi.training.metrics import METRICS
-from jfi.training.recorder import read_metrics
+from jfi.training.config_parser import save_config
+from jfi.training.metrics.label_metrics import METRICS
+from jfi.training.run.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 #: Of a loss around 0.7 in float32 over some 60 steps.

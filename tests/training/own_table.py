@@ -9,7 +9,7 @@ import pytest
 from data_configs import data_config
 
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
-from jfi.training.loop import Trainer
+from jfi.training.loop.trainer import Trainer
 
 HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
 

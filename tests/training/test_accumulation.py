@@ -17,10 +17,10 @@ from jfi.training import (
     resume,
     train,
 )
-from jfi.training.capture import capture
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
-from jfi.training.recorder import read_metrics
+from jfi.training.distributed.processes import World
+from jfi.training.loop.captured_steps import capture
+from jfi.training.loop.trainer import Trainer
+from jfi.training.run.recorder import read_metrics
 
 _WORLD = World(device=torch.device("cpu"))
 
@@ -48,7 +48,7 @@ def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from worker import without_pictures
 
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
-from jfi.training.build import build_model
-from jfi.training.capture import check_graphs
 from jfi.training.config import EncoderConfig
-from jfi.training.distributed import World
-from jfi.training.exchange import choose_exchange
-from jfi.training.recorder import read_metrics
-from jfi.training.saved_run import load_run
-from jfi.training.sharding import check_sharded
+from jfi.training.distributed.attention_exchange import choose_exchange
+from jfi.training.distributed.processes import World
+from jfi.training.distributed.sharding import check_sharded
+from jfi.training.loop.captured_steps import check_graphs
+from jfi.training.model.build_model import build_model
+from jfi.training.run.recorder import read_metrics
+from jfi.training.run.saved_run import load_run
 
 STEPS, STOP_AT = 21, 7
 #: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.

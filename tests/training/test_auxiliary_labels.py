@@ -19,10 +19,10 @@ from jfi.data.schema.schema import LabelSpec
 from jfi.models import Heads
 from jfi.serving.dataset_schema import schema_of
 from jfi.training import Config, ConfigError, resume, train
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
-from jfi.training.objective import Objective
-from jfi.training.recorder import read_metrics
+from jfi.training.distributed.processes import World
+from jfi.training.loop.objective import Objective
+from jfi.training.loop.trainer import Trainer
+from jfi.training.run.recorder import read_metrics
 
 RULES = ["seconds >= 15", "seconds >= 35"]
 

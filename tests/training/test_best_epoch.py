@@ -4,21 +4,21 @@ import pytest
 from test_run import killed_after, tiny
 
 from jfi.training import resume, train
-from jfi.training.progress import Progress
-from jfi.training.recorder import read_metrics
+from jfi.training.run.recorder import read_metrics
+from jfi.training.run.run_position import Progress
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 def score(monkeypatch: pytest.MonkeyPatch, metric: str, values: list[float]) -> None:
     """Replaces a metric of the evaluations to come: validation after each epoch, and the test."""
     given = iter(values)
     function = {"auc": "auc", "ne": "normalized_entropy"}[metric]
-    monkeypatch.setattr(f"jfi.training.metrics.{function}", lambda *_: next(given))
+    monkeypatch.setattr(f"jfi.training.metrics.label_metrics.{function}", lambda *_: next(given))
 
 
 @pytest.mark.parametrize("metric", ["auc", "ne"])

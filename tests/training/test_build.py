@@ -8,7 +8,8 @@ from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.modules import PositionBias, RelativePositionBias, TimeBias, WeightBias, stacked_attention
-from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, build
+from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
+from jfi.training.model import build_model as build
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])

@@ -17,10 +17,10 @@ from worker import without_pictures
 import jfi
 from jfi.data.schema.schema import LabelSpec
 from jfi.training import ConfigError, train
-from jfi.training.calibration import calibrate, describe, fit_calibration, fit_platt
-from jfi.training.metrics import Predictions
-from jfi.training.progress import last_progress
-from jfi.training.run_folder import RunFolder
+from jfi.training.metrics.calibration import calibrate, describe, fit_calibration, fit_platt
+from jfi.training.metrics.label_metrics import Predictions
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_position import last_progress
 
 
 def drawn(count: int, a: float, b: float) -> tuple[torch.Tensor, torch.Tensor]:

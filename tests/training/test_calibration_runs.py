@@ -16,12 +16,13 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataError
 from jfi.data.config import LabelConfig
-from jfi.training import Config, resume, state, train
-from jfi.training.calibration import fit_platt
-from jfi.training.checkpoint import save_checkpoint
-from jfi.training.loop import Trainer
-from jfi.training.progress import Progress
-from jfi.training.saved_run import SavedRun
+from jfi.training import Config, resume, train
+from jfi.training.checkpoints.checkpoint import save_checkpoint
+from jfi.training.loop.trainer import Trainer
+from jfi.training.metrics.calibration import fit_platt
+from jfi.training.run import state
+from jfi.training.run.run_position import Progress
+from jfi.training.run.saved_run import SavedRun
 
 ROOT = Path(__file__).parents[2]
 ROWS = 1500

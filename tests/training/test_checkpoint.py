@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from jfi.training import checkpoint
-from jfi.training.checkpoint import (
+from jfi.training.checkpoints import checkpoint
+from jfi.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     MismatchedCheckpointError,
     checkpoint_name,
@@ -76,7 +76,8 @@ def test_latest_is_the_furthest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "utils.files.sync"]
+    "stage",
+    ["training.checkpoints.tensor_files.sha256_of", "training.checkpoints.checkpoint.json.dumps", "utils.files.sync"],
 )
 def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, stage):
     save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})

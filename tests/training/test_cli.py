@@ -10,7 +10,7 @@ import yaml
 
 from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.training import Config, ConfigError
-from jfi.training.cli import load_config, parse_config, save_config
+from jfi.training.config_parser import load_config, parse_config, save_config
 from jfi.utils.exit_codes import run_command
 from jfi.utils.options import OptionError, OptionParser, at_least_zero
 

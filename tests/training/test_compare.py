@@ -11,7 +11,7 @@ import pytest
 
 from jfi.cli.compare import summarize, table, write_record
 from jfi.data.config_checks import check_data_config
-from jfi.training.cli import parse_config
+from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 from jfi.cuda_graphs.captured_step import CapacityBucket, CapturedStep
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
-from jfi.training.capture import capture
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
+from jfi.training.distributed.processes import World
+from jfi.training.loop.captured_steps import capture
+from jfi.training.loop.trainer import Trainer
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,7 +20,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 def graphed(run_dir: Path | None, cuda_graph: str = "auto", model: dict | None = None, **training: object) -> Config:

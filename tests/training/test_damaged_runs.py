@@ -14,8 +14,8 @@ from test_run import assert_same_run, killed_after, tiny
 from jfi.data import DataSchema
 from jfi.data.prepared.fits import check_equal
 from jfi.training import resume, train
-from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.saved_run import SavedRun, load_run
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
+from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.encoding import Vocabulary
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import SUMS, sha256_of, write_sums
@@ -30,7 +30,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patched:
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         config = tiny(None, checkpoint_every=4)
         train(config.with_training(run_dir=str(folder / "whole")))
         last = json.loads((latest_checkpoint(folder / "whole/checkpoints") / "progress.json").read_text())
@@ -42,7 +42,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 def flip(path: Path, draw: random.Random) -> None:

@@ -12,8 +12,8 @@ from launched import ROOT, assert_same_metrics, environment, free_port, tiny, wr
 from worker import without_pictures
 
 from jfi.training import Config, train
-from jfi.training.cli import save_config
-from jfi.training.recorder import read_metrics
+from jfi.training.config_parser import save_config
+from jfi.training.run.recorder import read_metrics
 
 pytestmark = pytest.mark.slow
 

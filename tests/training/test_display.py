@@ -14,13 +14,13 @@ from jfi.data import load_dataset
 from jfi.data.prepared import prepare
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import Sources
-from jfi.training.build import build_model
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
-from jfi.training.recorder import SPEED, read_metrics
-from jfi.training.run_data import save_data
-from jfi.training.run_folder import RunFolder
-from jfi.training.scores import scored
+from jfi.training.distributed.processes import World
+from jfi.training.loop.trainer import Trainer
+from jfi.training.model.build_model import build_model
+from jfi.training.run.recorder import SPEED, read_metrics
+from jfi.training.run.run_data import save_data
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.scores import scored
 from jfi.utils.display import Display
 
 
@@ -126,7 +126,7 @@ def slow_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stderr", err)
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         dataset, run = load_dataset(config.data), RunFolder.create(config)
         save_data(run, dataset, config)
         trainer = Trainer(config, dataset, World(), clock=lambda: next(seconds))

@@ -39,17 +39,17 @@ from jfi.training import (
     resume,
     train,
 )
-from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
-from jfi.training.cli import load_config
+from jfi.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.config import PretrainedConfig
-from jfi.training.distributed import World, _init_process_group, join_world
-from jfi.training.loop import Trainer
-from jfi.training.recorder import read_metrics
-from jfi.training.run_data import save_data
-from jfi.training.run_folder import RunFolder
-from jfi.training.saved_run import load_run
-from jfi.training.sharding import _plan, check_sharded, sharders_of
-from jfi.training.shared_data import load_shared
+from jfi.training.config_parser import load_config
+from jfi.training.distributed.processes import World, _init_process_group, join_world
+from jfi.training.distributed.sharding import _plan, check_sharded, sharders_of
+from jfi.training.loop.trainer import Trainer
+from jfi.training.run.recorder import read_metrics
+from jfi.training.run.run_data import save_data
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.saved_run import load_run
+from jfi.training.run.shared_data import load_shared
 
 STOP_AT = 17
 #: Where sums over a batch are taken in another order each time.

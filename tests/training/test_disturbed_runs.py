@@ -13,10 +13,10 @@ import pytest
 from forked_runs import ForkedRuns, forked_runs
 from test_run import assert_same_run, tiny
 
-from jfi.training.cli import save_config
-from jfi.training.distributed import World
-from jfi.training.run_lock import writing_run
-from jfi.training.saved_run import load_run
+from jfi.training.config_parser import save_config
+from jfi.training.distributed.processes import World
+from jfi.training.run.run_lock import writing_run
+from jfi.training.run.saved_run import load_run
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 from test_run import assert_same_run, saved_tensors, tiny
 
 from jfi.training import resume, train
-from jfi.training.checkpoint import latest_checkpoint
-from jfi.training.loop import Trainer
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
+from jfi.training.loop.trainer import Trainer
 from jfi.utils.exit_codes import run_command
 
 
@@ -22,7 +22,7 @@ def small(run, **training):
 def _no_pictures():
     with pytest.MonkeyPatch.context() as patched:
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         yield
 
 

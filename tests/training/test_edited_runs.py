@@ -17,7 +17,7 @@ from worker import without_pictures
 import jfi
 from jfi.data.prepared.manifest import prepared_config
 from jfi.training import resume, train
-from jfi.training.loop import Trainer
+from jfi.training.loop.trainer import Trainer
 from jfi.utils.exit_codes import run_command
 
 #: Edits of config.yaml.

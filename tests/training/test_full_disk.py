@@ -11,12 +11,12 @@ from own_table import config_of, row, write_table
 from test_disturbed_runs import file_system
 
 from jfi.data import load_dataset
-from jfi.data.prepared.column_files import new_map
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import Sources
+from jfi.data.prepared.stages.column_files import new_map
 from jfi.training import Config
-from jfi.training.build import build_model
-from jfi.training.scores import scored
+from jfi.training.model.build_model import build_model
+from jfi.training.run.scores import scored
 from jfi.utils.exit_codes import run_command
 
 

@@ -15,13 +15,13 @@ from worker import without_pictures
 from jfi.distributed import AttentionCollectionSharder
 from jfi.modules.table_rows import TableRows
 from jfi.training import Config, train
-from jfi.training.distributed import join_world
-from jfi.training.loop import Trainer
-from jfi.training.recorder import read_metrics
-from jfi.training.run_data import save_data
-from jfi.training.run_folder import RunFolder
-from jfi.training.saved_run import load_run
-from jfi.training.shared_data import load_shared
+from jfi.training.distributed.processes import join_world
+from jfi.training.loop.trainer import Trainer
+from jfi.training.run.recorder import read_metrics
+from jfi.training.run.run_data import save_data
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.saved_run import load_run
+from jfi.training.run.shared_data import load_shared
 
 STEPS, STOP_AT = 21, 7
 SETTINGS = {

@@ -25,12 +25,12 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, ConfigError, resume, train
-from jfi.training.cli import parse_config, save_config
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
-from jfi.training.metrics import Predictions
-from jfi.training.objective import Objective
-from jfi.training.recorder import read_metrics
+from jfi.training.config_parser import parse_config, save_config
+from jfi.training.distributed.processes import World
+from jfi.training.loop.objective import Objective
+from jfi.training.loop.trainer import Trainer
+from jfi.training.metrics.label_metrics import Predictions
+from jfi.training.run.recorder import read_metrics
 
 BINARY, NUMBER = LabelSpec("like"), LabelSpec("seconds", "regression", 20.0, 4.0)
 LABELS = [

@@ -9,9 +9,9 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 from jfi.training import ConfigError, TrainingConfig, resume, train
-from jfi.training.cli import load_config, save_config
-from jfi.training.loop import Trainer
-from jfi.training.recorder import SPEED, read_metrics
+from jfi.training.config_parser import load_config, save_config
+from jfi.training.loop.trainer import Trainer
+from jfi.training.run.recorder import SPEED, read_metrics
 
 
 class Fake:
@@ -153,14 +153,14 @@ def test_a_run_of_wandb_ends_with_the_training_that_opened_it(run, monkeypatch, 
     own = SimpleNamespace() if joins else None
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=own))
     if fails:
-        monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+        monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         run(Wandb())
     assert Wandb.ended == codes and sys.modules["wandb"].run is own
 
 
 def test_a_run_that_fails_is_reported_as_failed(run, monkeypatch):
-    monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+    monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     given = Fake()
     with pytest.raises(ZeroDivisionError):
         run(given)
@@ -168,7 +168,7 @@ def test_a_run_that_fails_is_reported_as_failed(run, monkeypatch):
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jfi.training.logger.importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr("jfi.training.run.logger.importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
     expected = "training.logger: wandb needs wandb, which is not installed: pip install wandb"
     with pytest.raises(ConfigError, match=expected):
         run(logger="wandb")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfi.training.metrics import Predictions, auc, entropy, normalized_entropy, user_auc
+from jfi.training.metrics.label_metrics import Predictions, auc, entropy, normalized_entropy, user_auc
 
 
 def slow_auc(scores, labels):

@@ -12,16 +12,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, EncoderConfig, OptimizerConfig, OptimizerGroup, TrainingConfig, train
 from jfi.training import resume as resume_run
-from jfi.training.build import build_model, build_optimizer
-from jfi.training.distributed import World, join_world
-from jfi.training.learning_rates import rate_factor
-from jfi.training.loop import Trainer
+from jfi.training.distributed.processes import World, join_world
+from jfi.training.loop.learning_rates import rate_factor
+from jfi.training.loop.trainer import Trainer
+from jfi.training.model.build_model import build_model, build_optimizer
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 def scheduled(run_dir: Path | None, warmup: int = 5, **training: object) -> Config:
@@ -59,7 +59,7 @@ def noted_rates(monkeypatch) -> list[list[float]]:
         optimizer.step = noting_step
         return optimizer
 
-    monkeypatch.setattr("jfi.training.state.build_optimizer", noting)
+    monkeypatch.setattr("jfi.training.run.state.build_optimizer", noting)
     return rates
 
 

@@ -13,9 +13,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.schema.schema import Encodings
-from jfi.training.build import build_model
 from jfi.training.config import EncoderConfig, ModelConfig
-from jfi.training.plots import _entropies, _title, _value, draw_attention, draw_curves
+from jfi.training.model.build_model import build_model
+from jfi.training.run.plots import _entropies, _title, _value, draw_attention, draw_curves
 from jfi.utils.encoding import Vocabulary
 from jfi.utils.figures import FONTS
 
@@ -52,7 +52,7 @@ def table(tmp_path):
 def drawn(config: DataConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """Draws attention.png of an untrained model; gives the texts in it, and matplotlib's warnings."""
     figures = []
-    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    monkeypatch.setattr("jfi.training.run.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     dataset = load_dataset(config)
     torch.manual_seed(0)
     model = build_model(
@@ -130,7 +130,7 @@ def test_the_entropy_of_attention_is_a_share_of_that_of_equal_weights(table, tmp
 
 def test_the_axis_of_a_single_epoch_spans_more_than_its_noise(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    monkeypatch.setattr("jfi.training.run.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     values = {"loss": 0.61, "ne": 0.95, "auc": 0.7041, "user_auc": None}
     log = [{"split": split, "epoch": 1, "step": 10, **values} for split in ("train", "validation", "test")]
     log[2]["auc"] = 0.7043
@@ -143,7 +143,7 @@ def test_the_axis_of_a_single_epoch_spans_more_than_its_noise(tmp_path, monkeypa
 @pytest.mark.parametrize(("monitor", "last"), [("auc", "AUC per user"), ("ndcg@10", "NDCG@10")])
 def test_the_curves_show_the_metric_that_selects(tmp_path, monkeypatch, monitor, last):
     figures = []
-    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    monkeypatch.setattr("jfi.training.run.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc", "ndcg@10")}
     log = [{"split": split, "epoch": 1, "step": 9, **metrics} for split in ("validation", "test")]
     draw_curves(log, monitor, tmp_path / "curves.png")
@@ -152,7 +152,7 @@ def test_the_curves_show_the_metric_that_selects(tmp_path, monkeypatch, monitor,
 
 def test_the_points_of_epochs_with_different_numbers_of_steps_are_at_their_epochs(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    monkeypatch.setattr("jfi.training.run.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc")}
     steps = [("train", 1, 5), ("train", 1, 10), ("validation", 1, 10), ("train", 2, 20), ("train", 2, 40)]
     steps += [("validation", 2, 40), ("test", 2, 40)]
@@ -165,7 +165,7 @@ def test_the_points_of_epochs_with_different_numbers_of_steps_are_at_their_epoch
 
 def test_a_dotted_line_is_where_the_data_has_changed(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    monkeypatch.setattr("jfi.training.run.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
     metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc")}
     lines = [("validation", 1, "a"), ("validation", 2, "a"), ("validation", 3, "b"), ("test", 3, "b")]
     log = [{"split": split, "epoch": epoch, "step": epoch, "data": data, **metrics} for split, epoch, data in lines]

@@ -21,14 +21,14 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
-from jfi.data.prepared import external_sort
-from jfi.data.prepared.read import RowReader
 from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.stages import external_sort
+from jfi.data.prepared.stages.read import RowReader
 from jfi.data.schema import coded
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
-from jfi.training.cli import save_config
-from jfi.training.metrics import Predictions
-from jfi.training.unknown import UnknownShares
+from jfi.training.config_parser import save_config
+from jfi.training.metrics.label_metrics import Predictions
+from jfi.training.metrics.unknown_values import UnknownShares
 
 KEYS = ["user_id", "item_id", "timestamp"]
 #: Of logits around 1 in batches of other sizes.

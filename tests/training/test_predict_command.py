@@ -21,7 +21,7 @@ from jfi.data import Batch
 from jfi.data.batches.dataset import Batches
 from jfi.data.schema import coded
 from jfi.training import ConfigError, train
-from jfi.training.scores import check_results
+from jfi.training.run.scores import check_results
 from jfi.utils.files import temporary_folder
 
 ROOT = Path(__file__).parents[2]

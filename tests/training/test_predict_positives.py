@@ -18,7 +18,7 @@ from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
 from jfi.data.schema import coded
 from jfi.training import Config, ModelConfig, TrainingConfig, train
-from jfi.training.saved_run import SavedRun
+from jfi.training.run.saved_run import SavedRun
 
 ROOT = Path(__file__).parents[2]
 USERS, ITEMS, ROWS, NEGATIVES = 15, 60, 900, 3

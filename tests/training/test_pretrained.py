@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_run import assert_same_run, killed_after, tiny
 
-import jfi.training.build
+import jfi.training.model.build_model
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, resume, train
 from jfi.training.config import PretrainedConfig
-from jfi.training.pretrained import read_pretrained
-from jfi.training.saved_run import load_run
+from jfi.training.model.pretrained import read_pretrained
+from jfi.training.run.saved_run import load_run
 
 # Items 0 to 29 of the 40 of the table, in another order, and one that it lacks.
 IDS = [*map(str, range(29, -1, -1)), "nobody"]
@@ -26,7 +26,7 @@ VECTORS = np.random.default_rng(0).normal(size=(31, 8)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 def parquet(folder: Path, vectors: np.ndarray = VECTORS, ids: list | None = None) -> str:
@@ -51,14 +51,14 @@ def item_rows(run: Path, column: str = "item") -> tuple[torch.Tensor, list[str]]
 def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch):
     config = config_of(tmp_path, "run", parquet(tmp_path), epochs=1)
     config.optimizer.average = None
-    fresh = jfi.training.build.draw_tables
+    fresh = jfi.training.model.build_model.draw_tables
     drawn = {}
 
     def noting(state, tables, seed):
         fresh(state, tables, seed)
         drawn.update({name: value.clone() for name, value in state.items() if ".item." in name})
 
-    monkeypatch.setattr("jfi.training.state.draw_tables", noting)
+    monkeypatch.setattr("jfi.training.run.state.draw_tables", noting)
     train(config)
     rows, values = item_rows(tmp_path / "run")
     (initial,) = (value[1:] for value in drawn.values())

@@ -9,10 +9,10 @@ import torch
 
 from jfi.data import DataConfig, load_dataset
 from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, train
-from jfi.training.build import build_model
-from jfi.training.distributed import World
-from jfi.training.ranking import own_numbers, rank_positives, ranking_metrics
-from jfi.training.recorder import read_metrics
+from jfi.training.distributed.processes import World
+from jfi.training.metrics.ranking import own_numbers, rank_positives, ranking_metrics
+from jfi.training.model.build_model import build_model
+from jfi.training.run.recorder import read_metrics
 
 ITEMS = 23
 
@@ -104,7 +104,7 @@ def config_of(dataset_path: str, run_dir, **training: object) -> Config:
 
 def test_a_run_on_implicit_feedback_reports_them(tmp_path, monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
     # Every user takes the items in a fixed order, so that what comes next is easy.
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(900)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
@@ -136,11 +136,13 @@ def test_two_processes_share_every_batch(dataset):
 @pytest.mark.parametrize(("monitor", "best"), [("ndcg@3", 2), ("hr@3_full", 1), ("auc", 3)])
 def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, monitor, best):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
     given = {"ndcg@3": iter([0.1, 0.3, 0.2, 0]), "hr@3_full": iter([0.5, 0.5, 0.4, 0])}
-    monkeypatch.setattr("jfi.training.loop.rank_split", lambda *_: {name: next(one) for name, one in given.items()})
+    monkeypatch.setattr(
+        "jfi.training.loop.trainer.rank_split", lambda *_: {name: next(one) for name, one in given.items()}
+    )
     areas = iter([0.5, 0.6, 0.7, 0])
-    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(300)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
     config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_k=3)

@@ -11,13 +11,13 @@ from jfi.data import InteractionDataset
 from jfi.data.batches.dataset import Batches
 from jfi.ops import validation
 from jfi.training import train
-from jfi.training.recorder import read_metrics
+from jfi.training.run.recorder import read_metrics
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 @pytest.fixture

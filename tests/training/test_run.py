@@ -31,16 +31,16 @@ from jfi.training import (
     resume,
     train,
 )
-from jfi.training.build import build_model, build_optimizer
-from jfi.training.checkpoint import latest_checkpoint, load_checkpoint, read_progress, save_checkpoint
-from jfi.training.cli import load_config, save_config
+from jfi.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoint, read_progress, save_checkpoint
+from jfi.training.checkpoints.tensor_files import TensorReader
+from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import with_bias
-from jfi.training.distributed import World
-from jfi.training.interrupt import stop_on_signals
-from jfi.training.loop import Trainer
-from jfi.training.recorder import SPEED, read_metrics
-from jfi.training.run_folder import RunFolder
-from jfi.training.tensor_files import TensorReader
+from jfi.training.distributed.processes import World
+from jfi.training.loop.trainer import Trainer
+from jfi.training.model.build_model import build_model, build_optimizer
+from jfi.training.run.interrupt import stop_on_signals
+from jfi.training.run.recorder import SPEED, read_metrics
+from jfi.training.run.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def assert_same_run(run: Path, other: Path) -> None:
 def _no_pictures(monkeypatch):
     """Drawing takes longer than such a run; `finished` is made before this, and has its pictures."""
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_the_test_part_sees_the_best_epoch(finished):
 def test_the_test_part_has_the_parameters_of_the_best_epoch(tmp_path, monkeypatch):
     """Where the first epoch of three is best, the test metrics are those of a run that ended after it."""
     areas = iter([0.9, 0.6, 0.5, 0.7, 0.9, 0.7])
-    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))
     longer, first = train(tiny(tmp_path / "longer")), train(tiny(tmp_path / "first", epochs=1))
     assert (longer.epochs, longer.best_epoch) == (3, 1)
     assert longer.test == first.test
@@ -206,7 +206,7 @@ def killing_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return optimizer
 
     with monkeypatch.context() as patched:
-        patched.setattr("jfi.training.state.build_optimizer", counting)
+        patched.setattr("jfi.training.run.state.build_optimizer", counting)
         with pytest.raises(RuntimeError, match="killed"):
             yield
 
@@ -313,14 +313,14 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
 
 def test_early_stopping(tmp_path, monkeypatch):
     areas = iter([0.6, 0.7, 0.65, 0.69, 0.9, 0.7])
-    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))
     result = train(tiny(tmp_path / "run", epochs=10, patience=2))
     assert (result.epochs, result.best_epoch, result.validation["auc"], result.test["auc"]) == (4, 2, 0.7, 0.9)
 
 
 def test_monitor_ne_takes_the_lowest(tmp_path, monkeypatch):
     values = iter([0.9, 0.8, 0.85, 0.5])
-    monkeypatch.setattr("jfi.training.metrics.normalized_entropy", lambda *_: next(values))
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.normalized_entropy", lambda *_: next(values))
     assert train(tiny(tmp_path / "run", epochs=3, monitor="ne")).best_epoch == 2
 
 

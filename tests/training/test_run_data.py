@@ -18,9 +18,9 @@ from jfi.data.batches.dataset import Batches
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
-from jfi.training.cli import load_config, save_config
-from jfi.training.recorder import read_metrics
-from jfi.training.saved_run import load_run
+from jfi.training.config_parser import load_config, save_config
+from jfi.training.run.recorder import read_metrics
+from jfi.training.run.saved_run import load_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +188,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_train_and_which_metrics_ar
 
 
 def test_a_run_that_patience_has_ended_names_it(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: 0.5)
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: 0.5)
     train(config_of(trained / "table.csv", tmp_path / "run", epochs=5, patience=1))
     assert "nothing to train" not in capsys.readouterr().out
     assert resume(tmp_path / "run").epochs == 2
@@ -364,7 +364,7 @@ def test_a_loaded_run_has_the_parameters_of_its_best_epoch_and_their_average(tra
     config.optimizer = OptimizerConfig(average=0.8)
     areas = iter([0.9, 0.6, 0.7])
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+        patch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))
         result = train(config)
     assert result.best_epoch == 1
     dataset = load_dataset(config.data)

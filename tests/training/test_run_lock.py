@@ -11,9 +11,9 @@ import pytest
 from test_run import tiny
 
 from jfi.training import ConfigError, resume, train
-from jfi.training.distributed import World
-from jfi.training.run_lock import writing_run
-from jfi.training.saved_run import load_run
+from jfi.training.distributed.processes import World
+from jfi.training.run.run_lock import writing_run
+from jfi.training.run.saved_run import load_run
 
 
 def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
@@ -78,7 +78,7 @@ def test_other_processes_of_a_run_hold_no_lock_and_wait_for_none(tmp_path, monke
 
 def test_a_locked_run_can_be_exported_and_not_resumed(tmp_path, monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
     train(tiny(tmp_path / "run", epochs=1))
     with writing_run(tmp_path / "run", World()):
         load_run(tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_locked_run_can_be_exported_and_not_resumed(tmp_path, monkeypatch):
 
 def test_a_run_that_died_before_it_wrote_its_config_can_be_started_again(tmp_path, monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
     enter(tmp_path / "run")
     (tmp_path / "run" / ".config.yaml.unfinished").write_text("data:")
     train(tiny(tmp_path / "run", epochs=1))

@@ -11,7 +11,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 from jfi.training import train
-from jfi.training.saved_run import load_run
+from jfi.training.run.saved_run import load_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,9 +31,9 @@ from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
-from jfi.training.build import build_model
-from jfi.training.cli import load_config, save_config
-from jfi.training.recorder import read_metrics
+from jfi.training.config_parser import load_config, save_config
+from jfi.training.model.build_model import build_model
+from jfi.training.run.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["red pen", "blue pen", "paper clip", "green folder", "desk lamp"]

@@ -12,7 +12,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 from jfi.training import resume, train
-from jfi.training.recorder import read_metrics
+from jfi.training.run.recorder import read_metrics
 
 pytest.importorskip("lightning.pytorch.loggers")
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_goes_on_with_its_record_of_mlflow_though_its_config_has_c
 
 def test_mlflow_says_that_a_run_has_failed(mlflow, tmp_path, monkeypatch):
     options, read = mlflow
-    monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+    monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, logger="mlflow", logger_options=options)
     assert read()[1] == "FAILED"
@@ -155,7 +155,7 @@ def test_each_training_of_a_process_is_a_run_of_wandb_of_its_own(wandb, tmp_path
     for epochs, name in enumerate(("one", "two"), start=1):
         (tmp_path / name).mkdir()
         run(tmp_path / name, logger="wandb", logger_options={"project": "clicks", "name": name}, epochs=epochs)
-    monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+    monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     (tmp_path / "three").mkdir()
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "three", logger="wandb", logger_options={"name": "three"})

@@ -14,8 +14,8 @@ from jfi.data import DataConfig, DataSchema, SyntheticConfig, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import train
-from jfi.training.cli import load_config, save_config
 from jfi.training.config import Config
+from jfi.training.config_parser import load_config, save_config
 from jfi.utils.exit_codes import run_command
 
 #: Capabilities with which root reads any file.

@@ -10,11 +10,11 @@ from worker import without_pictures
 
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
-from jfi.training.build import build_model, draw_tables, table_configs
-from jfi.training.cli import load_config, save_config
-from jfi.training.distributed import World
-from jfi.training.loop import Trainer
-from jfi.training.saved_run import load_run
+from jfi.training.config_parser import load_config, save_config
+from jfi.training.distributed.processes import World
+from jfi.training.loop.trainer import Trainer
+from jfi.training.model.build_model import build_model, draw_tables, table_configs
+from jfi.training.run.saved_run import load_run
 
 ITEMS = "embedding_collection.embeddings.item_id.weight"
 

@@ -23,14 +23,14 @@ from attention_worker import as_on_a_gpu, use_stand_ins
 from jfi.data.prepared.load import prepare_into
 from jfi.distributed import CapturedShardedStep
 from jfi.training import ConfigError, Interrupted, resume, train
-from jfi.training.build import shards_of
-from jfi.training.cli import load_config
-from jfi.training.loop import Trainer
+from jfi.training.config_parser import load_config
+from jfi.training.loop.trainer import Trainer
+from jfi.training.model.build_model import shards_of
 
 
 def without_pictures():
     """Nothing is drawn within: that would take most of the time."""
-    return mock.patch.multiple("jfi.training.plots", draw_curves=lambda *_: None, draw_attention=lambda *_: None)
+    return mock.patch.multiple("jfi.training.run.plots", draw_curves=lambda *_: None, draw_attention=lambda *_: None)
 
 
 def do(job: dict) -> dict:
@@ -65,7 +65,7 @@ def do(job: dict) -> dict:
         reads.append(arguments)
         return prepare_into(*arguments)
 
-    counted = mock.patch("jfi.training.shared_data.prepare_into", read)
+    counted = mock.patch("jfi.training.run.shared_data.prepare_into", read)
     stand_in = stand_in_graphs(outcome) if job.get("stand_in") else nullcontext()
     hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_epoch=summing_end)
     with hooks, counted, stand_in, without_pictures():
@@ -98,8 +98,8 @@ def stand_in_graphs(outcome: dict) -> Iterator[None]:
 
     patches = mock.patch("jfi.training.start.check_graphs", lambda *_: None)
     # On a CPU no optimizer can be captured.
-    optimizers = mock.patch("jfi.training.capture.KeyedOptimizerWrapper", ())
-    with patches, optimizers, mock.patch("jfi.training.capture.CapturedShardedStep", make), as_on_a_gpu():
+    optimizers = mock.patch("jfi.training.loop.captured_steps.KeyedOptimizerWrapper", ())
+    with patches, optimizers, mock.patch("jfi.training.loop.captured_steps.CapturedShardedStep", make), as_on_a_gpu():
         yield
 
 

@@ -10,10 +10,10 @@ from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import read_blocks
 from jfi.data.io.table import Table, join_tables
-from jfi.data.prepared.column_files import read_columns
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sort import ROW
 from jfi.data.prepared.sources import Tables
+from jfi.data.prepared.stages.column_files import read_columns
+from jfi.data.prepared.stages.sort import ROW
 from jfi.utils.files import temporary_folder
 
 

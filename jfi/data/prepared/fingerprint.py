@@ -12,7 +12,7 @@ import pyarrow as pa
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.config import DataConfig
 from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 from jfi.data.schema.coded import blocks

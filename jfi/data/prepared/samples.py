@@ -8,7 +8,7 @@ import numpy as np
 from jfi.data.batches.events import Events
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.splits import SPLITS
+from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
 

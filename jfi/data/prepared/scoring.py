@@ -19,14 +19,14 @@ from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import describe_left_out, read_blocks, read_table
 from jfi.data.io.table import Table
-from jfi.data.prepared.column_files import new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.columns import SCRATCH, Columns
-from jfi.data.prepared.encode import encode_dense, encode_features, has_lists
-from jfi.data.prepared.engagement import read_engagement
 from jfi.data.prepared.prepare import Stages, sorted_events
-from jfi.data.prepared.read import read_rows
-from jfi.data.prepared.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.sources import Tables
+from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
+from jfi.data.prepared.stages.columns import SCRATCH, Columns
+from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
+from jfi.data.prepared.stages.engagement import read_engagement
+from jfi.data.prepared.stages.read import read_rows
+from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule

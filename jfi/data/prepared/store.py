@@ -15,13 +15,13 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.checksums import open_checked, verify
-from jfi.data.prepared.column_files import map_arrow, write_arrow
-from jfi.data.prepared.encode import known_items
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
 from jfi.data.prepared.manifest import MANIFEST, Manifest
-from jfi.data.prepared.splits import SPLITS
-from jfi.data.prepared.summarize import count_lengths, describe_lengths
+from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
+from jfi.data.prepared.stages.encode_columns import known_items
+from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.prepared.summary import Summary
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.columns import Categorical

@@ -6,7 +6,7 @@ import pyarrow as pa
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.events import index_type
 from jfi.data.config import DataConfig
-from jfi.data.prepared.encode import id_type
+from jfi.data.prepared.stages.encode_columns import id_type
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import Entity, FeatureSpec
 

@@ -7,10 +7,10 @@ import numpy as np
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.prepared.columns import Columns
-from jfi.data.prepared.engagement import read_engagement
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import column_settings, open_tables
+from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.engagement import read_engagement
 from jfi.data.schema.labels import labels_of
 from jfi.history_policies import EventLog
 from jfi.history_policies.log import MOST_SURFACES

@@ -1,0 +1,264 @@
+"""First stage of preparing a dataset: the tables' rows as numbers in column files, and the distinct values beside them.
+
+The folder of the stage has the columns in the table's order, and a file of distinct values for each column of text.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.io.arrays import is_list
+from jfi.data.io.blocks import DROP, describe_left_out
+from jfi.data.io.table import Table, of_other_kind
+from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
+from jfi.data.prepared.stages.splits import named_splits
+from jfi.data.schema.coded import Dictionary, blocks, flat_lists
+from jfi.data.schema.labels import check_held, labels_of, read_labels, read_targets, target_names
+from jfi.data.schema.rules import describe_values, parse_rule
+
+_VALUES, _WARNINGS = "values.json", "warnings.json"
+
+
+@dataclass(frozen=True)
+class RawColumn:
+    """A column of the interactions beyond user, item, time and label.
+
+    Args:
+        name: of the column in the table.
+        kind: "category" for ids, "number" for floats.
+    """
+
+    name: str
+    kind: str
+
+    @property
+    def file(self) -> str:
+        """The name of its codes or numbers among the column files."""
+        return f"{self.kind} {self.name}"
+
+    @property
+    def offsets(self) -> str:
+        """The name of a multi-valued column's offsets, the range of each row's codes; others have none."""
+        return f"offsets {self.name}"
+
+
+def raw_columns(config: DataConfig) -> list[RawColumn]:
+    """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
+    categories = [*config.names("event", "category"), *config.names("context", "category")]
+    categories += [name for name in (config.surface, config.session) if name is not None]
+    numbers = [*config.names("event", "number"), *config.names("context", "number")]
+    numbers += [] if config.dwell is None else [config.dwell]
+    if config.users is None:
+        categories += [name for name in config.names("user", "category") if name != config.user]
+        numbers += config.names("user", "number")
+    if config.items is None and config.source == "table":
+        categories += [name for name in config.names("item", "category") if name != config.item]
+        numbers += config.names("item", "number")
+        categories += [] if config.title is None else [config.title]
+    made = config.statistics_columns()
+    columns = [RawColumn(name, "category") for name in dict.fromkeys(categories)]
+    return columns + [RawColumn(name, "number") for name in dict.fromkeys(numbers) if name not in made]
+
+
+def read_rows(
+    tables: Iterable[tuple[int, Table]],
+    config: DataConfig,
+    folder: Path,
+    advance: Callable[[int], None],
+    lists: set[str] | None = None,
+) -> "RowReader | None":
+    """Reads interactions into `folder`, which must be empty; returns None if there are no rows.
+
+    Args:
+        tables: the interactions in blocks of rows, each after the number of its split.
+        config: the meaning of the columns.
+        folder: of the stage.
+        advance: called with the number of rows after each block.
+        lists: the multi-valued columns; None means those whose first value is a list.
+
+    Raises:
+        DataError: a fault in the files.
+    """
+    reader, left_out = None, 0
+    for split, table in tables:
+        left_out += table.left_out
+        if len(table):
+            reader = reader or RowReader(config, table, folder, lists)
+            reader.append(table, split)
+        advance(len(table) + table.left_out)
+    if reader is not None:
+        reader.left_out = left_out
+        reader.close()
+    return reader
+
+
+def check_rows(reader: "RowReader", name: str, tables: Callable[[], Iterable[Table]]) -> None:
+    """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
+
+    Args:
+        reader: has read all rows.
+        name: of the table, for messages.
+        tables: gives the rows again, to show their values.
+    """
+    config, folder = reader.config, reader.folder
+    for one, counts in zip(config.trained_labels(), reader.labels, strict=True):
+        check_held(name, "label", one.label, counts, tables)
+    check_held(name, "history", config.history, (reader.rows - reader.events, reader.events), tables)
+    warnings = describe_left_out(name, reader.rows, reader.left_out)
+    warnings += [
+        f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
+        for setting, rule, column, value in reader.absent or []
+    ]
+    (folder / _WARNINGS).write_text(json.dumps(warnings))
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Warnings of the rows that `check_rows` has checked, a line each."""
+    return json.loads((folder / _WARNINGS).read_text())
+
+
+def read_values(folder: Path, column: str) -> pa.Array:
+    """The distinct values of a column file of codes."""
+    number = json.loads((folder / _VALUES).read_text()).index(column)
+    return map_arrow(folder / f"values-{number}.arrow")["value"]
+
+
+class RowReader:
+    """Writes blocks of rows as numbers into column files."""
+
+    def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
+        self.config, self.folder, self.rows = config, folder, 0
+        #: Rows without an id that are not among `rows`.
+        self.left_out = 0
+        self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
+        #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
+        self.absent: list[tuple[str, str, str, str]] | None = None
+        self._columns = raw_columns(config)
+        if made := next((name for name in config.statistics_columns() if name in first.known), None):
+            raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
+        for setting in ("user", "item", "timestamp"):
+            first.require(getattr(config, setting), f" (data.{setting})")
+        if config.items is None:
+            for column in self._columns:
+                if column.name in config.names("item"):
+                    first.require(column.name, " (data.items is not set)")
+        categories = [column for column in self._columns if column.kind == "category"]
+        #: By column whether it is multi-valued, as far as rows have told it.
+        self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
+        types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
+        types |= dict.fromkeys(target_names(config), np.float32)
+        types |= {"split": np.int8} if config.split in ("column", "files") else {}
+        types |= {} if config.history is None else {"event": np.int8}
+        types |= {} if config.group is None else {"group": np.int64}
+        for column in self._columns:
+            types[column.file] = np.float64 if column.kind == "number" else np.int32
+            if column.kind == "category":
+                types[column.offsets] = np.int64
+        self._writer = ColumnWriter(folder, types)
+        coded = ["user", "item", *(column.file for column in categories)]
+        self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
+
+    def append(self, table: Table, split: int) -> None:
+        """Appends rows of the split of that number, if the config gives the rows of each split."""
+        config, put = self.config, self._put
+        self._dictionaries["user"].add(table.ids(config.user, DROP))
+        self._dictionaries["item"].add(table.ids(config.item, DROP))
+        put("time", table.times(config.timestamp, config.timestamp_unit))
+        labels = read_labels(table, config.label, config.task)
+        put("label", labels)
+        targets = read_targets(table, config, labels)
+        for name, column in targets.items():
+            put(name, column)
+        self.labels += [[(column == value).sum() for value in (0, 1)] for column in labels_of(config, labels, targets)]
+        if config.split == "column":
+            put("split", _given_splits(table, config.split_column))
+        elif config.split == "files":
+            put("split", np.full(len(table), split, np.int8))
+        if config.history is not None:
+            event = parse_rule(config.history).holds(table) == 1
+            self.events += int(event.sum())
+            put("event", event)
+        if self.absent != []:
+            rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in config.rules()]
+            absent = [(setting, rule, *pair) for setting, rule, pairs in rules for pair in pairs]
+            self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
+        if config.group is not None:
+            put("group", self._groups(table))
+        for column in self._columns:
+            if column.kind == "number":
+                put(column.file, table.numbers(column.name))
+            else:
+                self._append_categories(column, table)
+        self.rows += len(table)
+
+    def _append_categories(self, column: RawColumn, table: Table) -> None:
+        values, name = table.categories(column.name, self.config.separators()), column.name
+        is_missing = values.null_count == len(values)
+        if name not in self._lists and (is_list(values.type) or not is_missing):
+            self._set_lists(column, is_list(values.type))
+        has_lists = self._lists.get(name)
+        if is_missing:
+            self._append_missing(column, len(values), has_lists)
+            return
+        if is_list(values.type) != has_lists:
+            raise DataError(f"{table.name}: column '{name}' {of_other_kind(not has_lists)}")
+        if has_lists:
+            values, offsets = flat_lists(values)
+            self._writer.append_offsets(column.offsets, np.diff(offsets))
+        self._dictionaries[column.file].add(values)
+
+    def _set_lists(self, column: RawColumn, has_lists: bool) -> None:
+        """Appends the rows so far, in which no value told whether the column is multi-valued."""
+        self._lists[column.name] = has_lists
+        for begin, end in blocks(self.rows):
+            self._append_missing(column, end - begin, has_lists)
+
+    def _append_missing(self, column: RawColumn, count: int, has_lists: bool | None) -> None:
+        if has_lists:
+            self._writer.append_offsets(column.offsets, np.zeros(count, np.int64))
+        elif has_lists is not None:
+            self._dictionaries[column.file].add(pa.nulls(count, pa.large_string()))
+
+    def _put(self, name: str, values: np.ndarray) -> None:
+        self._writer.append(name, values)
+
+    def _groups(self, table: Table) -> np.ndarray:
+        """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
+        encoded = table.strings(self.config.group).dictionary_encode()
+        # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
+        hashes = [
+            int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 1
+            for value in encoded.dictionary.to_pylist()
+        ]
+        codes = pc.fill_null(encoded.indices, -1).to_numpy()
+        alone = -1 - (self.rows + np.arange(len(table)))
+        return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
+
+    def close(self) -> None:
+        """Writes what is left, and the distinct values."""
+        for column in self._columns:
+            if column.kind == "category" and column.name not in self._lists:
+                self._set_lists(column, False)
+        # Names of columns may hold any character, so files have numbers.
+        (self.folder / _VALUES).write_text(json.dumps(list(self._dictionaries)))
+        for number, dictionary in enumerate(self._dictionaries.values()):
+            write_arrow(self.folder / f"values-{number}.arrow", {"value": dictionary.flush()})
+        self._writer.close()
+
+
+def _given_splits(table: Table, name: str) -> np.ndarray:
+    """`[N]` int8, the index in `splits.SPLITS` that the column `name` says."""
+    column = table.ids(name)
+    split = named_splits(column)
+    if (split < 0).any():
+        row = int((split < 0).argmax())
+        raise table.fault(row, f"'{name}' is '{column[row].as_py()}', must be train, validation or test")
+    return split

@@ -1,0 +1,1 @@
+"""Checkpoints: the tensors and the position of a run, whole or not at all."""

@@ -1,0 +1,111 @@
+"""Decides whether the training steps of a run are launched as CUDA graphs."""
+
+from collections.abc import Callable
+
+from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from jfi.cuda_graphs.capture_check import why_not_captured
+from jfi.cuda_graphs.captured_step import CapturedStep
+from jfi.data import Batch, InteractionDataset
+from jfi.distributed import CapturedShardedStep
+from jfi.training.config import Config, ConfigError
+from jfi.training.distributed.processes import World
+
+
+def captures_shards(config: Config) -> bool:
+    """Returns whether the steps of a run under torchrun are to be captured."""
+    return config.training.cuda_graph == "always"
+
+
+def check_graphs(config: Config, world: World) -> None:
+    """Checks of `training.cuda_graph: always` what the config tells, before anything is written.
+
+    Raises:
+        ConfigError: the steps cannot be captured.
+    """
+    training, size = config.training, config.training.batch_size
+    if training.cuda_graph != "always":
+        return
+    reason = None
+    if world.device.type != "cuda":
+        reason = "there is no GPU; auto takes one if there is one"
+    elif world.launched and config.sharding.exchange == "rows":
+        reason = "sharding.exchange is rows; attention can be captured under torchrun"
+    elif world.launched and size is not None and size % world.size:
+        reason = f"training.batch_size, {size}, is no multiple of the number of processes, {world.size}"
+    else:
+        reason = _why_not(config, world)
+    if reason is not None:
+        raise ConfigError(f"training.cuda_graph: got 'always', but {reason}")
+
+
+def _why_not(config: Config, world: World) -> str | None:
+    """Why steps cannot be captured, whatever the data."""
+    if world.launched and not captures_shards(config):
+        return "the run is under torchrun, where training.cuda_graph must be always"
+    if world.launched and config.sharding.group_size is not None:
+        return "sharding.group_size is set"
+    if config.training.accumulate != 1:
+        return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
+    if config.data.batching == "user":
+        return "data.batching is user, whose batches have any number of timelines"
+    return None
+
+
+def capture(
+    step: Callable[[Batch], object],
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    config: Config,
+    dataset: InteractionDataset,
+    world: World,
+) -> CapturedStep | CapturedShardedStep | str:
+    """A training step that is captured, or why it cannot be.
+
+    Args:
+        step: the step; under torchrun it averages the gradients of the dense parameters itself.
+        model: of the run.
+        optimizer: of its tables, then of all other parameters.
+        config: the whole config.
+        dataset: whose first batch gives the capacities. After a resume it is the same batch, so that the capacities,
+            and with them the rounding, stay as they were.
+        world: the processes of the run.
+
+    Raises:
+        ConfigError: `training.cuda_graph` is always and the step cannot be captured.
+    """
+    found = _captured(step, model, optimizer, config, dataset, world)
+    if isinstance(found, str) and config.training.cuda_graph == "always":
+        raise ConfigError(f"training.cuda_graph: got 'always', but {found}")
+    return found
+
+
+def _captured(
+    step: Callable[[Batch], object],
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    config: Config,
+    dataset: InteractionDataset,
+    world: World,
+) -> CapturedStep | CapturedShardedStep | str:
+    reason = _why_not(config, world)
+    if reason is not None:
+        return reason
+    # Those of the tables step in the backward pass.
+    dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
+    # The second is that of learned tables of semantic IDs.
+    for key, one in zip(("dense", "embeddings"), dense, strict=False):
+        if not all(group.get("capturable") for group in one.param_groups):
+            name = getattr(config.optimizer, key).name
+            return f"optimizer.{key}.name is {name}; of torch.optim only adam and adamw can be captured"
+    training = config.training
+    options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
+    first = dataset.batches("train", training.batch_size, **options)[0]
+    if not world.launched:
+        reason = why_not_captured(model, first)
+        return CapturedStep(step, model, reference=first) if reason is None else reason
+    try:
+        return CapturedShardedStep(step, model, reference=first)
+    except ValueError as error:
+        return str(error)

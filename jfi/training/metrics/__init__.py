@@ -1,0 +1,1 @@
+"""Metrics of labels and of rankings, calibration and shares of unknown values."""

@@ -1,0 +1,1 @@
+"""The folder of a run: its data, state and records, and its use after training."""

@@ -1,0 +1,183 @@
+"""Stores what a run has learnt from its data, and on which data: the folder `data` of the run folder.
+
+schema.json, vocabularies.parquet    the schema, see `jfi.data.schema.schema`
+fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.prepared.fingerprint`
+policy.json                          with `data.policy` a copy of that file, which the run goes on with
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
+from jfi.data.config import FILES
+from jfi.data.prepared.fingerprint import NAME, Fingerprint
+from jfi.data.prepared.manifest import CHOICES, resolve
+from jfi.data.prepared.sources import column_settings
+from jfi.data.schema.rules import parse_rule
+from jfi.data.schema.schema import FILES as SCHEMA_FILES
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
+from jfi.training.config import Config, ConfigError
+from jfi.training.distributed.processes import World
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_position import load_progress
+from jfi.training.run.shared_data import load_shared
+from jfi.utils.files import sha256_of, writing_folder
+
+_POLICY = "policy.json"
+#: The files that stay as they are from the start of a run on; the fingerprint follows data that is accepted.
+_LEARNT = (*SCHEMA_FILES, _POLICY)
+#: What to do where the data of a run has changed.
+DataChanged = Literal["refuse", "accept"]
+
+
+def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> None:
+    """Writes the summary and the folder, each completely or not at all."""
+    _save_summary(run, dataset)
+    fingerprint = Fingerprint.of(dataset, config.data)
+    with writing_folder(run.data) as unfinished:
+        dataset.schema.write(unfinished)
+        fingerprint.save(unfinished / NAME)
+        if dataset.policy is not None:
+            dataset.policy.save(unfinished / _POLICY)
+
+
+def own_policy(run: RunFolder, config: Config) -> Config:
+    """The config with the run's own copy of its policy, whatever became of the file that `data.policy` names."""
+    if config.data.policy is None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, policy=str(run.data / _POLICY)))
+
+
+def learnt_files(run: RunFolder) -> dict[str, str]:
+    """SHA-256 by name of the files of `run.data` that a run never changes; each checkpoint has them."""
+    return {name: sha256_of(run.data / name) for name in _LEARNT if (run.data / name).is_file()}
+
+
+def load_schema(run: RunFolder) -> DataSchema:
+    """The schema of a run, after the files that it has learnt, its policy among them, are verified.
+
+    Raises:
+        ConfigError: a file is not what it was at the last checkpoint.
+        DataError: a file of the schema is missing or damaged.
+    """
+    schema, last = DataSchema.load(run.data), latest_checkpoint(run.checkpoints)
+    if last is not None:
+        known, found = load_progress(last).files, learnt_files(run)
+        for name in _LEARNT:
+            if found.get(name) != known.get(name):
+                what = "is missing" if name not in found else "has changed since the checkpoint"
+                raise ConfigError(f"{run.data / name} {what}; restore it")
+    return schema
+
+
+def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged = "refuse") -> InteractionDataset:
+    """The dataset of a run that goes on, encoded with the run's own schema.
+
+    A run that was killed before it had written its schema learns it now.
+
+    Args:
+        run: the run.
+        config: its config.
+        world: the processes that call this together.
+        changed: "refuse" raises an error if the data is not the data that the run was started with; "accept" goes on
+            with it, prints its summary, and remembers both.
+
+    Raises:
+        ConfigError: the data has changed.
+        DataError: a fault in the data, or a damaged schema.
+    """
+    if world.on_first(lambda: not run.data.exists() and latest_checkpoint(run.checkpoints) is None):
+        dataset = load_shared(config.data, world)
+        world.on_first(lambda: save_data(run, dataset, config))
+        return dataset
+    schema = load_schema(run)
+    try:
+        world.on_first(lambda: _check_prepared(run, config))
+        dataset = load_shared(own_policy(run, config).data, world, schema)
+    except DataError as fault:
+        raise DataError(f"--resume {run.path}: {fault}") from fault
+    world.on_first(lambda: _compare(run, config, dataset, changed))
+    return dataset
+
+
+def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
+    """Returns what determines the batches of an epoch, besides its number: where it is equal, so are they.
+
+    Raises:
+        DataError: the run's fingerprint is missing or damaged.
+    """
+    known, training = Fingerprint.load(run.data / NAME), config.training
+    return {
+        "the number of training samples": known.samples["train"],
+        "the SHA-256 of the training samples": known.splits["train"],
+        "training.batch_size": training.batch_size,
+        "data.batching": config.data.batching,
+        **(_describe_timelines(known, config.data) if config.data.batching == "user" else {}),
+        "training.seed": training.seed,
+        **({"the fingerprint of data.policy": known.policy} if known.policy else {}),
+    }
+
+
+def _describe_timelines(known: Fingerprint, config: DataConfig) -> dict[str, object]:
+    """Returns what a user's events are cut into timelines by, those that are no samples included."""
+    settings = column_settings(config)
+    rule = [] if settings.history is None else parse_rule(settings.history).columns
+    names = sorted({settings.user, settings.timestamp, *rule})
+    digest = hashlib.sha256("".join(known.columns[name] for name in names).encode()).hexdigest()
+    return {"data.max_timeline": config.longest_timeline, "the SHA-256 of the events' users and times": digest}
+
+
+def name_data(run: RunFolder) -> str:
+    """A short name of the data that the run goes on with: other data has another name."""
+    return hashlib.sha256((run.data / NAME).read_bytes()).hexdigest()[:8]
+
+
+def _check_prepared(run: RunFolder, config: Config) -> None:
+    """Raises ConfigError if a prepared dataset was made again with other settings than the run has."""
+    for name, was, now in _differences(config.data, resolve(config.data)):
+        raise ConfigError(
+            f"--resume {run.path}: data.{name} was {was!r}, but {config.data.prepared} was prepared again with "
+            f"{now!r}; prepare it as it was"
+        )
+
+
+def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
+    """Checks that a run with the settings `was` could go on with a dataset that is prepared with `now`.
+
+    Raises:
+        ConfigError: it could not, as one line that names the setting.
+    """
+    for name, old, new in _differences(was, now):
+        raise ConfigError(f"--run {run.path}: data.{name} is {new!r}, but the run was started with {old!r}")
+
+
+def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
+    """The settings with two values, but for names of tables and those that are a run's own."""
+    for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *CHOICES, "prepared")]:
+        if getattr(was, name) != getattr(now, name):
+            yield name, getattr(was, name), getattr(now, name)
+
+
+def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:
+    path = run.data / NAME
+    now = Fingerprint.of(dataset, config.data)
+    changes = Fingerprint.load(path).changes(now)
+    if changes is None:
+        return
+    if changed != "accept":
+        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        data = f"the data {named}" if named else "the data"
+        advice = "restore it, or go on with --data-changed accept"
+        raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
+    # The fingerprint last: killed before, the run asks again.
+    _save_summary(run, dataset)
+    now.save(path)
+    if dataset.summary is not None:
+        print(dataset.summary, flush=True)
+
+
+def _save_summary(run: RunFolder, dataset: InteractionDataset) -> None:
+    if dataset.summary is not None:
+        dataset.summary.save(run.summary)

@@ -1,0 +1,104 @@
+"""The run folder.
+
+config.yaml     every field of the resolved config
+summary.json    the data in numbers: rows, splits, lengths of histories, missing and unseen values, warnings
+data/           what the run has learnt from its data, and the data's fingerprint, see `jfi.training.run.run_data`
+metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
+checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoints.checkpoint`
+tensorboard/    the same metrics for TensorBoard
+curves.png      metrics over the epochs
+attention.png   the attention of a few test samples, unless none of them has a history
+.lock           held by the process that writes the run, see `jfi.training.run.run_lock`
+"""
+
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from jfi.training.config import Config, ConfigError
+from jfi.training.config_parser import load_config, save_config
+from jfi.training.defaults import settled_as
+from jfi.training.run.run_lock import LOCK
+from jfi.utils.files import unfinished_name
+
+
+class RunFolder:
+    """The paths of a run; `create` makes a new folder, `open` opens an existing one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.summary = path / "summary.json"
+        self.data = path / "data"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.curves = path / "curves.png"
+        self.attention = path / "attention.png"
+
+    @classmethod
+    def create(cls, config: Config, path: Path | None = None) -> "RunFolder":
+        """Makes the folder `path`, or else of `config.training.run_dir`, and writes the config into it.
+
+        Raises:
+            ConfigError: the folder is not empty.
+        """
+        path = path or Path(config.training.run_dir or new_run_dir())
+        check_new(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        save_config(config, run.config)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> "tuple[RunFolder, Config]":
+        """An existing run and its config.
+
+        Raises:
+            ConfigError: `path` is not a run folder.
+        """
+        run = cls(Path(path))
+        if not run.config.is_file():
+            raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing")
+        config = load_config(run.config)
+        return run, config.with_training(run_dir=str(path))
+
+    def check_links(self) -> None:
+        """Raises ConfigError if a file or folder that training writes is a link, which may lead out of the run."""
+        written = [self.path / LOCK, *(path for path in vars(self).values() if path != self.path)]
+        for folder in (self.data, self.checkpoints, self.tensorboard):
+            written += folder.glob("*")
+        for path in written:
+            if path.is_symlink():
+                raise ConfigError(f"--resume {self.path}: {path} is a link; a run that goes on holds none")
+
+    @classmethod
+    def holds(cls, config: Config) -> bool:
+        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is settled."""
+        path = config.training.run_dir
+        if path is None or not cls(Path(path)).config.is_file():
+            return False
+        known = load_config(cls(Path(path)).config)
+        return settled_as(config, known) == known
+
+
+def new_run_dir(prefix: str = "") -> str:
+    """`runs/<prefix><date>-<time>`."""
+    return f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
+    begun = {LOCK, unfinished_name(RunFolder(path).config).name}
+    if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
+        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError, which names the folder, if `path`, or the folder to make it in, takes no file."""
+    folder = next(one for one in (path, *path.absolute().parents) if one.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error

@@ -1,0 +1,261 @@
+"""The state of a run: all that the next step depends on, how it begins, and its checkpoints.
+
+A checkpoint has the parameters, the optimizer, the random generators and the running sums, and in `Progress` the
+position in the epoch, the best epoch and the length of metrics.jsonl. Under torchrun a process has its shards of the
+tables.
+"""
+
+import dataclasses
+import math
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from tqdm import tqdm
+
+from jfi.data import InteractionDataset
+from jfi.training.checkpoints.checkpoint import (
+    DamagedCheckpointError,
+    checkpoint_name,
+    keep_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from jfi.training.checkpoints.tensor_files import MismatchedCheckpointError
+from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import settle
+from jfi.training.distributed.processes import World
+from jfi.training.distributed.sharding import shard_model
+from jfi.training.model.build_model import build_model, build_optimizer, draw_tables, table_configs
+from jfi.training.model.ema import ModelAverage
+from jfi.training.model.frozen_rows import FrozenRows
+from jfi.training.model.parameter_groups import Groups
+from jfi.training.model.pretrained import fill_rows, load_pretrained
+from jfi.training.run.recorder import Recorder, SilentRecorder
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_position import Progress, last_progress, load_progress
+from jfi.training.run.warm_start import warm_start
+
+
+class RunState:
+    """The model, the optimizer and the progress of one run.
+
+    Args:
+        config: the whole config.
+        dataset: the dataset of `config.data`.
+        world: the processes of the run.
+        warm: the run to start from, `training.warm_start` of a new run.
+
+    Raises:
+        ConfigError: the config does not fit the dataset, the processes or the run to start from.
+    """
+
+    def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
+        config, _ = settle(config, dataset, world)
+        self.config = config
+        self.dataset = dataset
+        self.world = world
+        self.device = world.device
+        self.progress = Progress(world_size=world.size if world.launched else 0)
+        self.groups = Groups(world, None)
+        torch.manual_seed(config.training.seed)
+        fused = None if world.launched else config.optimizer
+        # Attention runs in the dtype of the rows. A CPU has no faster products of bfloat16.
+        in_halves = config.training.precision == "bfloat16" and self.device.type == "cuda"
+        output_dtype = torch.bfloat16 if in_halves else None
+        model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, output_dtype)
+        tables = table_configs(model)
+        if world.launched:
+            self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
+            self._reseed()
+        else:
+            for module in (model.embedding_bag_collection, model.embedding_collection):
+                if module is not None:
+                    module.to_empty(device=self.device)
+            self.model = model.to(self.device)
+            self.optimizer = build_optimizer(config.optimizer, self.model, config.training.max_grad_norm)
+        draw_tables(self.model.state_dict(), tables, config.training.seed)
+        # By table the rows that come from another run, `[rows]` bool.
+        self._warm: dict[str, Tensor] = {}
+        if warm is not None:
+            self._warm = warm_start(warm, self.model.state_dict(), tables, dataset.schema)
+            if world.is_first:
+                counts = ", ".join(f"{name} {int(rows.sum())}/{len(rows)}" for name, rows in self._warm.items())
+                tqdm.write(f"warm start from {warm}: rows of known ids: {counts}")
+        names = {table.name: name for name, table in tables.items()}
+        self._table_configs = tables
+        #: By column the name of its table's parameter.
+        self._tables = {one.column: names[one.table] for one in dataset.schema.features if one.table in names}
+        frozen = {
+            column: (self._tables[column], tables[self._tables[column]].num_embeddings)
+            for column, pretrained in config.model.pretrained.items()
+            if pretrained.frozen and column in self._tables
+        }
+        self._frozen = FrozenRows(self.model, self.optimizer, frozen, world)
+        self.modules: dict[str, nn.Module] = {"model": self.model}
+        if config.optimizer.average is not None:
+            self.modules["average"] = ModelAverage(self.model, config.optimizer.average)
+        # Summed loss, summed label and number of the samples since the last line of the log.
+        self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def load_pretrained(self) -> None:
+        """Fills the tables of a new run with the embeddings of `model.pretrained`, but for rows that started warm.
+
+        Raises:
+            ConfigError: a file is missing or malformed, or its column has no table.
+        """
+        for column, pretrained in self.config.model.pretrained.items():
+            if column not in self._tables:
+                raise ConfigError(f"model.pretrained.{column}: the model has no table of this column")
+            table = self._table_configs[self._tables[column]]
+            width = table.embedding_dim
+            rows, vectors = load_pretrained(column, pretrained, self.dataset.schema, width, self.world)
+            new = ~self._warm[table.name][rows] if table.name in self._warm else slice(None)
+            fill_rows(self.model.state_dict()[self._tables[column]], rows[new], vectors[new])
+            self._frozen.add(column, rows)
+
+    def restore(self, run: RunFolder) -> None:
+        """Loads the last complete checkpoint of `run`, if there is one.
+
+        Raises:
+            ConfigError: progress.json or the tensors are missing or damaged, metrics.jsonl is shorter than at the
+                checkpoint, or only one of this process and the run was started by torchrun.
+        """
+        path, progress = self.world.on_first(lambda: last_progress(run))
+        if path is None:
+            return
+        if bool(progress.world_size) != self.world.launched:
+            how = "with" if progress.world_size else "without"
+            raise ConfigError(f"--resume {run.path}: the run was started {how} torchrun; resume it {how} torchrun")
+        for _, optimizer in self.optimizer.optimizers:
+            if isinstance(optimizer, KeyedOptimizerWrapper):  # fused optimizers always have their states
+                optimizer.init_state()  # a step with zero gradients, which allocates the state
+                optimizer.zero_grad(set_to_none=True)
+        same_world = progress.world_size == self.progress.world_size
+        self.progress = dataclasses.replace(progress, world_size=self.progress.world_size)
+        state = self._state()
+        if not same_world:
+            del state["random"]
+        try:
+            load_checkpoint(path, state, self.world)
+        except DamagedCheckpointError as fault:
+            raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from None
+        except MismatchedCheckpointError as fault:
+            raise ConfigError(
+                f"--resume {run.path}: {fault}; if another version of jfi has written it, start a new run with "
+                "training.warm_start"
+            ) from None
+        best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
+        if progress.best_epoch and best != path:
+            verify_checkpoint(best, self.world)  # now, rather than at the end of the training
+            self.world.on_first(lambda: load_progress(best))
+        try:
+            self._load_modules(state)
+        except RuntimeError as fault:  # of several lines, of which the last one names the tensor
+            raise ConfigError(f"--resume {run.path}: {str(fault).splitlines()[-1].strip()}") from None
+        whole = self.optimizer.state_dict()
+        for name, loaded in state["optimizer"]["state"].items():
+            whole["state"][name] |= loaded
+        self.optimizer.load_state_dict(whole)
+        self._frozen.hold()
+        if self.world.is_first:
+            self.window = state["window"]
+        if not same_world:
+            self._reseed()
+            return
+        random = state["random"][str(self.world.rank)]
+        torch.set_rng_state(random["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.device)
+
+    def check_data(self, wait: bool = True) -> None:
+        """Checks the files of a prepared dataset, which a process of each host verifies; all call it together.
+
+        Args:
+            wait: whether to wait until all files are verified.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        dataset = self.dataset
+        if dataset.folder is not None:
+            self.world.on_each_host(lambda: dataset.verification and dataset.verification.check(wait))
+
+    def load_best(self, run: RunFolder) -> None:
+        """Loads the parameters of the best epoch.
+
+        Raises:
+            DataError: a file of the dataset, of which the test metrics are, is damaged.
+        """
+        self.check_data()
+        best = self._module_state()
+        load_checkpoint(run.checkpoints / checkpoint_name(self.progress.best_epoch, 0), best, self.world)
+        self._load_modules(best)
+
+    def save(self, run: RunFolder, recorder: Recorder | SilentRecorder) -> None:
+        """Writes a checkpoint, and removes those but this one and that of the best epoch.
+
+        Raises:
+            FloatingPointError: training has diverged; nothing is written.
+            DataError: a file of the dataset is damaged; nothing is written.
+        """
+        self.check_data()
+        progress = self.progress
+        self.groups.average(progress.step)
+        with self._frozen.released():
+            state = self._state()
+            self.check_finite(state["window"][0].item())
+            progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
+            progress.config = self.config.as_dict()
+            name = checkpoint_name(progress.epoch, progress.batch)
+            try:
+                save_checkpoint(run.checkpoints, name, state, asdict(progress), self.world)
+            except FloatingPointError as fault:  # the last step's update, which no loss has shown yet
+                self.check_finite(math.nan, str(fault))
+        best = checkpoint_name(progress.best_epoch, 0)
+        self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))
+
+    def check_finite(self, loss: float, fault: str = "") -> None:
+        """Raises FloatingPointError if training has diverged."""
+        if fault or not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{fault or f'the loss is {loss}'} at step {self.progress.step}; lower the learning rates "
+                "(optimizer.*.learning_rate)"
+            )
+
+    @property
+    def _evaluated(self) -> nn.Module:
+        return self.modules["average"].module if "average" in self.modules else self.model
+
+    def _reseed(self) -> None:
+        """Seeds the random generator of this rank, by the step where it starts."""
+        origin = self.config.training.seed, self.world.rank, self.progress.step
+        torch.manual_seed(int(np.random.SeedSequence(origin).generate_state(1)[0]))
+
+    def _module_state(self) -> dict:
+        return {name: module.state_dict() for name, module in self.modules.items()}
+
+    def _load_modules(self, state: dict) -> None:
+        for name, module in self.modules.items():
+            module.load_state_dict(state[name])
+
+    def _optimizer_state(self) -> dict:
+        state = self.optimizer.state_dict()
+        for one in state["state"].values():
+            one.pop("average", None)  # in the state of the module "average"
+        return state
+
+    def _state(self) -> dict:
+        random = {"cpu": torch.get_rng_state()}  # of this rank; other tensors are shards or equal on all ranks
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {
+            **self._module_state(),
+            "optimizer": self._optimizer_state(),
+            "random": {str(self.world.rank): random},
+            "window": self.world.sum(self.window),
+            **({"frozen": self._frozen.rows} if self._frozen.rows else {}),
+        }

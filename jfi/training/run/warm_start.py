@@ -1,0 +1,180 @@
+"""Starts a run from the parameters of another one: known ids keep their rows, new ones have fresh rows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from jfi.data import DataConfig, DataSchema
+from jfi.data.schema.schema import as_array
+from jfi.models import SequenceDLRM
+from jfi.training.config import Config, ConfigError
+from jfi.training.defaults import with_bias
+from jfi.training.model.build_model import build_model, shards_of, table_configs
+from jfi.training.run.saved_run import BestEpoch
+
+#: Where a row of a table has no row in the other run.
+FRESH = -1
+
+
+def warm_start(
+    path: str | Path,
+    state: Mapping[str, Tensor | ShardedTensor],
+    tables: dict[str, BaseEmbeddingConfig],
+    schema: DataSchema,
+) -> dict[str, Tensor]:
+    """Copies the parameters of the best epoch of a run into those of a new model.
+
+    A table's row is copied where the other run knows its value. A table without a vocabulary, such as that of
+    quantiles, is copied by id if it has as many rows. All rows that are not copied, and tables that the other run
+    lacks, stay as they are. All other parameters must be in both, with the same shapes.
+
+    Args:
+        path: the run folder.
+        state: the new model's `state_dict()`, which is filled in place; under torchrun with this process' shards.
+        tables: the result of `table_configs` of the new model.
+        schema: of the new run's data.
+
+    Returns:
+        By table `[rows]` bool, the rows that are copied.
+
+    Raises:
+        ConfigError: not a run folder, or its model has other keys, names or shapes, as one line.
+        DataError: its schema is damaged.
+    """
+    best = BestEpoch.of(path, "training.warm_start: run")
+    _check_keys(path, schema, best.schema)
+    _, shapes, there = _meta_model(best.config, best.schema)
+    _check_shapes(path, state, tables, shapes, there)
+
+    dense = {name: torch.empty(shapes[name], dtype=state[name].dtype) for name in state if name not in tables}
+    best.read(dense)
+    for name, values in dense.items():
+        state[name].copy_(values)
+    copied = {}
+    for name, table in tables.items():
+        source = _sources(table, schema, best.schema) if table.name in there else np.full(table.num_embeddings, FRESH)
+        copied[table.name] = torch.from_numpy(source != FRESH)
+        if not copied[table.name].any():
+            continue
+        # One whole table at a time: any number of processes may have written it.
+        values = torch.empty(shapes[there[table.name]])
+        best.read({there[table.name]: values})
+        for shard, row, column in shards_of(state[name]):
+            rows = torch.from_numpy(source[row : row + shard.shape[0]])
+            known = rows != FRESH
+            found = values[rows[known], column : column + shard.shape[1]]
+            shard[known.to(shard.device)] = found.to(shard.device, shard.dtype)
+    return copied
+
+
+def check_warm_start(path: str | Path, config: Config) -> list[str]:
+    """Checks what the config alone tells of a warm start, before any table is read; `warm_start` checks the rest.
+
+    Returns:
+        A line for each label that is another rule or column than in the other run.
+
+    Raises:
+        ConfigError, DataError: as `warm_start`.
+    """
+    config, best = with_bias(config), BestEpoch.of(path, "training.warm_start: run")
+    changed = _check_labels(path, config, best.config.data)
+    _, shapes, there = _meta_model(best.config, best.schema)
+    # With the schema of the other run the models differ where the sections `model` and `encoder` do.
+    model, _, _ = _meta_model(config, best.schema)
+    _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
+    return changed
+
+
+def _meta_model(config: Config, schema: DataSchema) -> tuple[SequenceDLRM, dict[str, tuple[int, ...]], dict[str, str]]:
+    """The model of a config without memory, the shapes of its parameters, and by table the name of its parameter."""
+    with torch.device("meta"):
+        model = build_model(config.model, config.encoder, schema, torch.device("meta"))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return model, shapes, {table.name: name for name, table in table_configs(model).items()}
+
+
+def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) -> np.ndarray:
+    """`[rows]` int64: by row of a table the row of the other run's table, or FRESH."""
+    column = next(spec.column for spec in schema.features if spec.table == table.name)
+    new, old = (one.encodings.vocabularies.get(column) for one in (schema, other))
+    if new is None or old is None:
+        rows = next(spec.num_embeddings for spec in other.features if spec.table == table.name)
+        same = new is None and old is None and rows == table.num_embeddings
+        return np.arange(rows) if same else np.full(table.num_embeddings, FRESH)
+    found = pc.index_in(as_array(new.values), value_set=as_array(old.values))
+    # Row 0 is that of unknown values in both.
+    found = np.append(-1, pc.fill_null(found, FRESH - 1).to_numpy()) + 1
+    return found.astype(np.int64)
+
+
+def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[str]:
+    """Checks that each output starts from that of its own name: the model's outputs have places and no names."""
+    data = config.data
+    outputs, there = ([f"{one.name} ({one.task})" for one in data.targets()] for data in (data, other))
+    if outputs != there:
+        raise ConfigError(
+            f"training.warm_start: this run predicts {', '.join(outputs)}, {path} {', '.join(there)}; use the same "
+            "data.labels"
+        )
+    rules = data.auxiliary_labels
+    if rules != other.auxiliary_labels:
+        raise ConfigError(
+            f"training.warm_start: data.auxiliary_labels is {rules}, in {path} it is {other.auxiliary_labels}; use the "
+            "same, in the same order"
+        )
+    pairs = zip(data.targets(), other.targets(), strict=True)
+    return [
+        f"training.warm_start: {now.name} is '{now.label}', in {path} it is '{was.label}'"
+        for now, was in pairs
+        if now.label != was.label
+    ]
+
+
+def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:
+    def keys(one: DataSchema) -> list[str]:
+        own = [spec.key for spec in one.features if spec.role in ("user", "item", "context")]
+        events = dict.fromkeys(spec.column for spec in one.features if spec.role == "history")
+        return [*own, *(f"history of {name}" for name in events), *(f"number {name}" for name in one.dense_names)]
+
+    if schema.codec is not None and other.codec is not None and schema.codec.fingerprint != other.codec.fingerprint:
+        codecs = [one.codec.fingerprint[:12] for one in (schema, other)]
+        raise ConfigError(
+            f"training.warm_start: the semantic IDs of this run are of the codec {codecs[0]}, those of {path} of "
+            f"{codecs[1]}"
+        )
+    here, there = keys(schema), keys(other)
+    for name in here + there:
+        if (name in here) != (name in there):
+            which = "this run has, but not" if name in here else "this run lacks, but not"
+            raise ConfigError(f"training.warm_start: '{name}' is an input that {which} {path}; use the same columns")
+    if here != there:
+        raise ConfigError(f"training.warm_start: {path} has its inputs in another order: {', '.join(there)}")
+
+
+def _check_shapes(
+    path: str | Path,
+    state: Mapping[str, Tensor | ShardedTensor],
+    tables: dict[str, BaseEmbeddingConfig],
+    shapes: dict[str, tuple[int, ...]],
+    there: dict[str, str],
+) -> None:
+    for name, value in state.items():
+        if name in tables:
+            table = tables[name]
+            if table.name in there and shapes[there[table.name]][1] != table.embedding_dim:
+                width = shapes[there[table.name]][1]
+                raise ConfigError(
+                    f"training.warm_start: '{table.name}' is {table.embedding_dim} wide, in {path} {width}; use the "
+                    "same model.embedding_dim and widths of data.features"
+                )
+        elif name not in shapes:
+            raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model, encoder and labels")
+        elif tuple(value.shape) != shapes[name]:
+            got = f"'{name}' has shape {list(value.shape)}, in {path} it has {list(shapes[name])}"
+            raise ConfigError(f"training.warm_start: {got}; use the same model, encoder and labels")
