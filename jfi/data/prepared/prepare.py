@@ -26,20 +26,20 @@ from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import count_rows, describe_left_out, input_files
+from jfi.data.prepared.fits import check_fits
+from jfi.data.prepared.samples import choose_samples
+from jfi.data.prepared.sources import Tables, column_settings, open_tables
 from jfi.data.prepared.stages.column_files import ColumnWriter, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import SCRATCH, Columns
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items
 from jfi.data.prepared.stages.engagement import read_engagement
 from jfi.data.prepared.stages.external_sort import MemoryLimitError, check_memory
-from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.stages.fit_schema import learn_schema
 from jfi.data.prepared.stages.read import check_rows, read_rows, read_warnings
-from jfi.data.prepared.samples import choose_samples
 from jfi.data.prepared.stages.sort import order_and_split, read_order_and_split, sort_rows
-from jfi.data.prepared.sources import Tables, column_settings, open_tables
 from jfi.data.prepared.stages.splits import SPLITS
-from jfi.data.prepared.store import write_prepared
 from jfi.data.prepared.stages.summarize import summarize
+from jfi.data.prepared.store import write_prepared
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.utils.display import Display
