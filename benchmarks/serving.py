@@ -109,6 +109,12 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, li
     export(path, model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables)
 
 
+def tables_of(scorer: Scorer) -> dict:
+    """The tables of an artifact, for the record."""
+    sizes = {name: one.rows for name, one in scorer.info.tables.items()}
+    return {"tables": scorer.info.quantization, "table_sizes": sizes, "embedding_dim": scorer.info.embedding_dim}
+
+
 def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
     """A request with known values, by columns."""
     schema = scorer.reader.schema
@@ -269,8 +275,8 @@ def main() -> int:
                 measured = load_beside(address, bodies[shape], large, options.seconds)
                 rows.append({"case": shape.name, "measured": f"HTTP beside {LARGE_HISTORY:,} events", **measured})
     where = report.environment(scorer.device, Rates(), options.commit)
-    where |= {key: scorer.info[key] for key in ("tables", "table_sizes", "embedding_dim")}
-    where |= {"export_seconds": exported, "tables_device": options.tables_device or scorer.info["device"]}
+    where |= tables_of(scorer)
+    where |= {"export_seconds": exported, "tables_device": options.tables_device or scorer.info.device}
     out = options.out or ROOT / "benchmarks/results" / report.folder_name(scorer.device)
     report.write(out, "serving", where, [{"suite": "serving", **row} for row in rows])
     for row in rows:

@@ -114,7 +114,7 @@ def main() -> int:
         draw = random.Random(0)
         bodies = [serving.make_body(scorer, shape, draw) for _ in range(BODIES)]
         where = report.environment(scorer.device, Rates(), options.commit)
-        where |= {key: scorer.info[key] for key in ("tables", "table_sizes", "embedding_dim")}
+        where |= serving.tables_of(scorer)
         where |= {"requests": options.requests, "light": options.light, "size": list(options.size)}
         where["orjson"] = report.version("orjson")
         device = scorer.device

@@ -8,6 +8,7 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
+from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
 from jfi.utils.exit_codes import raise_on_sigterm
 
@@ -43,6 +44,7 @@ def main(options: argparse.Namespace) -> None:
                 policy=run.policy,
                 calibration=calibration,
                 run=options.run.resolve().name,
+                trained=RunFolder(options.run).read_versions(),
             )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -2,7 +2,7 @@
 
 artifact.json       the schema of requests, the inputs of the model, limits and versions
 vocabularies.json   by column the known values; their ids count from 1 in this order
-tables.pt           the embedding tables
+tables.safetensors  the embedding tables
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
 SHA256SUMS          SHA-256 of each of the other files, which `sha256sum -c` reads
@@ -13,25 +13,26 @@ somebody else has put there the SHA-256 of SHA256SUMS helps, which the caller of
 
 import hashlib
 import io
-import json
 import platform
 import re
 import stat
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from jfi.serving.schema import Inputs, Limits, Schema, Table
 from jfi.utils.errors import InputError
-from jfi.utils.files import SUMS, DamagedFileError, check_sum, naming, parse_sums, write_sums, writing_folder
+from jfi.utils.files import SUMS, DamagedFileError, check_sum, parse_sums
 from jfi.utils.files import sha256_of as file_sha256
+from jfi.utils.json_files import read_json
 
-FORMAT = 3
-INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
+FORMAT = 4
+INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2"
 POLICY = "policy.json"
-#: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`; absent in artifacts of earlier versions.
+#: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`.
 SHAPES = "jfi.shapes"
 #: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
 _INSTRUCTIONS = re.compile(
@@ -52,21 +53,53 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     return [platform.machine(), *sorted(filter(_INSTRUCTIONS.fullmatch, flags))]
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """Gives a temporary folder for the files; on success it gets its checksums and the name `path`.
+@dataclass(frozen=True)
+class Format:
+    """The format of an artifact, which every version can read."""
 
-    Raises:
-        ArtifactError: `path` exists.
+    format: int
+
+
+@dataclass(frozen=True)
+class Info(Format):
+    """The contents of artifact.json.
+
+    Args:
+        run: name of the model's run, or None.
+        trained: versions that the run has recorded, see `jfi.utils.versions`; None if it has none.
+        versions: those at the export.
+        exported: time of the export.
+        device: that the dense part was compiled for.
+        gpu: name of the GPU, or None.
+        cpu: what `cpu_instructions` gave.
+        padded: whether each request of a batch is padded to the longest.
+        quantization: of the tables.
+        tables: by name.
+        embedding_dim: of the model.
+        inputs: of the dense part.
+        limits: the defaults of the server's limits.
+        schema: of requests, without the vocabularies.
+        calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
     """
-    if path.exists():
-        raise ArtifactError(f"{path} exists already; name a new folder")
-    with writing_folder(path) as unfinished:
-        yield unfinished
-        write_sums(unfinished, {file.name: file_sha256(file) for file in unfinished.iterdir()})
+
+    run: str | None
+    trained: dict[str, str | None] | None
+    versions: dict[str, str | None]
+    exported: str
+    device: Literal["cpu", "cuda"]
+    gpu: str | None
+    cpu: list[str]
+    padded: bool
+    quantization: Literal["float32", "int8"]
+    tables: dict[str, Table]
+    embedding_dim: int
+    inputs: Inputs
+    limits: Limits
+    schema: Schema
+    calibration: list[tuple[float, float]] | None
 
 
-def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[str, str]]:
+def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[str, str]]:
     """Verifies the checksum of every file.
 
     Args:
@@ -74,7 +107,7 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[
         sha256: those of `sha256_of`, of the artifacts that may be used; None for any.
 
     Returns:
-        The contents of artifact.json, and the SHA-256 of each file.
+        The contents of artifact.json, with the vocabularies in its schema, and the SHA-256 of each file.
 
     Raises:
         ArtifactError: not an artifact, one of another format, a damaged one, or none of `sha256`.
@@ -87,15 +120,17 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[
         raise ArtifactError(f"{path} has the SHA-256 {found}, which is not among those that may be served")
     try:
         sums = parse_sums(path / SUMS, content)
-        for name in dict.fromkeys((INFO, VOCABULARIES, TABLES, MODEL, *sums)):
+        for name in (INFO, *sums):
+            check_sum(path, name, sums)
+        found = read_json(path / INFO, Format, ArtifactError).format
+        if found != FORMAT:
+            raise ArtifactError(f"{path} has format {found}, but this version reads format {FORMAT}; export again")
+        info = read_json(path / INFO, Info, ArtifactError)
+        for name in (VOCABULARIES, TABLES, MODEL, *([] if info.schema.policy is None else [POLICY])):
             check_sum(path, name, sums)
     except DamagedFileError as fault:
         raise ArtifactError(str(fault)) from None
-    info = read_json(path / INFO)
-    if info["format"] != FORMAT:
-        raise ArtifactError(f"{path} has format {info['format']}, but this version reads format {FORMAT}; export again")
-    if info.get("policy") is not None and POLICY not in sums:
-        raise ArtifactError(f"{path} is damaged: {SUMS} does not list {POLICY}")
+    info.schema.vocabularies.update(read_json(path / VOCABULARIES, dict[str, list[str]], ArtifactError))
     return info, sums
 
 
@@ -138,18 +173,3 @@ def sha256_of(path: Path) -> str:
 def identity(path: Path) -> str:
     """12 digits that are the same for artifacts of the same files, and for no others."""
     return sha256_of(path)[:12]
-
-
-def write_json(path: Path, value: object) -> None:
-    with naming(path):
-        path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-
-
-def read_json(path: Path) -> dict:
-    try:
-        tree = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON")
-    return tree

@@ -8,25 +8,25 @@ import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, ExportedProgram
 
-import jfi
 from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
-from jfi.serving.schema import Limits, Schema
-from jfi.serving.scorer import Inputs, batch_inputs, example_request, shapes_of
+from jfi.serving.schema import Inputs, Limits, Schema, Table
+from jfi.serving.scorer import batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
-from jfi.utils.files import naming
+from jfi.utils.files import naming, sha256_of, write_file, write_sums, writing_folder
+from jfi.utils.versions import versions
 
-_PARTS = ("user", "candidate", "event")
 #: Sizes of the example. They are distinct and not 1, so that torch.export does not identify or specialize them.
 _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
 #: What says in the output of a compiler that the storage failed, and the error number.
@@ -48,6 +48,7 @@ def export(
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
     run: str | None = None,
+    trained: dict[str, str | None] | None = None,
 ) -> str:
     """Writes the artifact `path`, completely or not at all.
 
@@ -61,13 +62,14 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
-        run: name of the model's run, which the server says; None if it has none.
+        run, trained: name of the model's run and the versions that it has recorded, which the server says, or None.
 
     Returns:
         The artifact's SHA-256, by which a server can know it again.
 
     Raises:
-        ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
+        ArtifactError: the device is missing, or there is no C++ compiler.
+        FileExistsError: `path` exists.
         ValueError: a model that cannot be served.
     """
     if device == "cuda" and not torch.cuda.is_available():
@@ -88,36 +90,34 @@ def export(
         FloatTables({name: weight[:1].detach().float().to(device) for name, weight in weights.items()}, table_of),
         torch.device(device),
     )
-    with artifact.writing(path) as folder:
+    keys = {name: [key for key, of in table_of.items() if of == name] for name in weights}
+    described = {name: Table(*weight.shape, keys[name]) for name, weight in weights.items()}
+    info = artifact.Info(
+        format=artifact.FORMAT,
+        run=run,
+        trained=trained,
+        versions=versions(),
+        exported=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=device,
+        gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+        cpu=artifact.cpu_instructions(),
+        padded=scoring.pads,
+        quantization=tables,
+        tables=described,
+        embedding_dim=scoring.embedding_dim,
+        inputs=inputs,
+        limits=limits,
+        schema=dataclasses.replace(schema, vocabularies={}),
+        calibration=calibration,
+    )
+    with writing_folder(path) as folder:
         _compile(scoring, example, folder / artifact.MODEL)
         if policy is not None:
             policy.save(folder / artifact.POLICY)
-        save_tables(folder / artifact.TABLES, tables, weights, table_of)
-        artifact.write_json(folder / artifact.VOCABULARIES, schema.vocabularies)
-        info = {
-            "format": artifact.FORMAT,
-            "run": run,
-            "exported": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": device,
-            "padded": scoring.pads,
-            "cpu": artifact.cpu_instructions(),
-            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-            "versions": {"jfi": jfi.__version__, "torch": torch.__version__.split("+")[0]},
-            "tables": tables,
-            "table_of": table_of,
-            "table_sizes": {name: weight.size(0) for name, weight in weights.items()},
-            "table_widths": {name: weight.size(1) for name, weight in weights.items()},
-            "embedding_dim": scoring.embedding_dim,
-            "inputs": dataclasses.asdict(inputs),
-            "limits": dataclasses.asdict(limits),
-            "policy": None if policy is None else dataclasses.asdict(schema.policy),
-            "codec": schema.codec,
-            "labels": schema.labels,
-            "tasks": schema.tasks,
-            "calibration": calibration,
-            "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
-        }
-        artifact.write_json(folder / artifact.INFO, info)
+        save_tables(folder / artifact.TABLES, tables, weights, described)
+        write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(schema.vocabularies))
+        write_file(folder / artifact.INFO, msgspec.json.encode(info))
+        write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})
     return artifact.sha256_of(path)
 
 

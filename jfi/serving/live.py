@@ -137,7 +137,7 @@ def check(new: Scorer, old: Scorer) -> None:
     """
     if (got := new.reader.fields()) != (want := old.reader.fields()):
         raise ArtifactError(f"{new.identity} has other fields of requests, {got} and not {want}; start another server")
-    if (got := new.info.get("labels")) != (want := old.info.get("labels")):
+    if (got := new.info.schema.labels) != (want := old.info.schema.labels):
         raise ArtifactError(f"{new.identity} answers for other labels, {got} and not {want}; start another server")
     (scores,) = new.score([new.example()])
     lists = list(scores.values()) if isinstance(scores, dict) else scores  # by label, of a model of several

@@ -1,8 +1,11 @@
 """The fields of a request, as `artifact.json` holds them."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
 #: Most values of a list in a request. Training keeps all values of a user or a target.
 MAX_VALUES = 1000
 #: By kind of field, what a request must have there.
@@ -86,11 +89,11 @@ class Schema:
     user: list[Field]
     candidate: list[Field]
     event: list[Field]
-    vocabularies: dict[str, list[str]]
+    vocabularies: dict[str, list[str]] = field(default_factory=dict)
     policy: PolicyFields | None = None
     codec: str | None = None
     labels: list[str] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=lambda: ["binary"])
+    tasks: list[Literal["binary", "regression"]] = field(default_factory=lambda: ["binary"])
 
 
 @dataclass(frozen=True)
@@ -102,5 +105,37 @@ class Limits:
         max_history: the number of newest events that are kept, as in training.
     """
 
-    max_candidates: int
-    max_history: int
+    max_candidates: Positive
+    max_history: Positive
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table: its sizes, and the keys of the model's inputs that read it."""
+
+    rows: int
+    width: int
+    keys: list[str]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of the dense part, in its order.
+
+    Args:
+        history, users, candidates: keys of embeddings.
+        buckets: keys of the buckets of the events' ages that learned biases read.
+        semantic: those of the keys whose values are semantic IDs, which the dense part reads itself.
+        weights: whether it reads weights of the events.
+    """
+
+    history: list[str]
+    users: list[str]
+    candidates: list[str]
+    buckets: list[str]
+    semantic: list[str] = field(default_factory=list)
+    weights: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        return [*self.history, *self.users, *self.candidates]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
-from jfi.serving.artifact import ArtifactError
+from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Field, Limits, PolicyFields, Schema
+from jfi.serving.schema import Inputs, Limits, Schema
 from jfi.serving.tables import Tables, load_tables
 
 #: The scores of a request's candidates, of several labels by their names.
@@ -27,29 +26,6 @@ _SMALL_WORK = 2**16
 OUTPUTS = ("logits", "probabilities", "calibrated")
 _SAID = {"logits": "logit", "probabilities": "probability", "calibrated": "calibrated probability"}
 _SEGMENTS = ("offsets", "owner", "positions")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of the dense part, in its order.
-
-    Args:
-        history, users, candidates: keys of embeddings.
-        buckets: keys of the buckets of the events' ages that learned biases read.
-        semantic: those of the keys whose values are semantic IDs, which the dense part reads itself.
-        weights: whether it reads weights of the events.
-    """
-
-    history: list[str]
-    users: list[str]
-    candidates: list[str]
-    buckets: list[str]
-    semantic: list[str] = field(default_factory=list)
-    weights: bool = False
-
-    @property
-    def keys(self) -> list[str]:
-        return [*self.history, *self.users, *self.candidates]
 
 
 class Scorer:
@@ -85,38 +61,30 @@ class Scorer:
         info, sums = artifact.read(path, sha256)
         self.info = info
         _check_environment(path, info, tables_device)
-        self.device = torch.device(info["device"])
-        fields = {part: [Field(**one) for one in of] for part, of in info["schema"].items()}
-        vocabularies = artifact.read_json(path / artifact.VOCABULARIES)
+        self.device, self.inputs, policy = torch.device(info.device), info.inputs, None
+        if info.schema.policy is not None:
+            policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
         limits = _limits(path, info, max_candidates, max_history)
-        schema, policy = Schema(**fields, vocabularies=vocabularies, codec=info.get("codec")), None
-        if info.get("policy") is not None:
-            schema = replace(schema, policy=PolicyFields(**info["policy"]))
-            policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
-        self.reader = RequestReader(schema, limits, policy, _SAID[output])
-        self.inputs = Inputs(**info["inputs"])
-        sizes, table_of = info["table_sizes"], info["table_of"]
-        # Without widths all tables are as wide as the model's entries.
-        widths = info.get("table_widths") or dict.fromkeys(sizes, info["embedding_dim"])
-        device = torch.device(tables_device or info["device"])
-        self.tables = load_tables(path / artifact.TABLES, info["tables"], sizes, table_of, widths, device)
+        self.reader = RequestReader(info.schema, limits, policy, _SAID[output])
+        device = torch.device(tables_device or info.device)
+        self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.
         self._to_probability = None
         if output != "logits":
-            is_logit = [task == "binary" for task in info.get("tasks", ["binary"])]
+            is_logit = [task == "binary" for task in info.schema.tasks]
             if not any(is_logit):
                 raise ArtifactError(f"{path} predicts numbers, which have no probabilities; serve it with logits")
             self._to_probability = torch.tensor(is_logit, device=self.device)
-            scales = [[1.0, 0.0]] * len(is_logit) if output == "probabilities" else info.get("calibration")
+            scales = [[1.0, 0.0]] * len(is_logit) if output == "probabilities" else info.calibration
             if scales is None:
                 raise ArtifactError(
-                    f"output is calibrated, but {path} has no calibration, like all artifacts of earlier versions; "
+                    f"output is calibrated, but {path} has no calibration, as of a run of an earlier version; "
                     "train its run again and export it, or choose probabilities"
                 )
             self._slope, self._offset = torch.tensor(scales, device=self.device).unbind(1)
         self.package = artifact.load_model(path, sums[artifact.MODEL])
         shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
-        if self.package.get_metadata().get(artifact.SHAPES, shapes) != shapes:
+        if self.package.get_metadata().get(artifact.SHAPES) != shapes:
             raise ArtifactError(f"{path} is damaged: {artifact.MODEL} takes other inputs than {artifact.INFO} says")
         self.identity = artifact.identity(path)
 
@@ -126,7 +94,7 @@ class Scorer:
 
     def score(self, requests: list[Request]) -> list[Answer]:
         """The scores of each request's candidates, as `output` says; of several labels by name."""
-        if not self.info["padded"]:
+        if not self.info.padded:
             return self._score(requests)
         answers = {}
         for group in group_by_size(requests):
@@ -142,7 +110,7 @@ class Scorer:
         scores = self.package(*inputs)
         if self._to_probability is not None:
             scores = (scores * self._slope + self._offset).sigmoid().where(self._to_probability, scores)
-        scores, labels = scores.cpu().numpy(), self.info.get("labels")
+        scores, labels = scores.cpu().numpy(), self.info.schema.labels
         ends = np.cumsum([request.num_candidates for request in requests[:-1]], dtype=np.int64)
         parts = np.split(scores, ends)[:count]
         if not labels:
@@ -246,27 +214,27 @@ def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Ten
     return {name: moved[starts[name] : starts[name] + len(values)] for name, values in numbers.items()}
 
 
-def _limits(path: Path, info: dict, max_candidates: int | None, max_history: int | None) -> Limits:
+def _limits(path: Path, info: Info, max_candidates: int | None, max_history: int | None) -> Limits:
     """The limits of a request, those of the artifact where None."""
-    own = info["limits"]
-    limits = Limits(max_candidates or own["max_candidates"], max_history or own["max_history"])
-    if info.get("policy") is not None and limits.max_history > own["max_history"]:
-        why = f"its policy goes by the newest {own['max_history']} events of a history, as in training"
-        raise ArtifactError(f"{path}: max_history is {limits.max_history}, must be at most {own['max_history']}; {why}")
+    own = info.limits
+    limits = Limits(max_candidates or own.max_candidates, max_history or own.max_history)
+    if info.schema.policy is not None and limits.max_history > own.max_history:
+        why = f"its policy goes by the newest {own.max_history} events of a history, as in training"
+        raise ArtifactError(f"{path}: max_history is {limits.max_history}, must be at most {own.max_history}; {why}")
     return limits
 
 
-def _check_environment(path: Path, info: dict, tables_device: str | None) -> None:
-    made, here = info["versions"]["torch"], torch.__version__.split("+")[0]
+def _check_environment(path: Path, info: Info, tables_device: str | None) -> None:
+    made, here = info.versions["torch"], torch.__version__.split("+")[0]
     if made.split(".")[:2] != here.split(".")[:2]:
         raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
-    if lacking := sorted(set(info.get("cpu", [])) - set(artifact.cpu_instructions())):
+    if lacking := sorted(set(info.cpu) - set(artifact.cpu_instructions())):
         why = f"{', '.join(lacking)}, which this one lacks or does not name; export on a CPU without"
         raise ArtifactError(f"{path} was exported on a CPU with {why}")
     if tables_device == "cuda" and not torch.cuda.is_available():
         raise ArtifactError("--tables-device cuda: there is no GPU here")
-    if info["device"] == "cuda":
+    if info.device == "cuda":
         if not torch.cuda.is_available():
             raise ArtifactError(f"{path} was exported for a GPU, but there is none here; export with --device cpu")
-        if (name := torch.cuda.get_device_name()) != info["gpu"]:
-            raise ArtifactError(f"{path} was exported for {info['gpu']}, but this GPU is {name}; export again")
+        if (name := torch.cuda.get_device_name()) != info.gpu:
+            raise ArtifactError(f"{path} was exported for {info.gpu}, but this GPU is {name}; export again")

@@ -98,10 +98,10 @@ def make_app(
 
     async def health(_: web.Request) -> web.Response:
         now = app[LIVE].now.scorer
-        # Artifacts of earlier versions do not name the run and the time of the export.
-        known = {name: now.info.get(name) for name in ("run", "exported", "versions", "tables")}
-        artifact = {"id": now.identity, **known}
-        inside = {"requests": admission.inside, "device": now.info["device"]}
+        info = now.info
+        artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
+        artifact |= {"versions": info.versions, "tables": info.quantization}
+        inside = {"requests": admission.inside, "device": info.device}
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
     async def alive(_: web.Request) -> web.Response:

@@ -3,15 +3,18 @@
 Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table.
 """
 
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jfi.serving.artifact import ArtifactError
-from jfi.utils.files import reporting_file
+from jfi.serving.schema import Table
+from jfi.utils.files import naming
+from jfi.utils.tensor_header import tensor_header
 
 FLOAT, INT8 = "float32", "int8"
 
@@ -40,30 +43,21 @@ class Int8Tables:
 
     Args:
         state: what the collections' state_dicts have, whose names are by table.
-        sizes: by table its number of rows.
-        table_of: by key the name of its table.
-        widths: by table the D of its rows.
+        tables: by name.
         device: device of the tables.
 
     Raises:
         ValueError: the state is of other tables.
     """
 
-    def __init__(
-        self,
-        state: dict[str, Tensor],
-        sizes: dict[str, int],
-        table_of: dict[str, str],
-        widths: dict[str, int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, state: dict[str, Tensor], tables: Mapping[str, Table], device: torch.device) -> None:
         # Imported here, since float tables are served without TorchRec.
         from torchrec.modules.embedding_configs import DataType
         from torchrec.quant.embedding_modules import EmbeddingCollection
 
         #: And the keys of each.
         self.collections: list[tuple[EmbeddingCollection, list[str]]] = []
-        for configs in _configs(sizes, table_of, widths):
+        for configs in _configs(tables):
             for config in configs:
                 config.data_type = DataType.INT8
             collection = EmbeddingCollection(configs, device)
@@ -95,29 +89,32 @@ class Int8Tables:
 Tables = FloatTables | Int8Tables
 
 
-def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
+def save_tables(path: Path, kind: str, weights: dict[str, Tensor], tables: Mapping[str, Table]) -> None:
     """Writes float32 tables from any device, as they are or quantized."""
-    weights = {table: weight.detach().cpu().float() for table, weight in weights.items()}
-    weights = weights if kind == FLOAT else _quantize(weights, table_of)
-    with reporting_file(path) as file:
-        torch.save(weights, file)
+    state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
+    state = state if kind == FLOAT else _quantize(state, tables)
+    # Not by safetensors' own writer, whose files nobody but their owner can read, and whose errors have no number.
+    header, begins = tensor_header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
+    with naming(path), path.open("wb") as file:
+        file.write(header)
+        for name in begins:
+            file.write(state[name].contiguous().numpy().data)
 
 
-def load_tables(
-    path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, int], device: torch.device
-) -> Tables:
-    """Reads the tables that `save_tables` wrote; the arguments are those of `Int8Tables`.
+def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torch.device) -> Tables:
+    """Reads the tables that `save_tables` wrote.
 
     Raises:
         ArtifactError: the file holds other tables, or int8 tables, but TorchRec is not installed.
     """
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        if kind == FLOAT:
-            _check_tensors(state, {name: (torch.float32, (rows, widths[name])) for name, rows in sizes.items()})
-            return FloatTables(state, table_of)
-        return Int8Tables(state, sizes, table_of, widths, device)
-    except (ValueError, pickle.UnpicklingError, EOFError) as error:
+        with safe_open(path, "pt") as file:  # maps the file, which may change later: hence copies
+            state = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+        if kind == INT8:
+            return Int8Tables(state, tables, device)
+        _check_tensors(state, {name: (torch.float32, (one.rows, one.width)) for name, one in tables.items()})
+        return FloatTables(state, {key: name for name, one in tables.items() for key in one.keys})
+    except (ValueError, SafetensorError) as error:
         raise ArtifactError(f"{path.parent} is damaged: {path.name}: {' '.join(str(error).split())}") from None
     except ModuleNotFoundError as error:
         raise ArtifactError(
@@ -129,34 +126,33 @@ def load_tables(
 def _check_tensors(state: dict[str, Tensor], wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
     """Raises ValueError unless there is a tensor of each name, dtype and shape."""
     for name, one in wanted.items():
-        found = state.get(name) if isinstance(state, dict) else None
-        found = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else None
+        found = (state[name].dtype, tuple(state[name].shape)) if name in state else None
         if found != one:
             raise ValueError(f"'{name}' is {found}, must be {one}")
 
 
-def _configs(sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, int]) -> list[list]:
+def _configs(tables: Mapping[str, Table]) -> list[list]:
     """The tables of each width: an EmbeddingCollection has one for all of its tables."""
     from torchrec import EmbeddingConfig
 
-    by_width = {}
-    for table, rows in sizes.items():
-        keys = [key for key, of in table_of.items() if of == table]
-        config = EmbeddingConfig(name=table, embedding_dim=widths[table], num_embeddings=rows, feature_names=keys)
-        by_width.setdefault(widths[table], []).append(config)
+    by_width: dict[int, list] = {}
+    for name, one in tables.items():
+        config = EmbeddingConfig(
+            name=name, embedding_dim=one.width, num_embeddings=one.rows, feature_names=list(one.keys)
+        )
+        by_width.setdefault(one.width, []).append(config)
     return list(by_width.values())
 
 
-def _quantize(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
+def _quantize(weights: dict[str, Tensor], tables: Mapping[str, Table]) -> dict[str, Tensor]:
     """Returns what the state_dicts of quantized EmbeddingCollections of these tables have."""
     from torch import nn
     from torchrec import EmbeddingCollection
     from torchrec.inference.modules import quantize_embeddings
     from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-    sizes, widths = ({table: weight.size(axis) for table, weight in weights.items()} for axis in (0, 1))
     state = {}
-    for configs in _configs(sizes, table_of, widths):
+    for configs in _configs(tables):
         collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
         for config in configs:
             collection.embeddings[config.name].weight = nn.Parameter(weights[config.name])

@@ -3,7 +3,6 @@
 import errno
 import glob
 import hashlib
-import io
 import os
 import re
 import shutil
@@ -110,44 +109,6 @@ def finish_folder(unfinished: Path, folder: Path) -> None:
     sync(unfinished)
     unfinished.rename(folder)
     sync(folder.parent)
-
-
-class _ReportingFile(io.BufferedWriter):
-    error: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        try:
-            return super().write(content)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-
-@contextmanager
-def reporting_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """Opens `path` for a library whose own errors hide why a write failed, such as torch.save.
-
-    Raises:
-        OSError: a write failed. It takes the place of any error that the block raised then, and names the file.
-
-    Example:
-        >>> with reporting_file(getfixture("tmp_path") / "three") as file:
-        ...     file.write(b"abc")
-        3
-    """
-    with naming(path):
-        file = _ReportingFile(io.FileIO(path, "w"))
-        try:
-            yield file
-        except Exception:
-            if file.error is not None:
-                raise file.error from None
-            raise
-        finally:
-            if file.error is None:
-                file.close()
-            else:  # what is left in the buffer cannot be written either
-                file.raw.close()
 
 
 @contextmanager

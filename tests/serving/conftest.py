@@ -1,6 +1,7 @@
 """One tiny run, trained and exported once: compiling is what takes long."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
 from jfi.training import train
 from jfi.training.config_parser import parse_config
+from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -67,6 +69,15 @@ def export_tiny(folder: Path) -> None:
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])
     commands.run("export", "--run", folder / "run")
+
+
+@contextmanager
+def rewriting(path: Path, source: Path) -> Iterator[Path]:
+    """The folder of a copy of an artifact, to change files in it; then it gets right checksums and the name `path`."""
+    with writing_folder(path) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SUMS))
+        yield folder
+        write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})
 
 
 @pytest.fixture(scope="session")

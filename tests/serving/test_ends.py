@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +15,9 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from jfi.serving.artifact import identity, writing
+from jfi.serving.artifact import identity
 
-from .conftest import ROOT
+from .conftest import ROOT, rewriting
 from .test_commands import post, server
 
 pytest.importorskip("aiohttp")
@@ -100,10 +99,9 @@ def test_json_lines_that_a_signal_ends_leave_nothing(exported, temporary, reques
 def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, temporary, tmp_path, request_body):
     link, other = tmp_path / "current", tmp_path / "other"
     link.symlink_to(exported.path)
-    with writing(other) as folder:  # other files: the same artifact, written with a space more
-        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
-        with (folder / "artifact.json").open("a") as file:
-            file.write(" ")
+    # Other files: the same artifact, written with a space more.
+    with rewriting(other, exported.path) as folder, (folder / "artifact.json").open("a") as file:
+        file.write(" ")
     with server("--artifact", link, env=environment(temporary)) as (process, address):
 
         def identity_now() -> str:

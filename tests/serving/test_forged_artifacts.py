@@ -19,19 +19,19 @@ import commands
 import pytest
 import torch
 from hostile import Marker, attack
+from safetensors.torch import load_file, save
 
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, identity, sha256_of
 from jfi.serving.scorer import Scorer
 
-from .conftest import ROOT
+from .conftest import ROOT, rewriting
 from .test_commands import post, said, server
 
 
 def forged(path: Path, source: Path, change: Callable[[Path], object]) -> Path:
     """A copy of an artifact after `change`, with right checksums."""
-    with artifact.writing(path) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
+    with rewriting(path, source) as folder:
         change(folder)
     return path
 
@@ -41,14 +41,14 @@ def longer(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).open("ab").write(b" ")
 
 
-FILES = ("artifact.json", "vocabularies.json", "tables.pt", "model.pt2", "policy.json", "more.so")
+FILES = ("artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2", "policy.json", "more.so")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_sha256_covers_every_file_and_is_checked_before_any_is_loaded(exported, tmp_path, monkeypatch, name):
     known = sha256_of(exported.path)
     path = forged(tmp_path / "forged", exported.path, longer(name))
-    for load in ("torch.load", "torch._inductor.aoti_load_package", "jfi.serving.artifact.read_json"):
+    for load in ("jfi.serving.tables.safe_open", "torch._inductor.aoti_load_package", "jfi.serving.artifact.read_json"):
         monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ArtifactError, match=f"{path} has the SHA-256 {sha256_of(path)}, which is not among those"):
         Scorer(path, sha256={known})
@@ -187,42 +187,91 @@ def with_tables(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable
     """Writes other tables, and what artifact.json says of them stays as it is."""
 
     def write(folder: Path) -> None:
-        tables = change(torch.load(folder / artifact.TABLES))
-        content = tables if isinstance(tables, bytes) else None
-        if content is None:
-            stream = io.BytesIO()
-            torch.save(tables, stream)
-            content = stream.getvalue()
-        (folder / artifact.TABLES).write_bytes(content)
+        tables = change(load_file(folder / artifact.TABLES))
+        (folder / artifact.TABLES).write_bytes(tables if isinstance(tables, bytes) else save(tables))
 
     return write
+
+
+def pickled(value: object) -> bytes:
+    """As `torch.save` writes it."""
+    torch.save(value, stream := io.BytesIO())
+    return stream.getvalue()
+
+
+def header(**tensors: object) -> bytes:
+    """A file of safetensors with this header and 16 bytes of tensors."""
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tables: tables | {"item": tables["item"][:, :4]}, r"'item' is \(torch.float32, \(61, 4\)\), must be"),
+        (
+            lambda tables: tables | {"item": tables["item"][:, :4].clone()},
+            r"'item' is \(torch.float32, \(61, 4\)\)",
+        ),
         (lambda tables: tables | {"item": tables["item"][:5]}, r"'item' is \(torch.float32, \(5, 8\)\), must be"),
         (lambda tables: tables | {"item": tables["item"].double()}, r"'item' is \(torch.float64, \(61, 8\)\), must be"),
-        (lambda tables: tables | {"item": 3}, "'item' is None, must be"),
         (lambda tables: {"rating": tables["rating"]}, "'item' is None, must be"),
-        (lambda tables: [*tables.values()], "'item' is None, must be"),
-        (lambda tables: tables | {"item": Code()}, "Weights only load failed"),
-        (lambda tables: pickle.dumps(Code(), 2), "Weights only load failed"),
-        (lambda tables: b"", ""),
+        (lambda tables: pickled(tables), "Error while deserializing header"),
+        (lambda tables: pickled({"item": Code()}), "Error while deserializing header"),
+        (lambda tables: pickle.dumps(Code(), 2), "Error while deserializing header"),
+        (lambda tables: b"", "Error while deserializing header"),
+        (lambda tables: save(tables)[:-1], "Error while deserializing header"),
+        (lambda tables: (2**62).to_bytes(8, "little") + b"{}", "Error while deserializing header"),
+        (lambda tables: header(item={"dtype": "F32", "shape": [2**60, 8], "data_offsets": [0, 16]}), "Error while"),
+        (lambda tables: header(item={"dtype": "F32", "shape": [4], "data_offsets": [64, 80]}), "Error while"),
     ],
 )
 def test_forged_tables_are_refused(exported, tmp_path, capsys, change, message):
     path = forged(tmp_path / "forged", exported.path, with_tables(change))
-    with pytest.raises(ArtifactError, match=f"^{path} is damaged: tables.pt: .*{message}"):
+    with pytest.raises(ArtifactError, match=f"^{path} is damaged: tables.safetensors: .*{message}"):
         Scorer(path)
     assert "code" not in capsys.readouterr().out
+
+
+def test_an_artifact_of_an_earlier_format_is_refused_by_name(exported, tmp_path):
+    """Its tables are in another file, and artifact.json has other fields."""
+
+    def write(folder: Path) -> None:
+        (folder / artifact.TABLES).rename(folder / "tables.pt")
+        (folder / artifact.INFO).write_text('{"format": 3, "tables": "float32"}')
+
+    path = forged(tmp_path / "forged", exported.path, write)
+    with pytest.raises(ArtifactError, match=f"^{path} has format 3, but this version reads format 4; export again$"):
+        Scorer(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("artifact.json", lambda info: info | {"padded": 1}, r"expected `bool`, got `int` - at `\$.padded`"),
+        ("artifact.json", lambda info: info | {"format": "4"}, r"expected `int`, got `str` - at `\$.format`"),
+        ("artifact.json", lambda info: {"format": 4}, "object missing required field `run`"),
+        ("artifact.json", lambda info: info | {"limits": {"max_candidates": 0}}, r">= 1 - at `\$.limits.max_cand"),
+        ("artifact.json", lambda info: [info], "expected `object`, got `array`"),
+        (
+            "vocabularies.json",
+            lambda values: values | {"item": [1]},
+            r"expected `str`, got `int` - at `\$\[...\]",
+        ),
+    ],
+)
+def test_a_file_with_fields_of_other_types_is_one_line(exported, tmp_path, name, change, message):
+    def write(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
+
+    path = forged(tmp_path / "forged", exported.path, write)
+    with pytest.raises(ArtifactError, match=f"^{path / name} is damaged: .*{message}[^\n]*$"):
+        Scorer(path)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda info: {"table_widths": info["table_widths"] | {"category": 4}},
+        lambda info: {"tables": info["tables"] | {"category": info["tables"]["category"] | {"width": 4}}},
         lambda info: {"inputs": info["inputs"] | {"candidates": ["category", "item"]}},
         lambda info: {"inputs": info["inputs"] | {"buckets": []}},
         lambda info: {
@@ -235,11 +284,12 @@ def test_what_the_package_was_not_compiled_for_is_refused(exported, tmp_path, ch
     """Its code does not check the shapes of its inputs, and would read beyond a narrower table."""
 
     def write(folder: Path) -> None:
-        info = artifact.read_json(folder / artifact.INFO)
+        info = json.loads((folder / artifact.INFO).read_text())
         info |= change(info)
-        artifact.write_json(folder / artifact.INFO, info)
-        tables = torch.load(folder / artifact.TABLES)
-        torch.save({name: rows[:, : info["table_widths"][name]] for name, rows in tables.items()}, folder / "tables.pt")
+        (folder / artifact.INFO).write_text(json.dumps(info))
+        tables = load_file(folder / artifact.TABLES)
+        narrow = {name: rows[:, : info["tables"][name]["width"]].clone() for name, rows in tables.items()}
+        (folder / artifact.TABLES).write_bytes(save(narrow))
 
     path = forged(tmp_path / "forged", exported.path, write)
     with pytest.raises(ArtifactError, match=r"is damaged: model\.pt2 takes other inputs than artifact\.json"):
@@ -254,13 +304,13 @@ def test_no_value_of_an_artifact_runs_code(exported, tmp_path, monkeypatch, requ
 
     def write(tree: dict) -> None:
         shutil.rmtree(path, ignore_errors=True)
-        forged(path, exported.path, lambda folder: artifact.write_json(folder / name, tree))
+        forged(path, exported.path, lambda folder: (folder / name).write_text(json.dumps(tree)))
 
     def serve() -> None:
         scorer = Scorer(path, output="calibrated")
         scorer.score([scorer.reader(request_body)])
 
-    count = attack(marker, artifact.read_json(exported.path / name), write, [serve], few)
+    count = attack(marker, json.loads((exported.path / name).read_text()), write, [serve], few)
     record_property("cases", count)
     assert count >= 20
     serve()

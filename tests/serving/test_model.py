@@ -251,8 +251,8 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     package = paths["float32"] / artifact.MODEL
     monkeypatch.setattr("jfi.serving.export._compile", lambda scoring, example, path: shutil.copy(package, path))
     export(paths["int8"], trained, schema, Limits(9, 12), tables="int8")
-    widths = artifact.read(paths["int8"])[0]["table_widths"]
-    assert set(widths.values()) > {4, 6, 12} and len(widths) > 6
+    tables = artifact.read(paths["int8"])[0].tables
+    assert {one.width for one in tables.values()} > {4, 6, 12} and len(tables) > 6
     with torch.no_grad():
         wanted = logits(trained, table.dataset.batch_of(samples, table.dataset.arrays().events.item[samples]))
     for kind, tolerance in (("float32", 1e-4), ("int8", 0.1)):

@@ -4,14 +4,13 @@ import asyncio
 import gc
 import json
 import re
-import shutil
 import weakref
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from safetensors.torch import load_file, save_file
 
 import jfi
 from jfi.serving import artifact, live
@@ -22,16 +21,17 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from jfi.serving.server import LIVE, make_app
 
+from .conftest import rewriting
 from .test_server import Slow, samples, serve
 
 
 def variant(path: Path, source: Path, factor: float = 2.0, **info: object) -> Path:
     """A copy of an artifact with other tables and other contents of artifact.json, and right checksums."""
-    with artifact.writing(path) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("SHA256SUMS"))
-        tables = torch.load(folder / artifact.TABLES)
-        torch.save({name: weight * factor for name, weight in tables.items()}, folder / artifact.TABLES)
-        artifact.write_json(folder / artifact.INFO, artifact.read_json(folder / artifact.INFO) | info)
+    with rewriting(path, source) as folder:
+        tables = load_file(folder / artifact.TABLES)
+        save_file({name: weight * factor for name, weight in tables.items()}, folder / artifact.TABLES)
+        file = folder / artifact.INFO
+        file.write_text(json.dumps(json.loads(file.read_text()) | info))
     return path
 
 
@@ -74,7 +74,7 @@ def test_metrics_count_values_that_the_vocabulary_lacks(scorer, request_body):
     }
 
 
-def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypatch, log):
+def test_it_is_ready_only_while_the_model_scores(exported, scorer, request_body, monkeypatch, log):
     monkeypatch.setattr(live, "PROBE_SECONDS", 0.2)
     slow = Slow(scorer)
 
@@ -90,6 +90,7 @@ def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypat
         health = await (await client.get("/health")).json()
         assert health["artifact"]["id"] == scorer.identity and "torch" in health["artifact"]["versions"]
         assert health["artifact"]["run"] == "run" and health["artifact"]["versions"]["jfi"] == jfi.__version__
+        assert health["artifact"]["trained"] == json.loads((exported.run / "versions.json").read_text())
         age = datetime.now(UTC) - datetime.fromisoformat(health["artifact"]["exported"])
         assert timedelta(0) <= age < timedelta(hours=3)
         return stuck, ready.status
@@ -194,7 +195,7 @@ def test_the_first_artifact_is_released_when_it_is_swapped(exported, request_bod
 def test_an_artifact_that_cannot_serve_is_not_swapped_in(exported, scorer, request_body, tmp_path, log):
     fields = json.loads((exported.path / "artifact.json").read_text())["schema"]
     damaged = variant(tmp_path / "damaged", exported.path)
-    (damaged / "tables.pt").write_bytes(b"")
+    (damaged / artifact.TABLES).write_bytes(b"")
     paths = {
         "is not an artifact": tmp_path / "nothing",
         "its SHA-256 is not the one in SHA256SUMS": damaged,

@@ -28,7 +28,7 @@ from jfi.serving.export import export, inputs_of, tables_of
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import BadRequestError, RequestReader
-from jfi.serving.schema import Limits
+from jfi.serving.schema import Limits, PolicyFields, Schema
 from jfi.serving.scorer import Scorer, _limits, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, resume, train
@@ -274,9 +274,9 @@ def test_an_artifact_scores_with_the_weights_of_its_policy(run, boosted, tmp_pat
 
 
 def test_a_server_reads_no_longer_histories_than_training():
-    info = {"limits": {"max_candidates": 10, "max_history": 50}}
+    info = SimpleNamespace(limits=Limits(10, 50), schema=Schema([], [], []))
     assert _limits(Path("artifact"), info, None, 80).max_history == 80
-    info["policy"] = {}
+    info.schema = replace(info.schema, policy=PolicyFields(None, None, None))
     assert _limits(Path("artifact"), info, 5, 20) == Limits(5, 20)
     with pytest.raises(ArtifactError, match=r"^artifact: max_history is 51, must be at most 50; its"):
         _limits(Path("artifact"), info, None, 51)

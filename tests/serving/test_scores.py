@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import commands
@@ -16,6 +17,7 @@ from jfi.data.features.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
+from jfi.serving.schema import Table
 from jfi.serving.scorer import Scorer, _check_environment, group_by_size
 from jfi.serving.tables import load_tables, save_tables
 from jfi.training.run.saved_run import load_run
@@ -104,9 +106,9 @@ def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, sa
 def change_info(monkeypatch, **changes: object) -> None:
     """Artifacts have another content of artifact.json from now on."""
 
-    def read(path: Path, *arguments: object, read=artifact.read) -> tuple[dict, dict]:
+    def read(path: Path, *arguments: object, read=artifact.read) -> tuple[artifact.Info, dict]:
         info, sums = read(path, *arguments)
-        return info | changes, sums
+        return replace(info, **changes), sums
 
     monkeypatch.setattr(artifact, "read", read)
 
@@ -117,7 +119,7 @@ def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, mon
     np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
     said = [one.reader.describe()["answer"]["scores"].split(" for")[0] for one in (scorer, other)]
     assert said == ["a logit", "a probability"]
-    change_info(monkeypatch, tasks=["regression"])
+    change_info(monkeypatch, schema=replace(scorer.info.schema, tasks=["regression"]))
     with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
         Scorer(exported.path, output="probabilities")
     with pytest.raises(ValueError, match="output is 'odds', must be one of logits, probabilities, calibrated"):
@@ -127,16 +129,16 @@ def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, mon
 def test_calibrated_scores(exported, scorer, samples, monkeypatch):
     """The artifact has the run's a and b; without them the output is refused."""
     own = load_run(exported.run).calibration["label"]
-    assert scorer.info["calibration"] == [[own["a"], own["b"]]]
+    assert scorer.info.calibration == [(own["a"], own["b"])]
     change_info(monkeypatch, calibration=[[0.5, -1.0]])
     wanted = 1 / (1 + np.exp(-(0.5 * scored(scorer, samples[0][:20]) - 1)))
     other = Scorer(exported.path, output="calibrated")
     np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
     assert other.reader.describe()["answer"]["scores"].startswith("a calibrated probability for")
     change_info(monkeypatch, calibration=None)
-    with pytest.raises(ArtifactError, match=r"output is calibrated, but .* has no calibration, like all"):
+    with pytest.raises(ArtifactError, match=r"output is calibrated, but .* has no calibration, as of"):
         Scorer(exported.path, output="calibrated")
-    change_info(monkeypatch, tasks=["regression"])
+    change_info(monkeypatch, schema=replace(scorer.info.schema, tasks=["regression"]))
     with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
         Scorer(exported.path, output="calibrated")
 
@@ -151,8 +153,8 @@ def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
 def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, samples):
     request = max(samples[0], key=lambda request: len(request["history"]))
     longer = dict(request, history=[{"item": 1, "category": 1, "rating": 1, "age": 9e9}] * 40 + request["history"])
-    assert len(request["history"]) == scorer.reader.limits.max_history == scorer.info["limits"]["max_history"]
-    assert scorer.reader.limits.max_candidates == scorer.info["limits"]["max_candidates"] != len(request["history"])
+    assert len(request["history"]) == scorer.reader.limits.max_history == scorer.info.limits.max_history
+    assert scorer.reader.limits.max_candidates == scorer.info.limits.max_candidates != len(request["history"])
     np.testing.assert_array_equal(scored(scorer, [longer]), scored(scorer, [request]))
 
 
@@ -171,7 +173,7 @@ def int8(exported, tmp_path_factory) -> Path:
 
 def test_int8_scores_are_near(int8, exported, scorer, samples):
     (info, _), (own, _) = artifact.read(int8), artifact.read(exported.path)
-    assert info == own | {"tables": "int8", "exported": info["exported"]}
+    assert info == replace(own, quantization="int8", exported=info.exported)
     assert (int8 / artifact.TABLES).stat().st_size < (exported.path / artifact.TABLES).stat().st_size
     requests, _ = samples
     small = Scorer(int8)
@@ -182,32 +184,30 @@ def test_int8_scores_are_near(int8, exported, scorer, samples):
 
 def test_int8_rows_are_within_half_a_step(tmp_path):
     weights = {"item": torch.randn(50, 8), "city": torch.randn(9, 6), "genre": torch.randn(20, 8)}
-    sizes, widths = ({name: weight.size(axis) for name, weight in weights.items()} for axis in (0, 1))
-    table_of = {"history_item": "item", "city": "city", "genre": "genre"}
-    save_tables(tmp_path / "tables.pt", "int8", weights, table_of)
-    tables = load_tables(tmp_path / "tables.pt", "int8", sizes, table_of, widths, torch.device("cpu"))
-    found = tables({key: torch.arange(sizes[name]) for key, name in table_of.items()})
-    for key, name in table_of.items():
-        step = (weights[name].amax(1) - weights[name].amin(1)) / 255
-        assert ((found[key] - weights[name]).abs().amax(1) <= 0.51 * step + 1e-6).all()
+    described = {name: Table(*weight.shape, [f"of_{name}"]) for name, weight in weights.items()}
+    save_tables(tmp_path / "tables", "int8", weights, described)
+    tables = load_tables(tmp_path / "tables", "int8", described, torch.device("cpu"))
+    found = tables({f"of_{name}": torch.arange(len(weight)) for name, weight in weights.items()})
+    for name, weight in weights.items():
+        step = (weight.amax(1) - weight.amin(1)) / 255
+        assert ((found[f"of_{name}"] - weight).abs().amax(1) <= 0.51 * step + 1e-6).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_artifact_that_this_machine_cannot_run_is_refused(tmp_path):
-    info = {"versions": {"torch": torch.__version__}, "device": "cuda", "gpu": "H100"}
+def test_an_artifact_that_this_machine_cannot_run_is_refused(tmp_path, scorer):
+    info = replace(scorer.info, device="cuda", gpu="H100")
     with pytest.raises(ArtifactError, match="was exported for a GPU, but there is none here"):
         _check_environment(tmp_path, info, None)
     with pytest.raises(ArtifactError, match="there is no GPU here"):
-        _check_environment(tmp_path, info | {"device": "cpu"}, "cuda")
+        _check_environment(tmp_path, scorer.info, "cuda")
     with pytest.raises(ArtifactError, match=r"was exported with torch 1\.0\.0"):
-        _check_environment(tmp_path, info | {"versions": {"torch": "1.0.0"}, "device": "cpu"}, None)
-    _check_environment(tmp_path, info | {"device": "cpu"}, None)
+        _check_environment(tmp_path, replace(scorer.info, versions={"torch": "1.0.0"}), None)
     here, newer = artifact.cpu_instructions(), "avx1024_new"
-    _check_environment(tmp_path, info | {"device": "cpu", "cpu": here[:-1]}, None)
+    _check_environment(tmp_path, replace(scorer.info, cpu=here[:-1]), None)
     with pytest.raises(
         ArtifactError, match=f"was exported on a CPU with {newer}, which this one lacks or does not name; export on"
     ):
-        _check_environment(tmp_path, info | {"device": "cpu", "cpu": [*here, newer]}, None)
+        _check_environment(tmp_path, replace(scorer.info, cpu=[*here, newer]), None)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_instructions_of_a_cpu(tmp_path, line, known):
 
 
 def test_an_artifact_names_its_cpu(exported, scorer):
-    assert scorer.info["cpu"] == artifact.cpu_instructions()
+    assert scorer.info.cpu == artifact.cpu_instructions()
 
 
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):

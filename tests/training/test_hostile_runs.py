@@ -219,6 +219,7 @@ FILES = {
     "checkpoints/*/tensors.json": plain,
     "metrics.jsonl": lines,
     "summary.json": plain,
+    "versions.json": plain,
 }
 
 

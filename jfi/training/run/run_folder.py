@@ -1,6 +1,7 @@
 """The run folder.
 
 config.yaml     every field of the resolved config
+versions.json   versions of jfi and torch, and the commit of jfi's checkout, when the run began
 summary.json    the data in numbers: rows, splits, lengths of histories, missing and unseen values, warnings
 data/           what the run has learnt from its data, and the data's fingerprint, see `jfi.training.run.run_data`
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
@@ -11,6 +12,7 @@ attention.png   the attention of a few test samples, unless none of them has a h
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 
+import json
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +21,9 @@ from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import settled_as
 from jfi.training.run.run_lock import LOCK
-from jfi.utils.files import unfinished_name
+from jfi.utils.files import unfinished_name, write_file
+from jfi.utils.json_files import read_json
+from jfi.utils.versions import versions
 
 
 class RunFolder:
@@ -28,6 +32,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.yaml"
+        self.versions = path / "versions.json"
         self.summary = path / "summary.json"
         self.data = path / "data"
         self.metrics = path / "metrics.jsonl"
@@ -48,6 +53,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
         save_config(config, run.config)
+        write_file(run.versions, json.dumps(versions()))
         return run
 
     @classmethod
@@ -62,6 +68,10 @@ class RunFolder:
             raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing")
         config = load_config(run.config)
         return run, config.with_training(run_dir=str(path))
+
+    def read_versions(self) -> dict[str, str | None] | None:
+        """Returns the versions with which the run began, None for a run of an earlier version."""
+        return read_json(self.versions, dict[str, str | None], ConfigError) if self.versions.exists() else None
 
     def check_links(self) -> None:
         """Raises ConfigError if a file or folder that training writes is a link, which may lead out of the run."""
