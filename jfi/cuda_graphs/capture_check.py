@@ -91,7 +91,7 @@ def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, remote:
     if layer.project_history:
         return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
     if len(features) > 1 and not remote.issuperset(features):
-        return f"the features {names} are read in one launch, with the padding between them"
+        return f"the features {names} are read in one launch, with the padding between them; use a layer for each"
     rows = layer.num_queries * layer.num_heads
     if rows > SINGLE_TILE_ROWS:
         return f"'{names}' has {rows} query rows; kernels for more than {SINGLE_TILE_ROWS} take no padding"

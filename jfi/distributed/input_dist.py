@@ -146,8 +146,12 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
         for other in aligned:
             if (got := by_key[other].values().size(0)) != count:
                 raise ValueError(f"features['{other}'] must have as many events as '{key}', {count}, got {got}")
-        if feature.reads_weights and by_key[key].weights_or_none() is None:
-            raise ValueError(f"features['{key}'] must have weights, which feature '{feature.name}' reads, got none")
+        weights, must = by_key[key].weights_or_none(), f"features['{key}'] must have weights"
+        if feature.reads_weights and weights is None:
+            raise ValueError(f"{must}, which feature '{feature.name}' reads, got none")
+        if feature.reads_weights and weights.requires_grad:
+            got = "some that require one: exchange rows instead"
+            raise ValueError(f"{must} without a gradient, since attention goes to the rows, got {got}")
 
 
 @torch.no_grad()

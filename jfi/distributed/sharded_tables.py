@@ -24,7 +24,7 @@ from jfi.distributed.planning import plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import SequenceFeatureConfig, lookups
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import RemoteRows, TableRows
+from jfi.modules.table_rows import RemoteRows, TableRows, parts_of
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 
 
@@ -169,7 +169,7 @@ class ShardedTables:
             ids, known = by_key[key], found.get(embedding)
             by_feature = ({} if known is None else known.events) | {feature.name: attention}
             rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
-            found[embedding] = RemoteRows(by_feature, rows, ids.lengths_or_none(), ids.offsets_or_none())
+            found[embedding] = RemoteRows(by_feature, rows, **parts_of(ids))
 
     @cached_property
     def _replicated_positions(self) -> Tensor:

@@ -232,7 +232,7 @@ def _sequences(
     timelines: Timelines | None,
 ) -> dict[str, JaggedTensor]:
     """Returns the events with what the biases read; of timelines the U that are not empty by construction."""
-    sequences = lookups.with_event_inputs(embeddings, ids, features, id_keys)
+    sequences = lookups.with_event_inputs(embeddings, ids, features, id_keys, "sparse_features")
     if timelines is None:
         return sequences
     if not_shared is not None:

@@ -23,8 +23,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.modules import lookups
 from jfi.modules.events import Events, as_dict, read_events
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
@@ -169,7 +170,9 @@ class JaggedEncoder(nn.Module):
 
     __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
-    def forward(self, sequences: JaggedTensor | dict[str, JaggedTensor]) -> JaggedTensor | dict[str, JaggedTensor]:
+    def forward(
+        self, sequences: JaggedTensor | dict[str, JaggedTensor], ids: KeyedJaggedTensor | None = None
+    ) -> JaggedTensor | dict[str, JaggedTensor]:
         """Encodes the events of every feature.
 
         Args:
@@ -177,6 +180,8 @@ class JaggedEncoder(nn.Module):
                 same dtype, with the inputs of the features' biases as in `JaggedFeatureInteraction.forward` and times
                 [S] under the key of a RelativeTimeBias; or one JaggedTensor, if the only feature reads a single key.
                 Lengths and offsets are int32 or int64.
+            ids: the input of the EmbeddingCollection that looked up the embeddings, of which weights, bucket ids and
+                times are read, as in `JaggedFeatureInteraction.forward`.
 
         Returns:
             The input, and under each feature's name its encoded events [S, embedding_dim] in the parameters' dtype,
@@ -187,7 +192,7 @@ class JaggedEncoder(nn.Module):
                 of range, times that decrease. The contents of lengths, ids and times are checked on the CPU only; on a
                 GPU that would synchronize.
         """
-        by_key = _by_key(sequences, self.features)
+        by_key = _by_key(sequences, self.features, ids)
         events = read_events(by_key, self._groups)
         encoded = [
             stack(events[f], partial(jagged_attention, query_offsets=events[f].offsets))
@@ -293,14 +298,17 @@ class EncoderBlock(nn.Module):
 
 @torch.fx.wrap
 def _by_key(
-    sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
+    sequences: JaggedTensor | dict[str, JaggedTensor],
+    features: list[SequenceFeatureConfig],
+    ids: KeyedJaggedTensor | None,
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
-        return as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
+        by_key = as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
+        return lookups.with_event_inputs(by_key, ids, features, {})
     read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")
-    return {features[0].sequence_keys[0]: sequences}
+    return lookups.with_event_inputs({features[0].sequence_keys[0]: sequences}, ids, features, {})
 
 
 @torch.fx.wrap

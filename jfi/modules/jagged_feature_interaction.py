@@ -19,14 +19,14 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.utils.arguments import check_device, check_type
+from jfi.utils.arguments import check_device, check_type, shown
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
 
 
 class JaggedFeatureInteraction(nn.Module):
-    """Pools each sample's history into one embedding: multi-head attention of the target over the events.
+    """Returns pooled features: each sample's history as one embedding, by attention of the target to its events.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
     jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and never
@@ -186,6 +186,7 @@ class JaggedFeatureInteraction(nn.Module):
         target_times: JaggedTensor | None = None,
         event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
         max_events: int | None = None,
+        ids: KeyedJaggedTensor | None = None,
     ) -> KeyedTensor:
         """Pools the histories by their targets.
 
@@ -193,7 +194,7 @@ class JaggedFeatureInteraction(nn.Module):
             sequences: a KeyedJaggedTensor of ids where the layer has an `embedding_collection`, else embeddings
                 [S, sequence_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
                 feature with a KeyBias reads bucket ids [S] under its key; one with a WeightBias or weighted values
-                reads the weights of its first sequence key. Lengths and offsets are int32 or int64.
+                reads the weights of its first sequence key (see `ids`). Lengths and offsets are int32 or int64.
             targets: embeddings by target key, either dense, [B, target_dim], or ragged: JaggedTensors of as many
                 users as the histories, whose values [R, target_dim] are the users' candidates, in the same number
                 for all keys. The `values()` of a JaggedTensor are dense targets only where each sample has exactly one
@@ -205,6 +206,9 @@ class JaggedFeatureInteraction(nn.Module):
             event_times: given with `target_times`: times [S] of the same dtype, not decreasing within a user, by the
                 features' first sequence keys, or one JaggedTensor for all.
             max_events: given with times: a candidate sees at most this many of the newest events; None for all.
+            ids: beyond embeddings the ids that an EmbeddingCollection outside the layer has looked up: weights and
+                bucket ids are then read from them, since the collection's output has none. Rows that are not read yet,
+                here or on other ranks, stay so.
 
         Returns:
             An entry [B, embedding_dim] for each feature, keyed by its name, as EmbeddingBagCollection returns; of
@@ -217,7 +221,7 @@ class JaggedFeatureInteraction(nn.Module):
                 batch sizes for a collection that is not sharded. The contents of lengths, weights and ids are checked
                 on the CPU only; on a GPU that would synchronize.
         """
-        sequences = self._embed(sequences, targets)
+        sequences = self._embed(sequences, targets, ids)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         outputs, options = [], (self.num_heads, self.project_history, self._project_for_ragged)
         for number, group in enumerate(self.groups):
@@ -234,6 +238,7 @@ class JaggedFeatureInteraction(nn.Module):
         target_times: JaggedTensor | None = None,
         event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
         max_events: int | None = None,
+        ids: KeyedJaggedTensor | None = None,
     ) -> dict[str, JaggedTensor]:
         """Returns how much each target attends to each event, for inspection and plots; takes what `forward` takes.
 
@@ -242,7 +247,7 @@ class JaggedFeatureInteraction(nn.Module):
             events of a sample. Of ragged targets [P, num_queries, num_heads], by candidate: each has a weight for every
             event of its user, 0 for those that it does not see.
         """
-        sequences, weights = lookups.fetched(self._embed(sequences, targets)), {}
+        sequences, weights = lookups.fetched(self._embed(sequences, targets, ids)), {}
         by_group = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         for group, events in zip(self.groups, by_group, strict=True):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
@@ -324,14 +329,19 @@ class JaggedFeatureInteraction(nn.Module):
         return torch.cat([pooled[name] for name in self._names], dim=1)
 
     def _embed(
-        self, ids: KeyedJaggedTensor | dict[str, JaggedTensor], targets: object
+        self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor], targets: object, ids: KeyedJaggedTensor | None
     ) -> KeyedJaggedTensor | dict[str, JaggedTensor]:
         """Returns the embeddings of the histories, looked up if the layer has a collection; targets must be given."""
         if targets is None:
             raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
         collection = self.embedding_collection
         if collection is None:
-            return ids
+            return lookups.with_event_inputs(sequences, ids, self.features, self._id_keys)
+        if not (ids is None or isinstance(ids, torch.fx.Proxy)):
+            raise TypeError(
+                f"ids must be None where sequences are the ids that embedding_collection looks up, got {shown(ids)}"
+            )
+        ids = sequences
         # DistributedModelParallel puts a module of another class in the collection's place.
         sharded = not isinstance(collection, lookups.Collections)
         validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
@@ -342,7 +352,7 @@ class JaggedFeatureInteraction(nn.Module):
             embeddings = lookups.look_up(collection, self._lookups, ids, self.outside_ids[0])
         else:
             embeddings = collection(ids)
-        return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys)
+        return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys, "sequences")
 
     def extra_repr(self) -> str:
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}

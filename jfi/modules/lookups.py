@@ -5,7 +5,7 @@ that TorchRec's tracers would trace into a function that is imported by name.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
@@ -13,9 +13,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.events import as_dict
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias
 from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
-from jfi.modules.validation import input_key, require_keys
+from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
+from jfi.ops.checks import may_read
 from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
 from jfi.utils.context import is_traced
@@ -112,28 +113,52 @@ def look_up(
 @torch.fx.wrap
 def with_event_inputs(
     embeddings: dict[str, JaggedTensor],
-    ids: KeyedJaggedTensor,
+    ids: KeyedJaggedTensor | None,
     features: list[SequenceFeatureConfig],
     id_keys: dict[str, str],
+    argument: str = "ids",
 ) -> dict[str, JaggedTensor]:
     """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events.
 
-    `id_keys` has by key of the output that of the ids where they differ.
+    Embeddings that are not read yet stay so.
+
+    Args:
+        embeddings: the output.
+        ids: the input; None returns the output as it is.
+        features: the features that read it.
+        id_keys: by key of the output that of the ids where they differ otherwise than by TorchRec's `@<table>`.
+        argument: name of `ids` in messages.
     """
+    if ids is None:
+        return embeddings
+    check_type(argument, ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
     sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:
-        bias, relative = feature.bias, feature.relative_bias
-        # For targets with times TimeBias reads no ids; without times `check_inputs` asks for these.
+        bias, relative, key = feature.bias, feature.relative_bias, feature.sequence_keys[0]
+        # For targets with times TimeBias reads no ids; without times `check_inputs` requires these.
         if isinstance(bias, KeyBias) and not (isinstance(bias, TimeBias) and bias.key not in present):
-            require_keys("sequences", present, [bias.key])
+            require_keys(argument, present, [bias.key])
             sequences[input_key(bias.key)] = ids[bias.key]
         if isinstance(relative, RelativeTimeBias):
-            require_keys("sequences", present, [relative.key])
+            require_keys(argument, present, [relative.key])
             sequences[input_key(relative.key)] = ids[relative.key]
-        if feature.weighted_values or isinstance(bias, WeightBias):
-            key = feature.sequence_keys[0]
-            sequences[key] = with_weights(sequences[key], ids[id_keys.get(key, key)].weights_or_none())
+        if feature.reads_weights:
+            id_key = id_keys.get(key, key if key in present else key.rpartition("@")[0] or key)
+            require_keys(argument, present, [id_key])
+            name, events, own = f"{argument}['{id_key}']", jagged_of("sequences", sequences, key), ids[id_key]
+            if own.weights_or_none() is None:
+                raise ValueError(f"{name} must have weights, which feature '{feature.name}' reads, got none")
+            check_aligned(name, own, key, events)
+            sequences[key] = with_weights(events, own.weights())
+            if isinstance(events, RemoteRows):
+                _check_sent(name, own.weights(), events.weights())
     return sequences
+
+
+def _check_sent(name: str, weights: Tensor, sent: Tensor) -> None:
+    """Checks, where it may read them, that weights are those which the owner ranks of the events have got."""
+    if weights.data_ptr() != sent.data_ptr() and may_read(weights) and not torch.equal(weights, sent):
+        raise ValueError(f"{name} must have the weights that the sharded collection was given, got others")
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

@@ -147,9 +147,9 @@ class RemoteRows(UnreadRows):
 
     is_trained = True
 
-    def __init__(self, events: dict[str, RemoteAttention], rows: Tensor, *parts: Tensor | None) -> None:
+    def __init__(self, events: dict[str, RemoteAttention], rows: Tensor, **parts: Tensor | None) -> None:
         self.events = events
-        super().__init__(rows, *parts)
+        super().__init__(rows, **parts)
 
     def read(self) -> Tensor:
         feature, events = next(iter(self.events.items()))

@@ -175,7 +175,7 @@ def _check_events(
             continue
         if values.dtype != rows.dtype:
             raise ValueError(f"{name} must be {rows.dtype} like '{first_key}', got {values.dtype}")
-        _check_aligned(name, events, first_key, first)
+        check_aligned(name, events, first_key, first)
     _check_lengths(f"sequences['{first_key}']", first, rows)
     bias = feature.bias
     if feature.weighted_values or isinstance(bias, WeightBias):
@@ -226,7 +226,7 @@ def check_ragged_targets(
             raise TypeError(f"{name} must be {must}: ragged and dense targets cannot be mixed")
         values = check_jagged(name, targets[key])
         if key != first_key:
-            _check_aligned(name, targets[key], first_key, first, "candidates")
+            check_aligned(name, targets[key], first_key, first, "candidates")
         else:
             _check_lengths(name, first, values, "candidates")
     if (target_times is None) != (event_times is None):
@@ -288,7 +288,7 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
         got = "none" if weights is None else f"{weights.dtype} of shape {list(weights.shape)}"
         raise ValueError(
             f"sequences['{key}'] must have floating weights of shape [{count}], {reason}, got {got}; "
-            "an EmbeddingCollection drops its input's"
+            "an EmbeddingCollection drops its input's weights: give that KeyedJaggedTensor too, as ids="
         )
     # Weighted values may be of either sign; a logarithm's argument may not.
     if is_bias and may_read(weights) and not (weights >= 0).all():
@@ -309,7 +309,7 @@ def _check_numbers(
     values = check_jagged(name, numbers)
     if values.dtype not in dtypes or values.dim() != 1:
         raise TypeError(f"{name} must hold {must}, got {values.dtype} of shape {list(values.shape)}")
-    _check_aligned(name, numbers, first_key, first, rows)
+    check_aligned(name, numbers, first_key, first, rows)
     return values
 
 
@@ -324,7 +324,7 @@ def _check_times(
     return values
 
 
-def _check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events") -> None:
+def check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events") -> None:
     """Checks that the jagged tensor of this name, whose rows are `rows`, has the lengths of another one."""
     count, first_count = unread(tensor).size(0), unread(first).size(0)
     if torch.compiler.is_compiling():

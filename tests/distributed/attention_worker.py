@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from benchmarks.sent_bytes import SentBytes
-from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
 from jfi.cuda_graphs.captured_step import CapacityBucket
 from jfi.cuda_graphs.static_batch import Buffers, Described
 from jfi.distributed import (
@@ -41,6 +44,7 @@ from jfi.distributed import (
 from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
+from jfi.modules.table_rows import RemoteRows
 from jfi.ops import checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.utils.operands import TargetAttentionInputs
@@ -69,7 +73,8 @@ class Case:
             rank have one in the first batch, all others any number; "outside": of each key some are outside of their
             table or the buckets of their bias.
         num_queries: of the model.
-        bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table, beside.
+        bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table; or "".
+        own: whether the model is an `OwnModel`, else a SequenceDLRM.
     """
 
     features: dict[str, dict] = field(default_factory=lambda: {"taste": {}})
@@ -80,10 +85,13 @@ class Case:
     ids: str = "any"
     num_queries: int = 1
     bags: str = ""
+    own: bool = False
 
 
-#: The case without anything spread, whose attention on a CPU takes no room.
+#: The case whose tables are all replicated, whose attention on a CPU takes no padding.
 LOCAL = "small tables"
+#: The case of a layer without a collection that reads weights.
+OWN = "weights, own layer"
 CASES = {
     "plain": Case(),
     "position, two features": Case({"taste": {"bias": PositionBias(8)}, "recent": {"bias": PositionBias(8)}}),
@@ -91,6 +99,10 @@ CASES = {
     "weights": Case(
         {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True}}, optimizer="rowwise_adagrad"
     ),
+    OWN: Case(
+        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True}}, optimizer="rowwise_adagrad", own=True
+    ),
+    "key bias, own layer": Case({"taste": {"bias": KeyBias("taste_age", 5), "weighted_values": True}}, own=True),
     "key bias, whole table": Case(
         {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd"
     ),
@@ -117,7 +129,35 @@ def features_of(case: Case) -> list[SequenceFeatureConfig]:
     return built
 
 
-def build(case: Case) -> SequenceDLRM:
+class OwnModel(nn.Module):
+    """A layer without a collection, whose targets and events share tables that a collection outside of it has.
+
+    The layer reads weights and bucket ids of the batch's ids; with `rebuilds` the events are built again with them.
+    """
+
+    def __init__(self, collection: EmbeddingCollection, features: list[SequenceFeatureConfig]) -> None:
+        super().__init__()
+        self.embedding_bag_collection, self.embedding_collection = None, collection
+        self.layer = JaggedFeatureInteraction(features, 8, num_heads=2)
+        self.over = nn.Linear(8 * len(features) + 8 + 3, 1)
+        self.rebuilds = False
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        events = self.embedding_collection(ids)
+        targets = {"item": events["item"].values()}
+        if self.rebuilds:
+            rebuilt = {key: one for key, one in ids.to_dict().items() if key.endswith("_age")}
+            for key, one in events.items():
+                rebuilt[key] = JaggedTensor(one.values(), lengths=one.lengths(), weights=ids[key].weights())
+            pooled = self.layer(rebuilt, targets)
+        else:
+            pooled = self.layer(events, targets, ids=ids)
+            unread = [one.is_read for key, one in events.items() if isinstance(one, RemoteRows)]
+            assert not any(unread), "a history was read"
+        return self.over(torch.cat([dense, targets["item"], pooled.values()], dim=1))
+
+
+def build(case: Case) -> SequenceDLRM | OwnModel:
     torch.manual_seed(0)
     keys = {"item": ["item"], "other": [], "rating": []}
     for name, options in case.features.items():
@@ -127,6 +167,8 @@ def build(case: Case) -> SequenceDLRM:
     tables = [EmbeddingConfig(sizes[name], 8, name=name, feature_names=own) for name, own in keys.items() if own]
     pooling = PoolingType.MEAN if case.bags == "mean" else PoolingType.SUM
     bags = [EmbeddingBagConfig(size, 8, name=key, feature_names=[key], pooling=pooling) for key, size in BAGS.items()]
+    if case.own:
+        return OwnModel(EmbeddingCollection(tables=tables), features_of(case))
     return SequenceDLRM(
         EmbeddingBagCollection(bags) if case.bags else None,
         EmbeddingCollection(tables=tables),
@@ -241,6 +283,7 @@ def count_outside(case: Case) -> dict[str, int]:
 def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
     """The losses, and by table the sum of its optimizer's state."""
     model, losses = build(case), []
+    model.rebuilds = True
     if case.ids == "outside":
         with_missing_rows(model)
     tables = {name: x for name, x in model.named_parameters() if name.startswith("embedding_")}
@@ -261,13 +304,15 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
     return losses, {name: state.sum().item() for name, state in states.items() if state is not None}
 
 
-def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Module:
+def shard(model: nn.Module, case: Case, data_parallel: bool = True, by_torchrec: bool = False) -> nn.Module:
     """The model with its tables on all ranks, stepped in the backward pass."""
     size, plan = dist.get_world_size(), {}
     sharders = [
         FetchedBagsSharder(replicate_below=case.replicate_below),
         AttentionCollectionSharder(features_of(case), replicate_below=case.replicate_below),
     ]
+    if by_torchrec:
+        sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     large = row_wise() if case.placement == "row_wise" else table_wise(rank=size - 1)
     for name, sharder in zip(("embedding_bag_collection", "embedding_collection"), sharders, strict=True):
         collection = getattr(model, name)
@@ -381,12 +426,13 @@ def use_stand_ins(captured: CapturedShardedStep) -> None:
 def train_together(case: Case, way: str = "eager") -> dict:
     """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step.
 
-    `way` is "eager", "without a GPU" (a CapturedShardedStep that makes eager steps), "buffers" (ids are sent
-    before the step, which reads buffers with room),
-    "levels" (of which many sizes come up) or "uneven" (ranks have other numbers of samples).
+    `way` is "eager", "rows" (of TorchRec's sharders), "without a GPU" (a CapturedShardedStep that makes eager steps),
+    "buffers" (ids are sent before the step, which reads padded buffers), "levels" (of which many sizes come up) or
+    "uneven" (ranks have other numbers of samples).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, losses = shard(build(case), case, way == "eager"), []
+    is_eager = way in ("eager", "rows")
+    model, losses = shard(build(case), case, is_eager, way == "rows"), []
     dense_parameters = list(dict(in_backward_optimizer_filter(model.named_parameters())).values())
     rest = torch.optim.SGD(dense_parameters, lr=RATE)
     parts = case.parts if size == 2 else (0, SAMPLES)
@@ -400,13 +446,13 @@ def train_together(case: Case, way: str = "eager") -> dict:
         loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels, reduction="sum")
         rest.zero_grad()
         (loss * size / SAMPLES).backward()
-        if way != "eager":
+        if not is_eager:
             average_gradients(dense_parameters)
         rest.step()
         return loss.detach() / SAMPLES
 
     captured, given = None, iter(batches)
-    if way != "eager":
+    if not is_eager:
         for parameter in dense_parameters if rank else []:
             parameter.data += 1  # which the first rank's take the place of
         captured = CapturedShardedStep(step, model, warmup_steps=1)
@@ -426,7 +472,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
         dist.all_reduce(loss)
         losses.append(loss.item())
     states = {}
-    for name, state in model.fused_optimizer.state_dict()["state"].items():
+    for name, state in ({} if way == "rows" else model.fused_optimizer.state_dict()["state"]).items():
         for value in state.values():
             total = sum(
                 (shard.tensor.double().sum() for shard in value.local_shards()), torch.zeros((), dtype=torch.float64)
@@ -450,5 +496,6 @@ if __name__ == "__main__":
     for way in ("buffers", "levels"):
         found[way] = {name: train_together(case, way) for name, case in CASES.items() if name != LOCAL}
     found["uneven"] = {name: train_together(CASES[name], "uneven") for name in ("plain", "a rank without samples")}
+    found["rows"] = {OWN: train_together(CASES[OWN], "rows")}
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

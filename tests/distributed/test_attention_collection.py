@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attention_worker import (
     CASES,
     LOCAL,
+    OWN,
     SAMPLES,
     Case,
     as_on_a_gpu,
@@ -78,6 +79,28 @@ def test_two_processes_have_the_losses_of_one(found, name):
     if name != LOCAL:
         summary = found[0]["buffers"][name]["summary"]
         assert summary.startswith("3 of 4 steps ran captured"), summary
+
+
+def test_weights_that_a_layer_is_given_send_no_row(found):
+    """A layer without a collection sends what a SequenceDLRM sends; with TorchRec's sharders it has the same losses."""
+    losses, _ = train_alone(CASES[OWN])
+    for rank in found:
+        own, model = (rank["eager"][name]["sent"]["all_to_all_single"] for name in (OWN, "weights"))
+        assert own == model
+        assert rank["rows"][OWN]["losses"] == pytest.approx(losses, abs=2e-6)
+
+
+def test_weights_other_than_those_that_were_sent_are_refused(alone):
+    case = CASES[OWN]
+    model = shard(build(case), case).module
+    _, ids, _ = part_of(make_batch(case, 1), 0, SAMPLES)
+    events = model.embedding_collection(ids)
+    targets = {"item": events["item"].values()}
+    # The collection's output has the weights that it was given.
+    torch.testing.assert_close(model.layer(events, targets).values(), model.layer(events, targets, ids=ids).values())
+    others = KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights() + 1, lengths=ids.lengths())
+    with pytest.raises(ValueError, match=r"ids\['taste_item'\] must have the weights that the sharded collection"):
+        model.layer(events, targets, ids=others)
 
 
 @pytest.mark.parametrize("way", ["eager", "without a GPU", "buffers", "levels"])
@@ -316,7 +339,7 @@ def test_models_that_cannot_be_captured_are_refused(alone):
     local = Case({"taste": {}, "recent": {}}, replicate_below=1000)
     batch = part_of(make_batch(local, 0), 0, SAMPLES)
     model = shard(build(local), local, data_parallel=False)
-    refused = "cannot be captured: the features taste, recent are read in one launch"
+    refused = "the features taste, recent are read in one launch, with the padding between them; use a layer for each"
     with pytest.raises(ValueError, match=refused):
         CapturedShardedStep(len, model, reference=batch)
     captured = CapturedShardedStep(len, model)
@@ -420,8 +443,13 @@ def test_a_key_that_does_not_fit_is_named():
         ValueError, match=r"features\['taste_rating'\] must have as many events as 'taste_item', 3, got 2"
     ):
         check_keys(group, one | {"taste_rating": JaggedTensor(torch.zeros(2).long(), lengths=torch.tensor([1, 1]))})
+    rating = {"taste_rating": JaggedTensor(torch.zeros(3).long(), lengths=lengths)}
     with pytest.raises(ValueError, match=r"features\['taste_item'\] must have weights"):
-        check_keys(group, one | {"taste_rating": JaggedTensor(torch.zeros(3).long(), lengths=lengths)})
+        check_keys(group, one | rating)
+    weights = torch.ones(3, requires_grad=True)
+    trained = {"taste_item": JaggedTensor(torch.zeros(3).long(), lengths=lengths, weights=weights)}
+    with pytest.raises(ValueError, match=r"features\['taste_item'\] must have weights without a gradient"):
+        check_keys(group, trained | rating)
 
 
 def group_of(case: Case) -> TableGroup:

@@ -125,7 +125,7 @@ def model(**changes):
 NO_DEVICE = "None, 0, 2**62" if torch.cuda.is_available() else "None"
 OF_SIDS = {"device": NO_DEVICE, "catalogue": "None", "feature_names": "a list of strings", "spread": "a float, 2**62"}
 OF_TABLES = {"output_dtype": "None", "average": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
-TIMES = {"target_times": "None", "event_times": "None", "max_events": "None"}
+TIMES = {"target_times": "None", "event_times": "None", "max_events": "None", "ids": "None"}
 NOT_READ = ", ".join(WRONG)
 CASES = {
     "PositionBias": Case(PositionBias, {}, {"recency": "True"}),
@@ -189,7 +189,8 @@ CASES = {
     "JaggedEncoder.forward": Case(
         lambda **given: JaggedEncoder([TASTE], D)(**given),
         {"sequences": {"history": events()}},
-        signature=JaggedEncoder.forward,
+        {"ids": "None"},
+        JaggedEncoder.forward,
     ),
     "JaggedPooling": Case(JaggedPooling, {"features": [TASTE], "embedding_dim": D}),
     "JaggedPooling.forward": Case(
