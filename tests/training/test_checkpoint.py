@@ -228,7 +228,7 @@ def test_code_in_any_file_with_a_matching_checksum_does_not_run(tmp_path, monkey
     if name == ".metadata":  # a file that nobody reads
         load_checkpoint(path, state(0.0))
     else:
-        with pytest.raises(DamagedCheckpointError, match=r"(tensors|progress)\.json is damaged"):
+        with pytest.raises(DamagedCheckpointError, match=r"(json|rank-0\.safetensors) is damaged"):
             read_progress(path)
             load_checkpoint(path, state(0.0))
     assert not (tmp_path / "ran").exists()
@@ -248,7 +248,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     assert filled["model"]["weight"][0, 0] == 1.0
 
 
-CHUNK = {"offsets": [0, 0], "shape": [3, 2], "file": "rank-0.safetensors", "begin": 0}
+CHUNK = {"offsets": [0, 0], "shape": [3, 2], "file": "rank-0.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ CHUNK = {"offsets": [0, 0], "shape": [3, 2], "file": "rank-0.safetensors", "begi
     [
         {"chunks": [{**CHUNK, "file": "../rank-0.safetensors"}]},
         {"chunks": [{**CHUNK, "file": "/etc/passwd"}]},
-        {"chunks": [{**CHUNK, "begin": 10**9}]},
-        {"chunks": [{**CHUNK, "begin": -8}]},
-        {"chunks": [{**CHUNK, "begin": True}]},
+        {"chunks": [{**CHUNK, "begin": 8}]},
+        {"chunks": [{**CHUNK, "offsets": [-1, 0]}]},
+        {"chunks": [{**CHUNK, "offsets": [True, 0]}]},
         {"chunks": [{**CHUNK, "offsets": [1, 0]}]},
         {"chunks": [{**CHUNK, "shape": [2, 2]}]},
         {"chunks": []},
@@ -273,5 +273,5 @@ def test_an_index_that_was_forged_is_refused(tmp_path, tensor):
     index = json.loads((path / "tensors.json").read_text())
     index["model.weight"] = {**index["model.weight"], **tensor}
     forge(path, **{"tensors.json": json.dumps(index).encode()})
-    with pytest.raises(DamagedCheckpointError, match=r"tensors\.json is damaged$"):
+    with pytest.raises(DamagedCheckpointError, match=r"tensors\.json is damaged: .*"):
         load_checkpoint(path, state(0.0))

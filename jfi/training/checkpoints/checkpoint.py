@@ -170,12 +170,10 @@ def keep_checkpoints(folder: Path, names: set[str]) -> None:
 def _plainly() -> Iterator[None]:
     """Raises the error of the first process that failed instead of DCP's CheckpointException.
 
-    Suppresses the warnings that there is no process group, that ShardedTensor is deprecated and that a mapped file is
-    not writable.
+    Suppresses the warnings that there is no process group and that ShardedTensor is deprecated.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         warnings.filterwarnings("ignore", category=FutureWarning)
         try:
             yield

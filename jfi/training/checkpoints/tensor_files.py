@@ -1,23 +1,25 @@
 """The tensors of a checkpoint, without pickle: storage for torch.distributed.checkpoint (DCP).
 
 rank-<n>.safetensors   the tensors and shards that process n wrote, in the layout of safetensors
-tensors.json           by name: dtype, shape, and where each chunk of the tensor is
+tensors.json           by name: dtype, shape, and the file of each chunk of the tensor
 
-torch's own storage keeps its metadata as a pickle, which can run any code when it is read. DCP plans which process
-writes or reads which chunk, so a checkpoint of some processes can be read by any other number of them.
+torch's own storage keeps its metadata as a pickle, which can run any code when it is read. Its HuggingFaceStorageWriter
+loses a chunk where a process has two of one tensor, and copies all of a process's tensors to the host twice. DCP plans
+which process writes or reads which chunk, so a checkpoint of some processes can be read by any other number of them.
 """
 
 import hashlib
 import json
 import math
 import os
-import re
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -41,10 +43,18 @@ from torch.futures import Future
 
 from jfi.training.config import ConfigError
 from jfi.utils.files import DamagedFileError, sha256_of
-from jfi.utils.tensor_header import DTYPE_NAMES, DTYPES, tensor_header
+from jfi.utils.json_files import read_json
 
 INDEX = "tensors.json"
-_FILE = re.compile(r"rank-\d+\.safetensors")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+#: By dtype its name in the header of a file.
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+} | {dtype: f"{'I' if dtype.is_signed else 'U'}{8 * dtype.itemsize}" for dtype in _INTEGERS}
 #: Bytes that are hashed and written at a time: what is hashed is still in the cache when it is written.
 _BLOCK = 2**22
 
@@ -53,12 +63,20 @@ class MismatchedCheckpointError(ConfigError):
     """A checkpoint without damage whose tensors are not those of the model; the message is one line."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The start of a chunk in its file."""
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_Sizes = list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]]
 
-    file: str
-    begin: int
+
+class _Chunk(msgspec.Struct, forbid_unknown_fields=True):
+    offsets: _Sizes
+    shape: _Sizes
+    file: Annotated[str, msgspec.Meta(pattern=r"^rank-\d+\.safetensors$")]
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: _Sizes
+    chunks: list[_Chunk]
 
 
 class TensorWriter(StorageWriter):
@@ -94,10 +112,9 @@ class TensorWriter(StorageWriter):
         for item in items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"a checkpoint holds tensors only; {item.index.fqn} is none")
-        by_key = {_key(item): item for item in sorted(items, key=lambda item: (item.index.fqn, item.index.offset))}
-        shapes = {key: (_dtype(item), item.tensor_data.chunk.sizes) for key, item in by_key.items()}
-        header, begins = tensor_header(shapes)
-        items, digest = [by_key[key] for key in begins], hashlib.sha256(header)
+        items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, item.index.offset))
+        header = _header(items)
+        digest = hashlib.sha256(header)
         with open(self.folder / name, "wb") as file:
             file.write(header)
             for item in items:
@@ -108,26 +125,23 @@ class TensorWriter(StorageWriter):
             file.flush()
             os.fsync(file.fileno())
         self.sums[name] = digest.hexdigest()
-        places = [(_Place(name, len(header) + begin), self.sums[name]) for begin in begins.values()]
         size = (self.folder / name).stat().st_size
-        return [WriteResult(item.index, size, place) for item, place in zip(items, places, strict=True)]
+        return [WriteResult(item.index, size, (name, self.sums[name])) for item in items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places: dict[MetadataIndex, _Place] = {}
+        files: dict[MetadataIndex, str] = {}
         for result in (result for part in results for result in part):
-            place, self.sums[place.file] = result.storage_data
-            places[result.index] = place
+            files[result.index], self.sums[files[result.index]] = result.storage_data
         index = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            chunks = []
-            for chunk in tensor.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
-                sizes = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
-                chunks.append({**sizes, "file": place.file, "begin": place.begin})
-            index[name] = {"dtype": DTYPE_NAMES[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
+            chunks = [
+                _Chunk(list(chunk.offsets), list(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
+                for chunk in tensor.chunks
+            ]
+            index[name] = _Tensor(_NAMES[tensor.properties.dtype], list(tensor.size), chunks)
         path = self.folder / INDEX
-        with path.open("w") as file:
-            json.dump(index, file, indent=1)
+        with path.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
             file.flush()
             os.fsync(file.fileno())
         self.sums[INDEX] = sha256_of(path)
@@ -144,34 +158,30 @@ class TensorReader(StorageReader):
         folder: of the files.
 
     Raises:
-        DamagedFileError: tensors.json is not what the writer writes, or names bytes that the files lack.
+        DamagedFileError: tensors.json is not what the writer writes.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.metadata = Metadata({}, storage_data={})
-        try:
-            for name, tensor in json.loads((folder / INDEX).read_text()).items():
-                self._add(name, **tensor)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise DamagedFileError(f"{folder / INDEX} is damaged") from None
+        for name, tensor in read_json(folder / INDEX, dict[str, _Tensor], DamagedFileError).items():
+            try:
+                self._add(name, tensor)
+            except (ValueError, KeyError):
+                raise DamagedFileError(f"{folder / INDEX} is damaged: {name} is no tensor") from None
 
-    def _add(self, name: str, dtype: str, shape: list[int], chunks: list[dict]) -> None:
-        """Adds a tensor; raises ValueError, TypeError or KeyError if it can't be one."""
-        size, kind, found = _size(shape), DTYPES[dtype], []
-        for chunk in chunks:
-            offsets, sizes = _size(chunk["offsets"]), _size(chunk["shape"])
-            place = _Place(chunk["file"], *_size([chunk["begin"]]))
-            inside = all(o + s <= d for o, s, d in zip(offsets, sizes, size, strict=True))
-            end = place.begin + math.prod(sizes) * kind.itemsize
-            known = _FILE.fullmatch(place.file) and (self.folder / place.file).is_file()
-            if not inside or not known or end > (self.folder / place.file).stat().st_size:
+    def _add(self, name: str, tensor: _Tensor) -> None:
+        """Adds a tensor; raises ValueError or KeyError if it can't be one."""
+        size, dtype, found = torch.Size(tensor.shape), _DTYPES[tensor.dtype], []
+        for chunk in tensor.chunks:
+            offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.shape)
+            if any(o + s > d for o, s, d in zip(offsets, sizes, size, strict=True)):
                 raise ValueError
             found.append(ChunkStorageMetadata(offsets, sizes))
-            self.metadata.storage_data[MetadataIndex(name, offsets)] = place, kind, sizes
+            self.metadata.storage_data[MetadataIndex(name, offsets)] = chunk.file, _key(name, size, found[-1])
         if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(size):
             raise ValueError
-        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(kind), size, found)
+        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), size, found)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
 
@@ -187,18 +197,20 @@ class TensorReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files: dict[str, Tensor] = {}
-        for item in plan.items:
-            place, kind, sizes = self.metadata.storage_data[item.storage_index]
-            if place.file not in files:  # mapped, so that only the pages in use are read
-                files[place.file] = torch.from_numpy(np.memmap(self.folder / place.file, np.uint8, "r"))
-            length = math.prod(sizes) * kind.itemsize
-            chunk = files[place.file][place.begin : place.begin + length].view(kind).view(sizes)
-            for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dim, offset, size)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(chunk)
-            planner.commit_tensor(item, target)
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}  # mapped, so that only the pages in use are read
+            for item in plan.items:
+                name, key = self.metadata.storage_data[item.storage_index]
+                try:
+                    if name not in files:
+                        files[name] = stack.enter_context(safe_open(self.folder / name, "pt"))
+                    spans = zip(item.storage_offsets, item.lengths, strict=True)
+                    chunk = files[name].get_slice(key)[tuple(slice(at, at + length) for at, length in spans)]
+                except (SafetensorError, FileNotFoundError) as fault:
+                    raise DamagedFileError(f"{self.folder / name} is damaged: {fault}") from None
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(chunk)
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -227,20 +239,29 @@ class TensorLoadPlanner(DefaultLoadPlanner):
                 )
 
 
-def _size(numbers: list[int]) -> torch.Size:
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError
-    return torch.Size(numbers)
-
-
 def _dtype(item: WriteItem) -> torch.dtype:
     return item.tensor_data.properties.dtype
 
 
-def _key(item: WriteItem) -> str:
-    """The name of the tensor, and for a part of it where the part begins."""
-    data = item.tensor_data
-    return item.index.fqn + ("" if data.chunk.sizes == data.size else str(list(data.chunk.offsets)))
+def _key(name: str, size: torch.Size, chunk: ChunkStorageMetadata) -> str:
+    """The name of a tensor in its file, and for a part of it where the part begins."""
+    return name + ("" if chunk.sizes == size else str(list(chunk.offsets)))
+
+
+def _header(items: list[WriteItem]) -> bytes:
+    """The header of a safetensors file: its length, JSON padded to a multiple of 8; then the tensors follow in order.
+
+    The widest elements come first, so that every tensor is aligned without gaps.
+    """
+    entries, end = {}, 0
+    for item in items:
+        chunk = item.tensor_data.chunk
+        begin, end = end, end + math.prod(chunk.sizes) * _dtype(item).itemsize
+        key = _key(item.index.fqn, item.tensor_data.size, chunk)
+        entries[key] = {"dtype": _NAMES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes(name: str, tensor: Tensor) -> memoryview:
