@@ -34,7 +34,7 @@ class TableCase:
 
     Args:
         optimizer: `optimizer.embeddings.name`.
-        average: `optimizer.average`.
+        ema_decay: `optimizer.ema_decay`.
         ids: "uniform" or "zipf", the law of the items' ids.
         sizes: numbers of items, the smallest first.
         batch_size: samples.
@@ -42,7 +42,7 @@ class TableCase:
     """
 
     optimizer: str
-    average: float | None
+    ema_decay: float | None
     ids: str
     sizes: tuple[int, ...] = SIZES
     batch_size: int = BATCH_SIZE
@@ -50,7 +50,7 @@ class TableCase:
 
     @property
     def name(self) -> str:
-        average = "" if self.average is None else ", average"
+        average = "" if self.ema_decay is None else ", average"
         return f"{self.optimizer}{average}, {self.ids} ids"
 
 
@@ -80,7 +80,7 @@ class Steps:
         table = SyntheticConfig(num_users=2 * case.batch_size, num_items=1000)
         dataset = load_dataset(DataConfig(source="synthetic", synthetic=table, max_history=MAX_HISTORY))
         features = [replace(one, num_embeddings=items) if one.table == "item" else one for one in dataset.features]
-        optimizer = OptimizerConfig(OptimizerGroup(), OptimizerGroup(case.optimizer, 0.02), case.average)
+        optimizer = OptimizerConfig(OptimizerGroup(), OptimizerGroup(case.optimizer, 0.02), case.ema_decay)
         config = Config(
             data=DataConfig(source="synthetic"),
             model=ModelConfig(embedding_dim=case.width, bias=None, cross_layers=0, dropout=0.0),

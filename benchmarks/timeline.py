@@ -300,7 +300,7 @@ def _check(rows: dict[Way, dict], measured: list[Way], trainer: StepTrainer) -> 
 
 def gpu_config(folder: Path) -> Config:
     model = ModelConfig(embedding_dim=64, num_heads=4, bias="history_age", cross_layers=0, dropout=0.0)
-    return Config(write_table(GPU_TABLE, folder), model, optimizer=OptimizerConfig(average=None))
+    return Config(write_table(GPU_TABLE, folder), model, optimizer=OptimizerConfig(ema_decay=None))
 
 
 def cases(quick: bool, movielens: Path | None = None) -> list[TrainingCase | Case]:

@@ -103,7 +103,7 @@ _DEFAULTS: dict[str, object] = {
     "model.cross_layers": 2,
     "optimizer.dense.learning_rate": 3e-3,
     "optimizer.embeddings.learning_rate": 0.05,
-    "optimizer.average": "auto",
+    "optimizer.ema_decay": "auto",
     "training.batch_size": None,
     "training.epochs": 10,
 }

@@ -62,7 +62,7 @@ def _sids(codec: str, read: str, **model: object) -> dict[str, object]:
 
 
 def _tables(init: str = "random", spread: float = 0.1, **model: object) -> dict[str, object]:
-    return _sids("rq", "tables", semantic_id_init=init, semantic_id_spread=spread, **model)
+    return _sids("rq", "tables", semantic_id_init=init, semantic_id_init_std=spread, **model)
 
 
 def _of_item(*columns: str) -> list[dict[str, str]]:
@@ -100,7 +100,7 @@ BASE = "id alone"
 UNTUNED = "RQ, tables"
 TRADITIONAL = [name for name in FORMS if "tables" in name]
 #: Of all forms. Ids are made unknown in training, so that the embedding of an unknown item is trained.
-_SETTINGS = {"data.features": [], "data.split": "files", "data.unknown_share": 0.02, "training.monitor": "ne"}
+_SETTINGS = {"data.features": [], "data.split": "files", "data.oov_dropout": 0.02, "training.monitor": "ne"}
 _TRIALS = grid(optimizer__dense__learning_rate=[0.001, 0.003], optimizer__embeddings__learning_rate=[0.02, 0.1])
 MODELS = {name: Model("ours", _SETTINGS | settings, _TRIALS, "ne") for name, (settings, _) in FORMS.items()}
 

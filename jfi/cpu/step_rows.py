@@ -74,7 +74,7 @@ def _step(
     table: Tensor, state: tuple[Tensor, ...], rows: Tensor, g: Tensor, optimizer: RowOptimizer, lr: float, t: int
 ) -> None:
     """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
-    name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.average, optimizer.eps
+    name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.ema_decay, optimizer.eps
     w = _read(table, rows).to(g.dtype)
     before = w.clone() if average is not None else w
     if name == "adamw":

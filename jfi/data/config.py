@@ -195,8 +195,9 @@ class DataConfig:
         split_seed: another seed assigns users to other splits, with `split: user`.
         validation: files of the validation rows, as `interactions`, with `split: files`.
         test: files of the test rows, as `interactions`, with `split: files`.
-        group: column of an impression's or request's id, or None. The rows of a user with the same id are in one split.
-        unknown_share: share of the known ids of a training batch that are replaced by that of an unknown value, so that
+        request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
+            one split.
+        oov_dropout: share of the known ids of a training batch that are replaced by that of an unknown value, so that
             training reaches it; 0 for none. Held-out batches keep theirs.
         eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
@@ -212,7 +213,7 @@ class DataConfig:
             computes, by their dwell and surface and the segment of the user, and their weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section
             are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
-            `eval_negatives`, `unknown_share` and `policy`, which are the run's own.
+            `eval_negatives`, `oov_dropout` and `policy`, which are the run's own.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -253,9 +254,9 @@ class DataConfig:
     split_seed: int = 0
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
-    group: str | None = None
+    request_id: str | None = None
     history: str | None = None
-    unknown_share: float = 0.0
+    oov_dropout: float = 0.0
     eval_negatives: int = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
@@ -336,7 +337,7 @@ class DataConfig:
         """The names of all columns in use, or of those that no table of users or items has."""
         tables = (("user", self.users), ("item", self.items))
         apart = {of for of, table in tables if of_interactions and table is not None}
-        given = (self.group, self.split_column, self.weight, *self.engagement_columns())
+        given = (self.request_id, self.split_column, self.weight, *self.engagement_columns())
         columns = {self.user, self.item, self.timestamp, *self.label_columns()}
         columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
         columns.update(one.name for one in self.features if not one.cross and one.of not in apart)

@@ -41,7 +41,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         optimizer_type: type[torch.optim.Optimizer],
         optimizer_kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
-        average: float | None,
+        ema_decay: float | None,
         device: torch.device | None,
         **options: object,
     ) -> None:
@@ -66,7 +66,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self._output_dtype = output_dtype
         self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(self)]
         prefix = f"{self._attribute}."
-        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average, prefix=prefix)
+        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, ema_decay, prefix=prefix)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
         self.outside_ids[0].on(self.device)
 
@@ -108,10 +108,10 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors.
 
         Raises:
-            ValueError: the collection was made without `average`.
+            ValueError: the collection was made without `ema_decay`.
         """
-        if self._fused.optimizer.average is None:
-            raise ValueError("average must be given at construction for averages, got None")
+        if self._fused.optimizer.ema_decay is None:
+            raise ValueError("ema_decay must be given at construction for averages, got None")
         return self._fused.averages()
 
     def _over_averages(self, plain: nn.Module) -> nn.Module:
@@ -156,7 +156,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     def extra_repr(self) -> str:
         optimizer = self._fused.optimizer
-        average = "" if optimizer.average is None else f", average={optimizer.average}"
+        average = "" if optimizer.ema_decay is None else f", ema_decay={optimizer.ema_decay}"
         return f"optimizer={optimizer.name}, lr={self._fused.group['lr']}{average}"
 
 
@@ -189,7 +189,8 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         optimizer_kwargs: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has, with its defaults. Adam's
             bias correction counts the steps of the collection.
         output_dtype: of the embeddings; None means float32, as of EmbeddingCollection.
-        average: decay of a moving average of the tables, such as 0.999, which `averages()` returns; None for none.
+        ema_decay: decay of an exponential moving average of the tables, such as 0.999, which `averages()` returns;
+            None for none.
         device: of the tables; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -235,10 +236,10 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         optimizer_kwargs: dict[str, Any],
         *,
         output_dtype: torch.dtype | None = None,
-        average: float | None = None,
+        ema_decay: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, average, device)
+        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, ema_decay, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
         """Looks the ids up.
@@ -279,7 +280,7 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
             ids, as in fbgemm.
         output_dtype: of the pooled embeddings; None means float32.
-        average: as of FusedEmbeddingCollection.
+        ema_decay: as of FusedEmbeddingCollection.
         device: as of FusedEmbeddingCollection.
 
     Raises:
@@ -309,11 +310,11 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         *,
         is_weighted: bool = False,
         output_dtype: torch.dtype | None = None,
-        average: float | None = None,
+        ema_decay: float | None = None,
         device: torch.device | None = None,
     ) -> None:
         check_type("is_weighted", is_weighted, bool, "a bool")
-        arguments = optimizer_type, optimizer_kwargs, output_dtype, average, device
+        arguments = optimizer_type, optimizer_kwargs, output_dtype, ema_decay, device
         super().__init__(tables, *arguments, is_weighted=is_weighted)
         self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
 

@@ -48,14 +48,14 @@ class FusedTables(FusedOptimizer):
     """The optimizer of the tables of one collection; a step is made in the backward pass.
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
-    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `average` two
+    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
     more: `average` and `averaged_at`.
 
     Args:
         tables: modules by table name, each with a `weight` [N, D].
         optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or TorchRec's RowWiseAdagrad.
         options: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has.
-        average: decay of a moving average of the weights, or None.
+        ema_decay: decay of an exponential moving average of the weights, or None.
         states: by table the optimizer's states, to use their memory; None makes them.
         prefix: of the parameter names, such as "embeddings.".
 
@@ -68,14 +68,14 @@ class FusedTables(FusedOptimizer):
         tables: nn.ModuleDict,
         optimizer_type: type,
         options: dict[str, Any],
-        average: float | None,
+        ema_decay: float | None,
         states: dict[str, tuple[Tensor, ...]] | None = None,
         prefix: str = "",
     ) -> None:
-        options = _checked(optimizer_type, options, average)
+        options = _checked(optimizer_type, options, ema_decay)
         name, self._state_names, _ = _OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
-        self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], average)
+        self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
         self.group = ParameterGroup(options)
         self.steps = torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix = tables, prefix
@@ -147,7 +147,7 @@ class FusedTables(FusedOptimizer):
             rows, dtype = weight.shape[:1], _wide(weight.dtype)
             kinds = [(rows if self.optimizer.name == "rowwise_adagrad" else weight.shape, dtype)]
             kinds *= len(self._state_names)
-            if self.optimizer.average is not None:
+            if self.optimizer.ema_decay is not None:
                 kinds += [(weight.shape, dtype), (rows, torch.int32)]
             states = self._states.get(name)
             if states is None or (states and states[0].is_meta and not weight.is_meta):
@@ -171,7 +171,7 @@ class FusedTables(FusedOptimizer):
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
         found = {}
         for name, (*_, average, at) in self._states.items():
-            flush_average(self.weights[name].detach(), average, at, self.optimizer.average, self.steps)
+            flush_average(self.weights[name].detach(), average, at, self.optimizer.ema_decay, self.steps)
             found[name] = average
         return found
 
@@ -353,7 +353,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> dict[str, Any]:
+def _checked(optimizer_type: type, options: dict[str, Any], ema_decay: float | None) -> dict[str, Any]:
     """Checks the options of an optimizer; returns them with the defaults of the others."""
     if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
@@ -372,6 +372,6 @@ def _checked(optimizer_type: type, options: dict[str, Any], average: float | Non
         if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
             raise ValueError(f"optimizer_kwargs['betas'] must be two numbers in [0, 1), got {shown(betas)}")
         options["betas"] = tuple(betas)
-    if average is not None:
-        check_number("average", average, lambda x: 0 < x < 1, "between 0 and 1, or None")
+    if ema_decay is not None:
+        check_number("ema_decay", ema_decay, lambda x: 0 < x < 1, "between 0 and 1, or None")
     return options

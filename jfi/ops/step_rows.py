@@ -63,8 +63,8 @@ def step_rows(
     Args:
         tables: [N_t, D] each, of one dtype.
         states: by table the optimizer's tensors: () for sgd; ([N, D],) for adagrad; ([N],) for rowwise_adagrad;
-            ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.average` two more: the average [N, D] and
-            the step [N], int32, at which a row's average was last computed, 0 for never.
+            ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.ema_decay` two more: the average [N, D]
+            and the step [N], int32, at which a row's average was last computed, 0 for never.
         sorted_rows: the rows that were read.
         grads: [n_k, D] each, floating: the gradients of what was read, part by part; None for zeros.
         sizes: n_k of each part, n in all.

@@ -71,10 +71,10 @@ class TrainingConfig:
         epochs: maximum number of epochs.
         batch_size: samples per step, over all processes under torchrun. Null is 512 up to 150,000 training samples, and
             1024 for more.
-        accumulate: in how many parts, one after another, the gradients of a step are computed. They are those of the
-            whole batch, up to rounding, and activations take the memory of one part; steps, learning rates and
-            clipping are those of the whole batch. Under torchrun each process has so many parts, and
-            `sharding.exchange` must not be `rows`.
+        gradient_accumulation_steps: number of parts of a batch whose gradients are computed one after another. Their
+            sum is the gradient of the whole batch, up to rounding, and activations take the memory of one part;
+            `batch_size`, steps, learning rates and clipping are those of the whole batch. Under torchrun each process
+            has so many parts, and `sharding.exchange` must not be `rows`.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
             `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),
@@ -116,7 +116,7 @@ class TrainingConfig:
     run_dir: str | None = None
     epochs: int = 10
     batch_size: int | None = None
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     eval_batch_size: int = 4096
     monitor: str = "auto"
     positive_weight: float = 1.0
@@ -136,11 +136,23 @@ class TrainingConfig:
     ranking_positives: int | None = 1000
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "eval_batch_size", "log_every", "ranking_k"):
+        for name in (
+            "epochs",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "eval_batch_size",
+            "log_every",
+            "ranking_k",
+        ):
             value = getattr(self, name)
             require(value is None or value >= 1, f"training.{name}", value, "at least 1")
-        parts, most = self.accumulate, self.batch_size
-        require(most is None or parts <= most, "training.accumulate", parts, f"at most training.batch_size, {most}")
+        parts, most = self.gradient_accumulation_steps, self.batch_size
+        require(
+            most is None or parts <= most,
+            "training.gradient_accumulation_steps",
+            parts,
+            f"at most training.batch_size, {most}",
+        )
         self._check_logger()
         require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")

@@ -38,8 +38,8 @@ def settled_as(config: Config, known: Config) -> Config:
     training, optimizer = config.training, config.optimizer
     if training.batch_size is None:
         training = dataclasses.replace(training, batch_size=known.training.batch_size)
-    if optimizer.average == "auto":
-        optimizer = dataclasses.replace(optimizer, average=known.optimizer.average)
+    if optimizer.ema_decay == "auto":
+        optimizer = dataclasses.replace(optimizer, ema_decay=known.optimizer.ema_decay)
     return with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
 
 
@@ -54,13 +54,13 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
     training, optimizer = config.training, config.optimizer
     if training.batch_size is None:
         size = 512 if dataset.num_samples("train") < _LARGE else 1024
-        training = dataclasses.replace(training, batch_size=max(size, training.accumulate))
-    if optimizer.average == "auto":
-        optimizer = dataclasses.replace(optimizer, average=None if world.launched else 0.98)
+        training = dataclasses.replace(training, batch_size=max(size, training.gradient_accumulation_steps))
+    if optimizer.ema_decay == "auto":
+        optimizer = dataclasses.replace(optimizer, ema_decay=None if world.launched else 0.98)
     settled = with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
     found = {
         "model.bias": (config.model.bias, settled.model.bias),
-        "optimizer.average": (config.optimizer.average, settled.optimizer.average),
+        "optimizer.ema_decay": (config.optimizer.ema_decay, settled.optimizer.ema_decay),
         "training.batch_size": (config.training.batch_size, settled.training.batch_size),
     }
     chosen = [f"{key}: {'null' if now is None else now}" for key, (was, now) in found.items() if was != now]

@@ -99,7 +99,7 @@ class ModelConfig:
             content that they stand for), `tables` (a learned vector for each place and value of a digit, the
             traditional way) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
         semantic_id_init: of `tables`, `random` or `centroids`, the principal components of the codec's vectors.
-        semantic_id_spread: root mean square of the elements of these tables at the start.
+        semantic_id_init_std: root mean square of the elements of these tables at the start.
         semantic_id_buckets: most rows of a table of prefixes.
         item_id: whether the id of the item is an input. Without it the model knows an item by its other columns and
             its semantic ID alone, so that one never seen in training is scored as any other.
@@ -121,7 +121,7 @@ class ModelConfig:
     dropout: float = 0.1
     semantic_ids: Literal["digits", "decode", "tables", "prefix_tables"] = "digits"
     semantic_id_init: Literal["random", "centroids"] = "random"
-    semantic_id_spread: float = 0.1
+    semantic_id_init_std: float = 0.1
     semantic_id_buckets: int = 65536
     item_id: bool = True
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
@@ -130,8 +130,8 @@ class ModelConfig:
         counts = ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers", "semantic_id_buckets")
         for name in counts:
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        spread, init = self.semantic_id_spread, self.semantic_id_init
-        require(0 < spread < math.inf, "model.semantic_id_spread", spread, "positive and finite")
+        spread, init = self.semantic_id_init_std, self.semantic_id_init
+        require(0 < spread < math.inf, "model.semantic_id_init_std", spread, "positive and finite")
         fits = init == "random" or self.semantic_ids == "tables"
         require(fits, "model.semantic_id_init", init, "random unless model.semantic_ids is tables")
         require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
@@ -232,7 +232,7 @@ class OptimizerConfig:
     Args:
         dense: for the MLPs, the attention and the encoder.
         embeddings: for the embedding tables.
-        average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
+        ema_decay: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
             average. `auto` is 0.98, and null under torchrun, where it must be. Of a table a step averages the rows of
             the batch, and the end of an epoch all rows. It takes as much memory as the parameters.
         schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
@@ -242,7 +242,7 @@ class OptimizerConfig:
 
     dense: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(learning_rate=3e-3))
     embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.05))
-    average: float | Literal["auto"] | None = "auto"
+    ema_decay: float | Literal["auto"] | None = "auto"
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
 
@@ -253,8 +253,8 @@ class OptimizerConfig:
             require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
-        in_range = self.average in (None, "auto") or 0 < self.average < 1
-        require(in_range, "optimizer.average", self.average, "between 0 and 1, auto or null")
+        in_range = self.ema_decay in (None, "auto") or 0 < self.ema_decay < 1
+        require(in_range, "optimizer.ema_decay", self.ema_decay, "between 0 and 1, auto or null")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
 
 

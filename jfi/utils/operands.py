@@ -99,4 +99,4 @@ class RowOptimizer(NamedTuple):
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.0
-    average: float | None = None  # decay of the moving average; None for none
+    ema_decay: float | None = None  # decay of the moving average; None for none

@@ -142,7 +142,7 @@ def test_rare_hashed_and_unknown_values(write):
     assert sizes["device"] == sizes["history_device"] == 10 and sizes["tags"] == sizes["history_tags_1"] == 6
     with pytest.raises(DataError, match=r"data.features 'price': min_count is of features of type category"):
         load_dataset(config_of(write, min_count={"price": 3}))
-    share = load_dataset(config_of(write, unknown_share=0.5))
+    share = load_dataset(config_of(write, oov_dropout=0.5))
     for key in ("place", "tags"):
         before, after = (only_batch(one).sparse_features[key].values() for one in (plain, share))
         assert torch.equal(after[after != 0], before[after != 0])

@@ -111,7 +111,7 @@ def test_fractions_count_labeled_rows():
 
 def test_a_split_by_time_never_cuts_a_group_which_goes_where_it_begins(write):
     # Of 40 rows in groups of three, 32 and 36 are cuts: rows 30 to 32 begin before the first, 36 to 38 at the second.
-    dataset = load(write, rows(user=lambda i: 0, request=lambda i: f"r{i // 3}"), group="request")
+    dataset = load(write, rows(user=lambda i: 0, request=lambda i: f"r{i // 3}"), request_id="request")
     assert times(dataset, "train") == list(range(33))
     assert times(dataset, "validation") == [33, 34, 35]
     assert times(dataset, "test") == [36, 37, 38, 39]
@@ -123,7 +123,7 @@ def test_leave_one_out_leaves_the_last_groups_out(write):
         user=lambda i: 0, request=lambda i: "" if i == 39 else i // 4, clicked=lambda i: "" if i == 38 else i // 2 % 2
     )
     other = rows(user=lambda i: 1, request=lambda i: i // 4, clicked=lambda i: i % 2)
-    dataset = load(write, lines + other, split="leave_one_out", group="request")
+    dataset = load(write, lines + other, split="leave_one_out", request_id="request")
     by_user = {split: [[], []] for split in ("train", "validation", "test")}
     for split, found in by_user.items():
         for row in dataset.arrays().samples[split]:
@@ -136,7 +136,7 @@ def test_leave_one_out_leaves_the_last_groups_out(write):
 def test_a_given_split_that_cuts_a_group_is_refused(write):
     lines = rows(part=lambda i: ["train", "val", "test"][i // 4 % 3], request=lambda i: i // 8)
     with pytest.raises(DataError, match=r"r\.csv:6: the rows of 'request' 0 are in more than one split"):
-        load(write, lines, split="column", split_column="part", group="request")
+        load(write, lines, split="column", split_column="part", request_id="request")
 
 
 def test_only_rows_of_the_rule_enter_histories(write):

@@ -126,20 +126,20 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
         {"split": "column", "split_column": "part"},
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
-        {"hash_buckets": {"item_id": 7}, "label": None, "unknown_share": 0.2},
+        {"hash_buckets": {"item_id": 7}, "label": None, "oov_dropout": 0.2},
         {"history": "action in [buy, '10'] or seconds > 8"},
         {"history": "action == view", "label": None, "split": "leave_one_out"},
-        {"group": "request"},
-        {"group": "request", "split": "leave_one_out"},
-        {"group": "request", "split": "leave_one_out", "label": None, "history": "action == buy"},
-        {"group": "request", "split": "user"},
-        {"group": "whole", "split": "column", "split_column": "part"},
+        {"request_id": "request"},
+        {"request_id": "request", "split": "leave_one_out"},
+        {"request_id": "request", "split": "leave_one_out", "label": None, "history": "action == buy"},
+        {"request_id": "request", "split": "user"},
+        {"request_id": "whole", "split": "column", "split_column": "part"},
         {"event_crosses": [["item_id", "action"], ["genre", "action", "item_id"]], "separators": {}},
         {
             "event_crosses": [["action", "item_id"]],
             "hash_buckets": {"action_x_item_id": 9},
             "history": "action != buy",
-            "group": "request",
+            "request_id": "request",
         },
         {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
         {"max_values": {"item_id": 5, "tags": 2, "action": 1, "city": 2, "genre": 2}, "min_count": {"tags": 3}},
@@ -153,7 +153,7 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "hash_buckets": {"hobbies": 4},
             "history": "action == view",
         },
-        {"context_categorical": ["action"], "context_dense": ["shown"], "label": None, "unknown_share": 0.3},
+        {"context_categorical": ["action"], "context_dense": ["shown"], "label": None, "oov_dropout": 0.3},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -237,7 +237,7 @@ def test_a_folder_of_text_in_an_encoding_without_quotes(tmp_path, monkeypatch):
 
 
 def test_a_group_that_a_given_split_cuts_is_refused_with_the_line(tmp_path, table, monkeypatch):
-    config = config_of(table, split="column", split_column="part", group="request")
+    config = config_of(table, split="column", split_column="part", request_id="request")
     with pytest.raises(DataError) as expected:
         load_dataset(config)
     with pytest.raises(DataError) as found:
@@ -406,8 +406,8 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     assert_same_batches(own, other)
     assert own.summary == other.summary
     assert own.summary.history_lengths["max"] == 2
-    unknown = load_dataset(prepared_config(prepared, unknown_share=0.5))
-    assert_same_batches(load_dataset(replace(config, unknown_share=0.5)), unknown)
+    unknown = load_dataset(prepared_config(prepared, oov_dropout=0.5))
+    assert_same_batches(load_dataset(replace(config, oov_dropout=0.5)), unknown)
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
         for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))

@@ -151,7 +151,7 @@ def ids_and_unknown(dataset, plain, **order: object) -> tuple[int, int]:
 
 
 def test_a_share_of_known_ids_is_unknown_in_training_alone(write):
-    plain, dataset = (load_dataset(config_of(write, unknown_share=share)) for share in (0.0, 0.2))
+    plain, dataset = (load_dataset(config_of(write, oov_dropout=share)) for share in (0.0, 0.2))
     counts = np.sum([ids_and_unknown(dataset, plain, shuffle=True, epoch=e) for e in range(20)], axis=0)
     assert counts[1] / counts[0] == pytest.approx(0.2, abs=0.02)
     for split in ("validation", "test"):
@@ -160,7 +160,7 @@ def test_a_share_of_known_ids_is_unknown_in_training_alone(write):
 
 
 def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
-    dataset = load_dataset(config_of(write, unknown_share=0.3))
+    dataset = load_dataset(config_of(write, oov_dropout=0.3))
 
     def values(**order: object) -> list[list[int]]:
         return [b.sparse_features.values().tolist() for b in dataset.batches("train", 7, **order)]
@@ -197,7 +197,7 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
             {"event_crosses": [["made", "item_id"]], "context_categorical": ["made_x_item_id"]},
             "data.features 'made_x_item_id' is a cross, but a column has that name",
         ),
-        ({"unknown_share": 1.0}, r"data.unknown_share is 1.0; it must be in \[0, 1\)"),
+        ({"oov_dropout": 1.0}, r"data.oov_dropout is 1.0; it must be in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_of_ids_are_refused(write, settings, message):

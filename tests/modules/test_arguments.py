@@ -124,7 +124,7 @@ def model(**changes):
 #: Where there is an accelerator, torch takes a number for a device, and of a large one its last bits.
 NO_DEVICE = "None, 0, 2**62" if torch.cuda.is_available() else "None"
 OF_SIDS = {"device": NO_DEVICE, "catalogue": "None", "feature_names": "a list of strings", "spread": "a float, 2**62"}
-OF_TABLES = {"output_dtype": "None", "average": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
+OF_TABLES = {"output_dtype": "None", "ema_decay": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
 TIMES = {"target_times": "None", "event_times": "None", "max_events": "None", "ids": "None"}
 NOT_READ = ", ".join(WRONG)
 CASES = {

@@ -223,7 +223,7 @@ def test_names_configs_and_types_are_torchrecs():
         fused.load_state_dict(plain.state_dict())
     assert [config.name for config in fused_events().embedding_configs()] == ["item", "brand"]
     assert [config.name for config in fused_bags().embedding_bag_configs()] == ["user", "tag"]
-    assert "optimizer=adagrad, lr=0.05" in repr(fused_events()) and "average=0.9" in repr(fused_events(average=0.9))
+    assert "optimizer=adagrad, lr=0.05" in repr(fused_events()) and "ema_decay=0.9" in repr(fused_events(ema_decay=0.9))
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "adamw"])
@@ -281,7 +281,7 @@ def test_a_written_learning_rate_is_that_of_the_next_step():
 
 
 def test_meta_then_empty_then_reset():
-    fused = fused_events("adam", average=0.9, device=torch.device("meta"))
+    fused = fused_events("adam", ema_decay=0.9, device=torch.device("meta"))
     assert fused.device.type == "meta" and fused(batch().to(torch.device("meta")))["item"].values().is_meta
     fused.to_empty(device="cpu")
     fused.reset_parameters()
@@ -424,7 +424,7 @@ def test_a_failed_backward_pass_leaves_nothing_behind():
 
 @pytest.mark.parametrize("is_scheduled", [False, True])
 def test_a_copy_has_tables_and_states_of_its_own(is_scheduled):
-    fused = fused_events("adam", average=0.9)
+    fused = fused_events("adam", ema_decay=0.9)
     if is_scheduled:  # wraps the optimizer's step
         torch.optim.lr_scheduler.LambdaLR(fused.fused_optimizer, lambda _: 1.0)
         pickle.dumps(fused)
@@ -573,7 +573,7 @@ def test_room_behind_the_lengths_is_padding():
 
 
 def test_averages_are_those_of_all_rows_and_all_steps():
-    fused, decay = fused_events("adam", average=0.8), 0.8
+    fused, decay = fused_events("adam", ema_decay=0.8), 0.8
     expected = None
     for step in range(12):
         sum(rows.values().sin().sum() for rows in fused(batch(2)).values()).backward()
@@ -586,7 +586,7 @@ def test_averages_are_those_of_all_rows_and_all_steps():
         if step in (3, 11):
             for name, average in fused.averages().items():
                 torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="average must be given at construction"):
+    with pytest.raises(ValueError, match="ema_decay must be given at construction"):
         fused_events().averages()
 
 
@@ -597,11 +597,11 @@ def test_an_interrupted_average_goes_on_with_the_same_bits():
             sum(rows.values().sin().sum() for rows in fused(batch(2)).values()).backward()
         return fused
 
-    whole, first = run(fused_events("adam", average=0.8), []), fused_events("adam", average=0.8)
+    whole, first = run(fused_events("adam", ema_decay=0.8), []), fused_events("adam", ema_decay=0.8)
     first.load_state_dict(whole.state_dict())
     run(whole, range(10))
     run(first, range(4))
-    second = fused_events("adam", average=0.8)
+    second = fused_events("adam", ema_decay=0.8)
     second.load_state_dict(first.state_dict())
     state = second.fused_optimizer.state_dict()  # filled in place, as torch.distributed.checkpoint does
     for name, saved in first.fused_optimizer.state_dict()["state"].items():
@@ -614,7 +614,7 @@ def test_an_interrupted_average_goes_on_with_the_same_bits():
 
 
 def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
-    saved, fused = fused_events(average=0.8), fused_events(average=0.8)
+    saved, fused = fused_events(ema_decay=0.8), fused_events(ema_decay=0.8)
     fused.fused_optimizer.load_state_dict(copy.deepcopy(saved.fused_optimizer.state_dict()))
     torch.testing.assert_close(fused.averages()["item"], fused.embeddings["item"].weight.detach(), rtol=0, atol=0)
     fused(batch())["history_brand"].values().sum().backward()
@@ -630,7 +630,7 @@ def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
         (torch.optim.SGD, {"lr": "x"}, {}, r"optimizer_kwargs\['lr'\] must be a number 0 or more and finite, got 'x'"),
         (torch.optim.Adam, {"betas": (0.9, 1.0)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.Adam, {"betas": (False, 0.9)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
-        (torch.optim.SGD, {}, {"average": 1.0}, "average must be between 0 and 1, or None, got 1.0"),
+        (torch.optim.SGD, {}, {"ema_decay": 1.0}, "ema_decay must be between 0 and 1, or None, got 1.0"),
         (torch.optim.SGD, {}, {"output_dtype": torch.int32}, "output_dtype must be a floating torch.dtype or None"),
     ],
 )

@@ -141,11 +141,11 @@ def attend_ragged_to_digits(dtype: torch.dtype, num_digits: int, kind: str | Non
         jagged_attention.backward(torch.randn_like(out), None, x, out, lse, needed, plan)
 
 
-def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, average: float | None) -> None:
+def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, ema_decay: float | None) -> None:
     """The step of two tables by two gradients, and the rows that they are read from."""
-    optimizer = RowOptimizer(name, weight_decay=0.1, average=average)
+    optimizer = RowOptimizer(name, weight_decay=0.1, ema_decay=ema_decay)
     tables = [torch.zeros(50, width, dtype=dtype) for _ in range(2)]
-    states = [states_of(name, table, average is not None) for table in tables]
+    states = [states_of(name, table, ema_decay is not None) for table in tables]
     grads = [torch.zeros(1000, width, dtype=grad_dtype) for _ in range(2)]
     batch, one = sort_rows(torch.randint(0, 101, (2000,)), 100), torch.tensor(1)
     tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one)
@@ -299,8 +299,8 @@ def main(every: bool) -> None:
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)
-    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", MAX_STEPPED_WIDTH, None)):
-        step_tables(name, width, torch.float32, torch.float32, average)
+    for name, width, ema_decay in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", MAX_STEPPED_WIDTH, None)):
+        step_tables(name, width, torch.float32, torch.float32, ema_decay)
     for dtype, num_ranks, columns in ((half, 2, 1), (torch.float32, 1, 3), (half, 8, 2)):
         exchange(dtype, num_ranks, columns)
     for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):

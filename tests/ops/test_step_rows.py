@@ -101,7 +101,7 @@ def test_a_batch_of_nothing_or_of_padding_changes_nothing(impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_average_is_that_of_all_steps_of_all_rows(impl, device):
-    decay, optimizer = 0.9, RowOptimizer("adagrad", average=0.9)
+    decay, optimizer = 0.9, RowOptimizer("adagrad", ema_decay=0.9)
     table = torch.randn(12, 3, device=device)
     states = states_of("adagrad", table, average=True)
     states[-2].fill_(torch.nan)  # read only after a row's first step
@@ -129,7 +129,7 @@ def step_beside_torch(optimizer, sizes, parts, rows, width, dtype, device, grad_
     """Two steps of tables of these sizes by the kernels, and by plain PyTorch in float64; None is a part of zeros."""
     tables = [torch.randn(size, width).to(dtype).to(device) for size in sizes]
     wide = [table.double().cpu() for table in tables]
-    average = optimizer.average is not None
+    average = optimizer.ema_decay is not None
     states = [states_of(optimizer.name, table, average) for table in tables]
     expected = [states_of(optimizer.name, table, average) for table in wide]
     counts = [abs(part) for part in parts]
@@ -158,7 +158,7 @@ def test_widths(width, name, device):
     rows = torch.cat([torch.full((5 * block,), 3), torch.full((block // 2,), 5), torch.randint(0, 49, (4 * block,))])
     rows = rows[torch.randperm(len(rows))]
     with plan.override(NUM_SMS=2):
-        optimizer = RowOptimizer(name, weight_decay=0.1, average=0.9)
+        optimizer = RowOptimizer(name, weight_decay=0.1, ema_decay=0.9)
         step_beside_torch(optimizer, SIZES, [len(rows)], rows, width, torch.float32, device)
 
 
@@ -181,7 +181,7 @@ def test_many_gradients_and_many_tables(device, monkeypatch):
     parts = [3, 1, -4, 5, 0, 2, 7, 1, -2, 3, 4, 6]
     rows = torch.randint(0, 54, (sum(map(abs, parts)),))
     assert len(parts) > kernels.MAX_GRADS
-    step_beside_torch(RowOptimizer("adagrad", average=0.5), [*SIZES, 2, 3], parts, rows, 6, torch.float32, device)
+    step_beside_torch(RowOptimizer("adagrad", ema_decay=0.5), [*SIZES, 2, 3], parts, rows, 6, torch.float32, device)
     step_beside_torch(RowOptimizer("sgd"), [*SIZES, 2, 3], [-40, 0], rows[:40] // 2, 6, torch.float32, device)
 
 

@@ -55,7 +55,7 @@ def run(rows, tmp_path_factory):
         item="item",
         timestamp="time",
         label="clicked",
-        group="impression",
+        request_id="impression",
         user_categorical=["region"],
         item_categorical=["genre"],
         event_categorical=["action", "device"],

@@ -57,7 +57,7 @@ def config_of(table: Path, run: Path, **training: object) -> Config:
         model=ModelConfig(
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
         ),
-        optimizer=OptimizerConfig(dense=OptimizerGroup(), average=None),
+        optimizer=OptimizerConfig(dense=OptimizerGroup(), ema_decay=None),
         training=TrainingConfig(
             **{"run_dir": str(run), "epochs": 2, "batch_size": 32, "device": "cpu", "patience": None, **training}
         ),

@@ -28,19 +28,26 @@ _WORLD = World(device=torch.device("cpu"))
 def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = None, **training: object) -> Config:
     synthetic = SyntheticConfig(num_users=40, num_items=30, mean_length=12.0)
     return Config(
-        data=DataConfig(source="synthetic", synthetic=synthetic, unknown_share=0.1, **(data or {})),
+        data=DataConfig(source="synthetic", synthetic=synthetic, oov_dropout=0.1, **(data or {})),
         model=ModelConfig(
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
         ),
         optimizer=OptimizerConfig(
             dense=OptimizerGroup(learning_rate=3e-3),
             embeddings=OptimizerGroup(name=embeddings, learning_rate=0.02),
-            average=0.9,
+            ema_decay=0.9,
             schedule="cosine",
             warmup_steps=2,
         ),
         training=TrainingConfig(
-            **{"accumulate": accumulate, "epochs": 2, "batch_size": 64, "device": "cpu", "log_every": 1, **training}
+            **{
+                "gradient_accumulation_steps": accumulate,
+                "epochs": 2,
+                "batch_size": 64,
+                "device": "cpu",
+                "log_every": 1,
+                **training,
+            }
         ),
     )
 
@@ -107,13 +114,17 @@ def test_a_resumed_run_of_parts_ends_in_the_same_bits(tmp_path, monkeypatch):
 
 
 def test_where_a_step_must_be_one_backward_pass_parts_are_refused_by_name():
-    with pytest.raises(ConfigError, match=re.escape("training.accumulate: got 0, must be at least 1")):
+    with pytest.raises(ConfigError, match=re.escape("training.gradient_accumulation_steps: got 0, must be at least 1")):
         config(0)
-    with pytest.raises(ConfigError, match=re.escape("training.accumulate: got 65, must be at most training.batch")):
+    with pytest.raises(
+        ConfigError, match=re.escape("training.gradient_accumulation_steps: got 65, must be at most training.batch")
+    ):
         config(65)
-    made = dataclasses.replace(config(2), optimizer=OptimizerConfig(average=None))
+    made = dataclasses.replace(config(2), optimizer=OptimizerConfig(ema_decay=None))
     dataset = load_dataset(made.data)
     trainer = Trainer(made, dataset, _WORLD)
     always = made.with_training(cuda_graph="always")
-    with pytest.raises(ConfigError, match=r"but training\.accumulate is 2, so that a step has several backward passes"):
+    with pytest.raises(
+        ConfigError, match=r"but training\.gradient_accumulation_steps is 2, so that a step has several backward passes"
+    ):
         capture(trainer._step, trainer.model, trainer.optimizer, always, dataset, _WORLD)

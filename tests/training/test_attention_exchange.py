@@ -40,7 +40,7 @@ PARTS = {name: 3 for name in RUNS if name.endswith("in parts")}
 
 
 def configured(folder: Path, name: str, **sharding: object) -> Config:
-    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1, accumulate=PARTS.get(name, 1))
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1, gradient_accumulation_steps=PARTS.get(name, 1))
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **sharding))
 
 
@@ -106,7 +106,7 @@ def test_captured_steps_are_refused_where_they_cannot_be(folder):
         ({"group_size": 1}, {}, "sharding.group_size is set"),
         ({"exchange": "rows"}, {}, "sharding.exchange is rows"),
         ({}, {"batch_size": 41}, "training.batch_size, 41, is no multiple of the number of processes, 2"),
-        ({}, {"accumulate": 2}, "training.accumulate is 2"),
+        ({}, {"gradient_accumulation_steps": 2}, "training.gradient_accumulation_steps is 2"),
     ):
         changed = configured(folder, "refused", **REMOTE | sharding).with_training(cuda_graph="always", **training)
         with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -199,11 +199,15 @@ def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, 
 
 
 def test_gradients_accumulate_only_where_jfi_steps_the_tables(folder, schema):
-    refused = re.escape("training.accumulate: got 2, must be 1 under torchrun where rows are exchanged")
-    rows = configured(folder, "refused").with_training(accumulate=2)
+    refused = re.escape(
+        "training.gradient_accumulation_steps: got 2, must be 1 under torchrun where rows are exchanged"
+    )
+    rows = configured(folder, "refused").with_training(gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match=f"^{refused}.*sharding.exchange is rows.*FusedEmbeddingCollection"):
         check_sharded(rows, World())
-    auto = configured(folder, "refused", exchange="auto", replicate_below=10).with_training(accumulate=2)
+    auto = configured(folder, "refused", exchange="auto", replicate_below=10).with_training(
+        gradient_accumulation_steps=2
+    )
     assert chosen(folder, schema, auto, events=3)[0] == "attention"
     wide = dataclasses.replace(auto, sharding=dataclasses.replace(auto.sharding, type="column_wise"))
     with pytest.raises(ConfigError, match=f"^{refused}.*sharding.type is 'column_wise'"):

@@ -68,7 +68,7 @@ def config_of(folder: Path, names: dict) -> Config:
         timestamp=names["time"],
         label=f"'{names['label']}'",
         weight=names["weight"],
-        group=names["group"],
+        request_id=names["group"],
         features=features,
         num_quantiles=4,
     )

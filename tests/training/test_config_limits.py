@@ -29,7 +29,7 @@ LIMITS = [
     ("encoder.num_layers", [0, 1], [-1]),
     ("encoder.num_heads", [1, 3], [0]),
     ("encoder.feedforward_ratio", [1], [0]),
-    ("optimizer.average", [None, TINY, BELOW], [0.0, 1.0]),
+    ("optimizer.ema_decay", [None, TINY, BELOW], [0.0, 1.0]),
     ("sharding.min_partition", [4, 8], [0, 3, 5, 6, -4]),
     ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
     ("sharding.group_size", [None, 1], [0, -1]),
@@ -132,7 +132,7 @@ DATA_LIMITS = [
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
     ("eval_negatives", {}, [1], [0]),
-    ("unknown_share", {}, [0.0, BELOW], [-TINY, 1.0]),
+    ("oov_dropout", {}, [0.0, BELOW], [-TINY, 1.0]),
     *(
         ("features", {}, [[FeatureConfig("a", "user", **{name: 1})]], [[FeatureConfig("a", "user", **{name: 0})]])
         for name in ("min_count", "hash_buckets")

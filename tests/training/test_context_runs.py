@@ -191,7 +191,7 @@ def test_a_warm_start_keeps_the_rows_of_known_values_and_refuses_other_columns(r
     config = config_of(write(tmp_path / "new.csv", rows), tmp_path / "run")
     config.training.warm_start = str(folder / "run")
     config.optimizer.dense.learning_rate = config.optimizer.embeddings.learning_rate = 1e-12
-    config.optimizer.average = None
+    config.optimizer.ema_decay = None
     train(config)
     new = jfi.load_run(tmp_path / "run")
     name = "embedding_bag_collection.embedding_bags.place.weight"

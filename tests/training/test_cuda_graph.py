@@ -28,7 +28,7 @@ def graphed(run_dir: Path | None, cuda_graph: str = "auto", model: dict | None =
     options = {"epochs": 2, "device": "auto", "log_every": 1, "checkpoint_every": 5, "patience": None, **training}
     config = tiny(run_dir, cuda_graph=cuda_graph, **options)
     groups = OptimizerGroup("adam", 3e-3), OptimizerGroup("adam", 3e-3)
-    optimizer = OptimizerConfig(*groups, average=0.9, schedule="cosine", warmup_steps=5)
+    optimizer = OptimizerConfig(*groups, ema_decay=0.9, schedule="cosine", warmup_steps=5)
     model = dataclasses.replace(config.model, **{"dropout": 0.0, **(model or {})})
     return dataclasses.replace(config, optimizer=optimizer, model=model)
 

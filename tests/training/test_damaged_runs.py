@@ -151,7 +151,7 @@ def test_a_damaged_run_predicts_as_before_or_is_refused_in_one_line(runs, tmp_pa
     [
         ("split: time", "split: leave_one_out", ['data.split was "time" and is "leave_one_out"']),
         ("history: null", "history: rating > 1", ['data.history was null and is "rating > 1"']),
-        ("average: 0.9", "average: null", ["optimizer.average was 0.9 and is null"]),
+        ("ema_decay: 0.9", "ema_decay: null", ["optimizer.ema_decay was 0.9 and is null"]),
         ("pooling: attention", "pooling: mean", ['model.pooling was "attention" and is "mean"']),
         ("epochs: 3", "epochs: 4", []),
         ("interactions: null", "interactions: moved.csv", []),

@@ -244,7 +244,7 @@ def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, l
 
 @pytest.mark.parametrize(
     "settings",
-    [{"group": "timestamp"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
+    [{"request_id": "timestamp"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_groups_histories_and_crosses_are_shared_too(folder, one_launched, settings):
@@ -346,7 +346,7 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
 
 def test_parts_of_a_batch_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
-    config = tiny(folder, "in parts", "rowwise_adagrad", "row_wise", epochs=1, accumulate=3)
+    config = tiny(folder, "in parts", "rowwise_adagrad", "row_wise", epochs=1, gradient_accumulation_steps=3)
     config.sharding = dataclasses.replace(config.sharding, exchange="attention", replicate_below=10)
     assert train_pipelined(config) == {"embedding_bag_collection", "embedding_collection"}
     ours, theirs = (
@@ -404,7 +404,7 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "sharding", "message"),
     [
-        ({"average": 0.9}, {}, r"optimizer\.average: got 0\.9, must be null under torchrun"),
+        ({"ema_decay": 0.9}, {}, r"optimizer\.ema_decay: got 0\.9, must be null under torchrun"),
         (
             {"embeddings": OptimizerGroup(name="adam")},
             {},

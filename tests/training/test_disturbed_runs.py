@@ -130,7 +130,7 @@ def test_a_read_only_run_can_be_exported_and_resuming_it_is_one_line(server, con
 @pytest.mark.slow
 def test_processes_under_torchrun_refuse_a_damaged_shard_and_a_locked_run_in_one_line(tmp_path):
     config = tiny(tmp_path / "run", epochs=1)
-    config.optimizer.average = None
+    config.optimizer.ema_decay = None
     config.sharding.type = "row_wise"
     save_config(config, tmp_path / "config.yaml")
 

@@ -205,7 +205,9 @@ def test_weights_reach_the_step_and_no_metric(folder):
 def test_parts_of_a_batch_have_its_weights(folder):
     states = []
     for parts in (1, 3):
-        made = config(folder, "unused", {"labels": LABELS, "weight": "price", "item_dense": []}, accumulate=parts)
+        made = config(
+            folder, "unused", {"labels": LABELS, "weight": "price", "item_dense": []}, gradient_accumulation_steps=parts
+        )
         made.data.interactions = str(folder / "weighted.csv")
         trainer = Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
         trainer.model.train()

@@ -27,7 +27,7 @@ def _no_pictures(monkeypatch):
 def scheduled(run_dir: Path | None, warmup: int = 5, **training: object) -> Config:
     config = tiny(run_dir, epochs=2, patience=None, **training)
     groups = OptimizerGroup("adam", 0.01), OptimizerGroup("adagrad", 0.02)
-    optimizer = OptimizerConfig(*groups, average=0.9, schedule="cosine", warmup_steps=warmup)
+    optimizer = OptimizerConfig(*groups, ema_decay=0.9, schedule="cosine", warmup_steps=warmup)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
@@ -165,7 +165,7 @@ def widths(trainer: Trainer) -> set[torch.dtype]:
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_products_have_the_precision_in_training_and_evaluation(monkeypatch, launched, precision, dtype):
     config = tiny(None, precision=precision)
-    config.optimizer.average = None
+    config.optimizer.ema_decay = None
     if launched:
         for name, value in environment(0, 1).items():
             monkeypatch.setenv(name, value)

@@ -50,7 +50,7 @@ def item_rows(run: Path, column: str = "item") -> tuple[torch.Tensor, list[str]]
 
 def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch):
     config = config_of(tmp_path, "run", parquet(tmp_path), epochs=1)
-    config.optimizer.average = None
+    config.optimizer.ema_decay = None
     fresh = jfi.training.model.build_model.draw_tables
     drawn = {}
 

@@ -54,7 +54,7 @@ def tiny(run_dir: Path | None, **training: object) -> Config:
     return Config(
         data=DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0)),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
-        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3), average=0.9),
+        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3), ema_decay=0.9),
         training=TrainingConfig(
             run_dir=None if run_dir is None else str(run_dir),
             **{"epochs": 3, "batch_size": 64, "log_every": 4, "device": "cpu", "checkpoint_every": 3, **training},
@@ -446,7 +446,7 @@ def test_every_parameter_is_optimized_once():
 
 def test_the_average_is_what_is_evaluated(tmp_path):
     config = tiny(None)
-    config.optimizer.average = 0.75
+    config.optimizer.ema_decay = 0.75
     trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data), World())
     average = trainer.modules["average"]
     name, parameter = list(trainer.model.named_parameters())[-1]
@@ -462,7 +462,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
 def test_the_average_of_a_table_is_that_of_all_its_steps():
     """Rows that a batch has not read are averaged too, at the end of the epoch."""
     config = tiny(None)
-    config.optimizer.average = 0.75
+    config.optimizer.ema_decay = 0.75
     trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data), World())
     trainer.load_pretrained()
     expected = None
@@ -497,13 +497,13 @@ def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatc
 def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_path, capsys):
     config = tiny(tmp_path / "run", epochs=1)
     config.model = dataclasses.replace(config.model, bias="auto")
-    config.optimizer = dataclasses.replace(config.optimizer, average="auto")
+    config.optimizer = dataclasses.replace(config.optimizer, ema_decay="auto")
     train(config.with_training(batch_size=None))
-    assert "defaults: model.bias: ['history_age', 'recency'], optimizer.average: 0.98, training.batch_size: 512" in (
+    assert "defaults: model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98, training.batch_size: 512" in (
         capsys.readouterr().out.splitlines()
     )
     run, saved = RunFolder.open(tmp_path / "run")
-    assert (saved.model.bias, saved.optimizer.average) == (["history_age", "recency"], 0.98)
+    assert (saved.model.bias, saved.optimizer.ema_decay) == (["history_age", "recency"], 0.98)
     # A config.yaml that leaves them open again is written settled, so that later commands take it.
     save_config(saved.with_training(batch_size=None, epochs=2), run.config)
     resume(tmp_path / "run", config_changed="accept")

@@ -361,7 +361,7 @@ def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, 
 def test_a_loaded_run_has_the_parameters_of_its_best_epoch_and_their_average(trained, tmp_path, monkeypatch):
     """Where the first of two epochs is best, the loaded model has the test metrics that the run ended with."""
     config = config_of(trained / "table.csv", tmp_path / "run")
-    config.optimizer = OptimizerConfig(average=0.8)
+    config.optimizer = OptimizerConfig(ema_decay=0.8)
     areas = iter([0.9, 0.6, 0.7])
     with monkeypatch.context() as patch:
         patch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))

@@ -123,7 +123,7 @@ def test_keys_of_a_batch(folder):
 
 def test_unknown_share_leaves_semantic_ids(folder):
     """An item that is taken for unknown in training keeps its content: so the model learns to do without the id."""
-    data = dataclasses.replace(config(folder, "x").data, unknown_share=0.5)
+    data = dataclasses.replace(config(folder, "x").data, oov_dropout=0.5)
     batch = load_dataset(data).batches("train", 64)[0].sparse_features.to_dict()
     plain = load_dataset(config(folder, "x").data).batches("train", 64)[0].sparse_features.to_dict()
     assert (batch["item_id"].values() == 0).any()
@@ -269,7 +269,7 @@ def test_a_run_on_semantic_ids_alone_learns_from_their_digits(folder, tmp_path, 
 
 def test_tables_are_stepped_by_the_optimizer_of_the_tables(folder, tmp_path):
     made = config(folder, tmp_path / "run", {"semantic_ids": "tables"}, epochs=1)
-    made.optimizer = OptimizerConfig(average=0.9)
+    made.optimizer = OptimizerConfig(ema_decay=0.9)
     rate = made.optimizer.embeddings.learning_rate
     train(made)
     start = build_model(made.model, made.encoder, load_dataset(made.data).schema)
@@ -347,7 +347,7 @@ def test_a_warm_start_takes_the_same_codec(folder, copied):
     ("model", "message"),
     [
         ({"semantic_ids": "digit"}, "semantic_ids"),
-        ({"semantic_id_spread": 0.0}, "model.semantic_id_spread: got 0.0, must be positive and finite"),
+        ({"semantic_id_init_std": 0.0}, "model.semantic_id_init_std: got 0.0, must be positive and finite"),
         ({"semantic_id_init": "centroids"}, "model.semantic_id_init: got 'centroids', must be random unless"),
         ({"semantic_id_buckets": 0}, "model.semantic_id_buckets: got 0, must be at least 1"),
     ],

@@ -53,7 +53,7 @@ def fresh(config: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_known_values_keep_their_rows_and_new_ones_get_fresh_rows(old, grown, tmp_path, average):
     config = config_of(grown, tmp_path / "run", seed=5)
-    config.optimizer = OptimizerConfig(average=average)
+    config.optimizer = OptimizerConfig(ema_decay=average)
     dataset = load_dataset(config.data)
     trainer = Trainer(config, dataset, World(), str(old))
     state, drawn, before = trainer.model.state_dict(), fresh(config), load_run(old)

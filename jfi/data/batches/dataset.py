@@ -54,7 +54,7 @@ class InteractionDataset:
     Args:
         arrays: of the events, their features and the samples.
         schema: the keys of the batches and the encodings of their values.
-        unknown_share: share of the known ids of a training batch that become 0.
+        oov_dropout: share of the known ids of a training batch that become 0.
         batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
         max_timeline: the most events of a timeline, at least `schema.max_history`.
         policy: which events of a history stay, by their engagement; None keeps all.
@@ -67,7 +67,7 @@ class InteractionDataset:
         self,
         arrays: Arrays,
         schema: DataSchema,
-        unknown_share: float = 0.0,
+        oov_dropout: float = 0.0,
         batching: Batching = "sample",
         max_timeline: int | None = None,
         policy: Policy | None = None,
@@ -85,7 +85,7 @@ class InteractionDataset:
         self.chooser: EventChooser | None = None
         if policy is not None:
             self.chooser = EventChooser(policy, arrays.events, arrays.engagement, schema.max_history)
-        self._unknown_share = unknown_share
+        self._unknown_share = oov_dropout
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
         #: The order of the last batches, which the parts of a batch share, and its arguments.

@@ -25,7 +25,7 @@ COLUMNS = {
     "label": "rating >= 4",
     "features": [FeatureConfig("category", "item"), FeatureConfig("rating", "event")],
     "title": "title",
-    "group": None,
+    "request_id": None,
     "history": None,
     "dwell": None,
     "surface": None,

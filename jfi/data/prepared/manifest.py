@@ -17,7 +17,7 @@ CHOICES = (
     "batching",
     "negatives",
     "eval_negatives",
-    "unknown_share",
+    "oov_dropout",
     "policy",
     "auxiliary_weight",
 )

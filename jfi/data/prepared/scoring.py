@@ -90,7 +90,9 @@ class ScoringRows:
             config = replace(config, dwell=None, surface=None, session=None)
         # Weights, groups, further labels and titles are of training alone; statistics are columns of the table.
         self._made = config.statistics_columns()
-        config = replace(config, weight=None, group=None, auxiliary_labels=[], title=None, split="time", statistics=[])
+        config = replace(
+            config, weight=None, request_id=None, auxiliary_labels=[], title=None, split="time", statistics=[]
+        )
         self._config = replace(config, source="table", users=sources.users, items=sources.items)
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()

@@ -106,7 +106,7 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
     )
     samples = {name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS}
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement)
-    options = config.unknown_share, config.batching, config.longest_timeline, load_policy(config)
+    options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)
     dataset = InteractionDataset(arrays, schema, *options)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)

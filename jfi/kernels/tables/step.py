@@ -93,7 +93,7 @@ def _load_states(row, mask, tables, SPEC: tl.constexpr):
     if SPEC.name == "adam" or SPEC.name == "adamw":
         second_at = _places(tables, 2, row, SPEC.width, SPEC)[:, None] + cols
         second = tl.load(tables[2 * N] + second_at, mask=keep, other=0.0)
-    if SPEC.average > 0:
+    if SPEC.ema_decay > 0:
         average_at = _places(tables, 3, row, SPEC.width, SPEC)[:, None] + cols
         average = tl.load(tables[3 * N] + average_at, mask=keep, other=0.0)
         when_at = _places(tables, 4, row, 1, SPEC)
@@ -139,13 +139,13 @@ def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
             new -= (lr / bias1) * first / (tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps)
         new = new.to(tables[0].dtype.element_ty)
         tl.store(tables[0] + at, new, mask=keep)
-        if SPEC.average > 0:
+        if SPEC.ema_decay > 0:
             new = new.to(tl.float32)
             step = tl.load(step_ptr)
             missed = (step - 1 - when).to(tl.float32)
-            decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.average, tl.float32)))
+            decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.ema_decay, tl.float32)))
             average = tl.where(when[:, None] == 0, old, old + decay[:, None] * (average - old))
-            average = tl.where(step == 1, new, average + (1.0 - SPEC.average) * (new - average))
+            average = tl.where(step == 1, new, average + (1.0 - SPEC.ema_decay) * (new - average))
             tl.store(tables[3 * N] + average_at, average, mask=keep)
             tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
 
@@ -284,7 +284,7 @@ def _launchers(
     """
     block_d = power_of_two(width)
     block, _ = step_tiles(block_d)
-    values = {**optimizer._asdict(), "average": optimizer.average or 0.0, "firsts": firsts, "aligned": aligned}
+    values = {**optimizer._asdict(), "ema_decay": optimizer.ema_decay or 0.0, "firsts": firsts, "aligned": aligned}
     spec = spec_of(**values, num_tables=len(firsts) - 1, width=width, block_d=block_d, block=block)
     chunks = max(COPY_ELEMENTS // block_d, 1)
     return (
@@ -328,7 +328,7 @@ def step_rows(
         aligned = all([x.data_ptr() % 16 == 0 for x in chain(tables[own], *states[own])])
         step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads), aligned)
         fields = [tables[own], *zip(*states[own], strict=True)]
-        if optimizer.average:  # behind both states
+        if optimizer.ema_decay:  # behind both states
             fields[-2:-2] = [[None] * len(tables[own])] * (5 - len(fields))
         arrays = (tuple(chain(*fields)), (learning_rate, step))
         step_launch((programs, 1, 1), ((rows, order, partial), tuple(grads), *arrays), (count, chunk, *starts))

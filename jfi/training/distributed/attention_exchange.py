@@ -38,13 +38,13 @@ def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events
     if reason is not None:
         if wanted == "attention" or config.sharding.type == "table_row_wise":
             raise ConfigError(f"sharding.exchange: got '{wanted}', but {reason}")
-        if config.training.accumulate > 1:
+        if config.training.gradient_accumulation_steps > 1:
             raise ConfigError(accumulates_nowhere(config, reason))
         return "rows", f"sharding.exchange auto: rows, since {reason}"
     if wanted == "attention":
         return "attention", ""
-    if config.training.accumulate > 1:
-        return "attention", "sharding.exchange auto: attention, since training.accumulate is above 1"
+    if config.training.gradient_accumulation_steps > 1:
+        return "attention", "sharding.exchange auto: attention, since training.gradient_accumulation_steps is above 1"
     rows, attention = _reckoned(model, config, ranks, mean_events)
     chosen = "attention" if attention < rows or config.sharding.type == "table_row_wise" else "rows"
     return chosen, (
@@ -60,11 +60,11 @@ def accumulates_nowhere(config: Config, reason: str) -> str:
         config: of the run.
         reason: why attention does not go to the rows.
     """
-    got = config.training.accumulate
+    got = config.training.gradient_accumulation_steps
     return (
-        f"training.accumulate: got {got}, must be 1 under torchrun where rows are exchanged, since FBGEMM steps its "
-        f"tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, in one process "
-        "its FusedEmbeddingCollection does"
+        f"training.gradient_accumulation_steps: got {got}, must be 1 under torchrun where rows are exchanged, since "
+        f"FBGEMM steps its tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, "
+        "in one process its FusedEmbeddingCollection does"
     )
 
 

@@ -56,15 +56,15 @@ def check_sharded(config: Config, world: World) -> None:
     optimizer, kernel = config.optimizer, config.sharding.compute_kernel
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if optimizer.average not in (None, "auto"):
-        raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
+    if optimizer.ema_decay not in (None, "auto"):
+        raise ConfigError(f"optimizer.ema_decay: got {optimizer.ema_decay}, must be null under torchrun")
     if optimizer.embeddings.name not in _FUSED:
         got = optimizer.embeddings.name
         raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
     if optimizer.embeddings.weight_decay != 0:
         got = optimizer.embeddings.weight_decay
         raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
-    if config.training.accumulate > 1 and config.sharding.exchange == "rows":
+    if config.training.gradient_accumulation_steps > 1 and config.sharding.exchange == "rows":
         raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
@@ -121,7 +121,7 @@ def shard_model(
     except ConfigError as fault:
         if exchange == "rows":
             raise
-        if config.training.accumulate > 1:
+        if config.training.gradient_accumulation_steps > 1:
             raise ConfigError(accumulates_nowhere(config, str(fault))) from None
         if config.sharding.exchange == "attention":
             raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None

@@ -46,8 +46,8 @@ def _why_not(config: Config, world: World) -> str | None:
         return "the run is under torchrun, where training.cuda_graph must be always"
     if world.launched and config.sharding.group_size is not None:
         return "sharding.group_size is set"
-    if config.training.accumulate != 1:
-        return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
+    if (parts := config.training.gradient_accumulation_steps) != 1:
+        return f"training.gradient_accumulation_steps is {parts}, so that a step has several backward passes"
     if config.data.batching == "user":
         return "data.batching is user, whose batches have any number of timelines"
     return None

@@ -163,7 +163,7 @@ class Trainer(RunState):
             print(line, flush=True)
 
     def _make_pipeline(self) -> TrainPipelineSparseDist:
-        optimizer = self.optimizer if self.config.training.accumulate == 1 else NoSteps()
+        optimizer = self.optimizer if self.config.training.gradient_accumulation_steps == 1 else NoSteps()
         return TrainPipelineSparseDist(self.model, optimizer, self.device, custom_model_fwd=self._forward)
 
     def _train_epoch(self, run: RunFolder, recorder: Recorder | SilentRecorder, stop: StopRequest) -> None:
@@ -214,7 +214,7 @@ class Trainer(RunState):
         """
         progress = None
         if self.pipeline is not None:
-            in_parts = self.model.training and self.config.training.accumulate > 1
+            in_parts = self.model.training and self.config.training.gradient_accumulation_steps > 1
             batches = chain.from_iterable(batches) if in_parts else batches
             progress = self._step_in_parts if in_parts else self.pipeline.progress
         elif self.model.training and isinstance(self._captured, CapturedShardedStep):
@@ -253,7 +253,9 @@ class Trainer(RunState):
     def _step_in_parts(self, parts: Iterator[Batch]) -> Output:
         """A step of the next parts, which the pipeline runs; StopIteration if there are none."""
         self.optimizer.zero_grad()
-        output = run_parts(self.model, lambda: self.pipeline.progress(parts), self.config.training.accumulate)
+        output = run_parts(
+            self.model, lambda: self.pipeline.progress(parts), self.config.training.gradient_accumulation_steps
+        )
         self.optimizer.step()
         return output
 
@@ -370,14 +372,15 @@ class Trainer(RunState):
                 display.update(total, self._details if split == "train" else None)
 
     def _parts(self, split: str, size: int) -> list[Batches]:
-        """This process's batches of a split; with `training.accumulate` each is divided as it is over processes.
+        """Returns this process's batches of a split, by part of a step.
 
-        Held-out splits have the same order and the same sampled negatives in every run.
+        A batch is divided into parts as it is over processes. Held-out splits have the same order and the same sampled
+        negatives in every run.
         """
         options, count = {"pin_memory": self.device.type == "cuda"}, 1
         if split == "train":
             options |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
-            count = self.config.training.accumulate
+            count = self.config.training.gradient_accumulation_steps
         rank, ranks = self.world.rank, self.world.size
         places = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
         return [self.dataset.batches(split, size, **place, **options) for place in places]

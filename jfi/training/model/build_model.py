@@ -117,7 +117,7 @@ def build_model(
         fused = {
             "optimizer_type": OPTIMIZERS[group.name],
             "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.weight_decay},
-            "average": None if optimizer.average == "auto" else optimizer.average,
+            "ema_decay": None if optimizer.ema_decay == "auto" else optimizer.ema_decay,
             "output_dtype": output_dtype,
             "device": table_device,
         }
@@ -156,7 +156,7 @@ def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
 def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str], width: int) -> SemanticIDEmbedding | None:
     if schema.codec is None:
         return None
-    options = {"init": config.semantic_id_init, "spread": config.semantic_id_spread}
+    options = {"init": config.semantic_id_init, "spread": config.semantic_id_init_std}
     options["num_buckets"] = config.semantic_id_buckets
     try:
         return SemanticIDEmbedding(schema.codec, width, keys, config.semantic_ids, **options)

@@ -34,7 +34,7 @@ from jfi.training.run.run_position import describe_changes, load_progress
 from jfi.training.run.scores import Scores, check_out, check_results, metrics_of, scored
 
 #: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
-_SCORES = ("data.", "model.", "encoder", "optimizer.average", "training.ranking")
+_SCORES = ("data.", "model.", "encoder", "optimizer.ema_decay", "training.ranking")
 _NOT_SCORES = ("data.batching", "data.max_timeline")
 
 
@@ -110,7 +110,7 @@ class BestEpoch:
             raise ConfigError(f"{name}: the run has not finished an epoch yet")
         if changed:
             raise ConfigError(f"{name}: {changed}")
-        module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
+        module, prefix = ("model", "") if config.optimizer.ema_decay is None else ("average", "module.")
         schema = load_schema(run)
         try:
             check_fits(schema, column_settings(config.data))

@@ -96,8 +96,8 @@ class RunState:
         }
         self._frozen = FrozenRows(self.model, self.optimizer, frozen, world)
         self.modules: dict[str, nn.Module] = {"model": self.model}
-        if config.optimizer.average is not None:
-            self.modules["average"] = ModelAverage(self.model, config.optimizer.average)
+        if config.optimizer.ema_decay is not None:
+            self.modules["average"] = ModelAverage(self.model, config.optimizer.ema_decay)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 

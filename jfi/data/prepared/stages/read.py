@@ -157,7 +157,7 @@ class RowReader:
         types |= dict.fromkeys(target_names(config), np.float32)
         types |= {"split": np.int8} if config.split in ("column", "files") else {}
         types |= {} if config.history is None else {"event": np.int8}
-        types |= {} if config.group is None else {"group": np.int64}
+        types |= {} if config.request_id is None else {"group": np.int64}
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
             if column.kind == "category":
@@ -190,7 +190,7 @@ class RowReader:
             rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in config.rules()]
             absent = [(setting, rule, *pair) for setting, rule, pairs in rules for pair in pairs]
             self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
-        if config.group is not None:
+        if config.request_id is not None:
             put("group", self._groups(table))
         for column in self._columns:
             if column.kind == "number":
@@ -232,7 +232,7 @@ class RowReader:
 
     def _groups(self, table: Table) -> np.ndarray:
         """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
-        encoded = table.strings(self.config.group).dictionary_encode()
+        encoded = table.strings(self.config.request_id).dictionary_encode()
         # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
         hashes = [
             int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 1

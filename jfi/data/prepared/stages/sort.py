@@ -104,8 +104,8 @@ def order_and_split(
     split = new_map(folder / "split.npy", np.int8, count)
     if config.split in ("column", "files"):
         split[:] = columns["split"]
-        if config.group is not None:
-            _check_groups(columns, split, config.group, tables)
+        if config.request_id is not None:
+            _check_groups(columns, split, config.request_id, tables)
     if config.split == "user":
         of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions, config.split_seed)
         for begin, end in blocks(count):
@@ -126,7 +126,7 @@ def order_and_split(
             split[rows] = splits.split_by_time(counted, place, cuts)
             place += int(counted.sum())
         advance(len(rows))
-    if config.split == "time" and config.group is not None:
+    if config.split == "time" and config.request_id is not None:
         for begin, end, group in _users(columns):
             # A user's rows are in the order of time.
             split[begin:end] = splits.keep_groups_whole(split[begin:end], group, np.arange(end - begin))
