@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.schema import Table
 from jfi.utils.files import naming
-from jfi.utils.tensor_header import tensor_header
 
 FLOAT, INT8 = "float32", "int8"
 
@@ -93,12 +93,9 @@ def save_tables(path: Path, kind: str, weights: dict[str, Tensor], tables: Mappi
     """Writes float32 tables from any device, as they are or quantized."""
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
-    # Not by safetensors' own writer, whose files nobody but their owner can read, and whose errors have no number.
-    header, begins = tensor_header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
-    with naming(path), path.open("wb") as file:
-        file.write(header)
-        for name in begins:
-            file.write(state[name].contiguous().numpy().data)
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    with naming(path):  # not by save_file, whose files nobody but their owner can read, and whose errors have no number
+        path.write_bytes(save(state))
 
 
 def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torch.device) -> Tables:
