@@ -11,7 +11,8 @@ from tables import CLICKS, GENRES, IMPLICIT, LABELED, first_rows, load, random_r
 
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
-from jfi.baselines.tallies import Tallies
+from jfi.data.features.co_occurrence import co_occurrence
+from jfi.data.features.point_in_time import PastIndex, Tallies
 
 SMOOTHING = Smoothing(item=3.0, user=2.0, half_life=4.0)
 KINDS = {
@@ -59,6 +60,12 @@ def features_until(dataset, cut):
     until = dataset.arrays().events.time[samples.events] <= cut
     columns = Features(dataset, samples).all(SMOOTHING)
     return {name: values[until] for name, values in (columns | {"item": samples.item}).items()}
+
+
+def tallies_of(dataset, samples):
+    arrays = dataset.arrays()
+    index = PastIndex(arrays.events, dataset.schema, arrays.columns, dataset.is_implicit)
+    return Tallies(index, samples.events, samples.item)
 
 
 class Loops:
@@ -114,7 +121,15 @@ def rate(labels, expected, smoothing):
 def test_tallies_are_those_of_loops(folder, kind):
     dataset = make(folder, kind)
     samples = Samples.of(dataset)
-    tallies, loops = Tallies(dataset, samples), Loops(dataset)
+    tallies, loops, columns = tallies_of(dataset, samples), Loops(dataset), Features(dataset, samples).all(SMOOTHING)
+    similar = co_occurrence(tallies.index, 5, samples.events, samples.item)
+    recent, user_newest = tallies.decayed(("item",), 4.0), tallies.tally("history", ("user",), 10)
+    of_genres, of_device = tallies.tally("labeled", ("column genres",)), tallies.tally("labeled", ("context device",))
+
+    def is_rate(name, n, positives, count):
+        mean = rate(loops.labels(loops.rows[samples.events[n]][2]), 0.5, 1.0) if kind["label"] else 1 / 3
+        assert 1 / (1 + math.exp(-columns[name][n])) == pytest.approx((positives + 3 * mean) / (count + 3), abs=1e-5)
+
     pairs = loops.similar(5)
     genres = [set(filter(None, one.split("|"))) for one in GENRES]
     device = dataset.arrays().columns[[spec.key for spec in dataset.features].index("device")].ids
@@ -127,13 +142,15 @@ def test_tallies_are_those_of_loops(folder, kind):
         if kind["label"]:
             assert tallies.overall[n] == rate(loops.labels(time), 0.5, 1.0)
         positives, count = loops.with_negatives(of_item, time)
-        assert (tallies.item.positives[n], tallies.item.count[n]) == (positives, pytest.approx(count))
-        assert (tallies.num_events[n], tallies.user.count[n]) == (len(history), len(labels))
+        assert (tallies.item.positives[n], tallies.item.count[n]) == (positives, len(of_item))
+        assert math.expm1(columns["item count"][n]) == pytest.approx(count)
+        is_rate("item rate", n, positives, count)
+        assert (np.expm1(columns["user count"][n]), tallies.user.count[n]) == (pytest.approx(len(history)), len(labels))
         assert tallies.user.positives[n] == sum(labels)
         newest = [row[3] for row in history[-10:] if row[3] is not None]
-        assert (tallies.user_newest.positives[n], tallies.user_newest.count[n]) == (sum(newest), len(newest))
+        assert (user_newest.positives[n], user_newest.count[n]) == (sum(newest), len(newest))
         age = time - history[-1][2] if history else math.nan
-        assert tallies.age[n] == pytest.approx(age, nan_ok=True)
+        assert tallies.age("history", ("user",))[n] == pytest.approx(age, nan_ok=True)
 
         decayed = [
             (row[3], 0.5 ** ((time - row[2]) / 4.0)) for row in loops.rows if row[2] < time and row[3] is not None
@@ -144,9 +161,11 @@ def test_tallies_are_those_of_loops(folder, kind):
             if row[2] < time and row[3] is not None and row[1] == item
         ]
         drawn = 0 if loops.per_positive is None else loops.per_positive * sum(weight for _, weight in decayed)
-        recent = tallies.recent(4.0)
+        count = sum(weight for _, weight in own)
         assert recent.positives[n] == pytest.approx(sum(label * weight for label, weight in own))
-        assert recent.count[n] == pytest.approx(sum(weight for _, weight in own) + drawn)
+        assert recent.count[n] == pytest.approx(count)
+        assert math.expm1(columns["recent item count"][n]) == pytest.approx(count + drawn)
+        is_rate("recent item rate", n, recent.positives[n], count + drawn)
 
         # Labels of rows that share a genre, once for each that is shared.
         shared = [
@@ -154,25 +173,23 @@ def test_tallies_are_those_of_loops(folder, kind):
         ]
         among = sum(len(genres[one] & genres[item]) for one in loops.candidates)
         positives, count = loops.with_negatives(shared, time, among)
-        assert tallies.columns["genres"].positives[n] == positives
-        assert tallies.columns["genres"].count[n] == pytest.approx(count)
+        assert (of_genres.positives[n], of_genres.count[n]) == (positives, len(shared))
+        is_rate("genres: rate", n, positives, count)
         if kind["label"]:
             alike = [
                 row[3]
                 for row, one in zip(loops.rows, device, strict=True)
                 if row[2] < time and row[3] is not None and one == device[event]
             ]
-            assert (tallies.columns["device"].positives[n], tallies.columns["device"].count[n]) == (
-                sum(alike),
-                len(alike),
-            )
-        for name, of in (("genres", genres), ("item_id", [{one} for one in range(len(genres))])):
-            tally, share = tallies.in_history[name]
+            assert (of_device.positives[n], of_device.count[n]) == (sum(alike), len(alike))
+        for part, of in (("column genres", genres), ("item", [{one} for one in range(len(genres))])):
             shared = [row[3] for row in history for _ in of[row[1]] & of[item]]
             if kind["label"]:
                 shared = [label for label in shared if label is not None]
-                assert (tally.positives[n], tally.count[n], share) == (sum(shared), len(shared), None)
+                tally = tallies.tally("history", ("user", part))
+                assert (tally.positives[n], tally.count[n]) == (sum(shared), len(shared))
                 continue
+            tally, share = tallies.user_share(part)
             values = max(len(of[item]), 1)
             events = [row for row in loops.rows if row[4] and row[2] < time]
             everybody = sum(len(of[row[1]] & of[item]) for row in events)
@@ -192,26 +209,26 @@ def test_tallies_are_those_of_loops(folder, kind):
                 sum(older) / (len(older) + 10) * loops.surprise(row),
             )
             checked += len(older)
-        found = tallies.co_occurrence
-        np.testing.assert_allclose(
-            [found.similarity[n], found.labeled[n], found.liked[n], found.agreement[n]], sums, atol=1e-12
-        )
+        if kind["label"] is None:
+            sums[3] = 0.0
+        found = [similar.similarity[n], similar.labeled[n], similar.liked[n], similar.agreement[n]]
+        np.testing.assert_allclose(found, sums, atol=1e-12)
     assert checked > 100
 
 
 def test_rates_columns_and_missing_values(folder):
     dataset = make(folder, LABELED)
     samples = Samples.of(dataset)
-    features, tallies = Features(dataset, samples), Tallies(dataset, samples)
+    features, tallies = Features(dataset, samples), tallies_of(dataset, samples)
     columns = features.all(SMOOTHING)
     item = (tallies.item.positives + 3.0 * tallies.overall) / (tallies.item.count + 3.0)
     np.testing.assert_allclose(1 / (1 + np.exp(-columns["item rate"])), item, atol=1e-5)
     user = (tallies.user.positives + 2.0 * tallies.overall) / (tallies.user.count + 2.0)
     np.testing.assert_allclose(1 / (1 + np.exp(-columns["user rate"])), user, atol=1e-5)
-    shared, _ = tallies.in_history["genres"]
+    shared = tallies.tally("history", ("user", "column genres"))
     expected = (shared.positives + 2.0 * user) / (shared.count + 2.0)
     np.testing.assert_allclose(1 / (1 + np.exp(-columns["genres: rate in the history"])), expected, atol=1e-5)
-    assert (np.isnan(columns["age of the newest event"]) == (tallies.num_events == 0)).all()
+    assert (np.isnan(columns["age of the newest event"]) == (tallies.num_rows("history", ("user",)) == 0)).all()
     batch = dataset.batches("train", 10**6)[0]
     np.testing.assert_array_equal(columns["price"][samples.splits["train"]], batch.dense_features[:, 0].numpy())
     assert len({len(one) for one in columns.values()}) == 1

@@ -21,20 +21,22 @@ def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, 
     if by_time:
         table, asked = (one[np.argsort(one[:, 1], kind="stable")] for one in (table, asked))
     key, moment, value = table.T
-    past = Past(key, moment)
+    past = Past.sort(key, moment, 7)
     older = past.older(*asked.T)
     chosen = [[i for i in range(len(key)) if key[i] == k and moment[i] < m] for k, m in asked]
     assert older.count.tolist() == [len(one) for one in chosen]
-    assert past.sum(value, older).tolist() == [value[one].sum() for one in chosen]
+    assert older.sum(past.prefix(value)).tolist() == [value[one].sum() for one in chosen]
     before = [(key == k) & (moment < m) for k, m in zip(key, moment, strict=True)]
     count, total = past.of_each_row(value)
     assert count.tolist() == [one.sum() for one in before]
     assert total.tolist() == [value[one].sum() for one in before]
     newest = [sorted(one, key=lambda i: moment[i])[-2:] for one in chosen]  # stable, as the order of equal moments is
-    assert past.sum(value, older.newest(2)).tolist() == [value[one].sum() for one in newest]
+    assert older.newest(2).sum(past.prefix(value)).tolist() == [value[one].sum() for one in newest]
 
     seconds, now = 1e9 + 60.0 * moment, 1e9 + 60.0 * asked[:, 1]
-    found = past.decayed_sum(value, seconds, 90.0, older, now)
+    total, last = past.decayed(value[past.order], seconds[past.order], 90.0), older.end[older.count > 0] - 1
+    found = np.zeros(len(now))
+    found[older.count > 0] = total[last] * 0.5 ** ((now[older.count > 0] - seconds[past.order[last]]) / 90.0)
     expected = [
         sum(value[i] * 0.5 ** ((n - seconds[i]) / 90.0) for i in one) for one, n in zip(chosen, now, strict=True)
     ]
@@ -43,7 +45,6 @@ def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, 
 
 def test_a_decayed_sum_over_many_half_lives_is_finite():
     moment = np.arange(5000)
-    past = Past(np.zeros(5000, np.int64), moment)
-    older = past.older(np.zeros(1, np.int64), np.array([5000]))
-    found = past.decayed_sum(np.ones(5000), moment.astype(float), 1.0, older, np.array([5000.0]))
-    assert found == pytest.approx([1.0], rel=1e-12)  # 1/2 + 1/4 + ...
+    past = Past.sort(np.zeros(5000, np.int64), moment, 5000)
+    found = past.decayed(np.ones(5000), moment.astype(float), 1.0)[-1]
+    assert found == pytest.approx(2.0, rel=1e-12)  # 1 + 1/2 + 1/4 + ...

@@ -14,8 +14,8 @@ from data_configs import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
-from jfi.baselines.tallies import Tallies
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.config import STATISTICS
 from jfi.data.prepared.add_statistics import add_statistics
@@ -90,11 +90,11 @@ def test_similar_ones_are_those_of_the_baselines(tmp_path):
     made = add_statistics(table, config)
     dataset = load_dataset(config)
     samples = Samples.of(dataset)
-    sums = Tallies(dataset, samples).co_occurrence
+    columns = Features(dataset, samples).co_occurrence(Smoothing(10.0, 10.0, 1.0))
     place = dataset.arrays().events.time[samples.events].astype(int)  # the row in the table
-    np.testing.assert_allclose(made["past_similarity"].to_numpy()[place], np.log(sums.similarity + 1e-3))
-    np.testing.assert_allclose(made["past_agreement"].to_numpy()[place], sums.agreement, atol=1e-12)
-    assert np.ptp(sums.agreement) > 0.01 and np.ptp(sums.similarity) > 0.1
+    np.testing.assert_allclose(made["past_similarity"].to_numpy()[place], columns["similarity"])
+    np.testing.assert_allclose(made["past_agreement"].to_numpy()[place], columns["agreement"], atol=1e-12)
+    assert np.ptp(columns["agreement"]) > 0.01 and np.ptp(columns["similarity"]) > 0.1
 
 
 def columns_of(table: pa.Table) -> np.ndarray:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.batches.events import Events, Histories
+from jfi.data.batches.events import Histories
 from jfi.data.features.past import Past
-from jfi.data.schema.columns import ranges
+from jfi.data.features.point_in_time import PastIndex
+from jfi.utils.ranges import ranges
 
 #: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
 _AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
@@ -50,77 +51,88 @@ def window_of(num_events: int, max_history: int) -> int:
     return min(max_history, max(_SHORTEST, min(_LONGEST, _LARGEST_LOG // max(num_events, 1))))
 
 
-def co_occurrence(
-    events: Events,
-    moment: np.ndarray,
-    surprise: np.ndarray,
-    window: int,
-    rows: np.ndarray,
-    item: np.ndarray,
-) -> CoOccurrence:
+def co_occurrence(index: PastIndex, window: int, rows: np.ndarray, item: np.ndarray) -> CoOccurrence:
     """The sums for the samples `rows [B]` with targets `item [B]`.
 
     Args:
-        events: all E events.
-        moment: `[E]` int64, the rank of each event's time.
-        surprise: `[E]` float64 in [-1, 1], 0 without a label.
+        index: of the dataset; it keeps the pairs. In implicit feedback no label is surprising.
         window: the number of newest events of a history that count.
         rows: `[B]` int64, the samples' events.
         item: `[B]` int64, the samples' targets.
     """
-    # Multiples of 2**-10, so that sums of products are exact.
-    surprise = np.rint(surprise * 1024) / 1024
-    item_of, label = np.asarray(events.item, np.int64), np.nan_to_num(events.label)
-    of_event = np.stack([~np.isnan(events.label), label, surprise])
-    num_items = int(max(item_of.max(), item.max())) + 1
-    in_history = np.arange(len(events)) if events.rows is None else np.asarray(events.rows, np.int64)
-    in_history = in_history[np.argsort(moment[in_history], kind="stable")]
-    histories = _newest(events, in_history, window)
-    count = int(histories.lengths.sum())
-    (key, when), product = np.empty((2, count), np.int64), np.empty(count)
-    for own, place, event in histories.blocks(events, _AT_ONCE):
-        later = in_history[own].repeat(histories.lengths[own])
-        when[place] = moment[later]
-        key[place] = _pair(item_of[later], item_of[event], num_items)
-        product[place] = surprise[later] * surprise[event]
-    pairs = Past(key, when)
-    made = pairs.of_each_row(product)
-    alone = Past(item_of[in_history], moment[in_history])
-    of_target = alone.older(item, moment[rows]).count
+    events, name, with_labels = index.events, f"pairs of {window}", not index.is_implicit
+    if f"{name}: codes" not in index.arrays:
+        _make_pairs(index, window, name)
+    pairs = Past(index.arrays[f"{name}: codes"], len(index.times), index.arrays[f"{name}: keys"])
+    alone, moment = index.past("history", ("item",)), index.moment(rows)
+    of_target = alone.older(item, moment).count
     # A sample that is an event of histories, with its own item, asks for the pairs that it made.
-    place = np.full(len(events), -1)
-    place[in_history] = np.arange(len(in_history))
-    place = np.where(item_of[rows] == item, place[rows], -1)
-
-    first, sums = histories.lengths.cumsum() - histories.lengths, np.zeros((4, len(rows)))
+    place, first = np.full(len(rows), -1), index.arrays.get(f"{name}: first")
+    if first is not None:
+        in_history = index.rows("history")
+        found = np.minimum(np.searchsorted(in_history, rows), len(in_history) - 1)
+        place = np.where((in_history[found] == rows) & (events.item[rows] == item), found, -1)
+    sums = np.zeros((4, len(rows)))
     for is_own in (True, False):
         chosen = np.flatnonzero((place >= 0) == is_own)
-        if not len(chosen):
-            continue  # saves the sums over all pairs where every sample is an event
-        chosen = chosen[np.argsort(moment[rows[chosen]], kind="stable")]
-        asked = _newest(events, rows[chosen], window)
-        total = None if is_own else pairs.prefix(product)
+        chosen = chosen[np.argsort(moment[chosen], kind="stable")]
+        asked = _newest(index, rows[chosen], window)
         for own, _, event in asked.blocks(events, _AT_ONCE):
             part, count = chosen[own], asked.lengths[own]
-            now, other = moment[rows[part]].repeat(count), item_of[event]
+            now, other, agreed = moment[part].repeat(count), events.item[event].astype(np.int64), 0.0
             if is_own:
                 own_pairs = ranges(first[place[part]], count)
-                found, agreed = (one.take(own_pairs) for one in made)
+                found = index.arrays[f"{name}: older"][own_pairs]
+                if with_labels:
+                    agreed = index.arrays[f"{name}: agreement"][own_pairs]
             else:
-                older = pairs.older(_pair(item[part].repeat(count), other, num_items), now)
-                found, agreed = older.count, total[older.end] - total[older.first]
+                older = pairs.older(_pair(item[part].repeat(count), other, index.num_items), now)
+                found = older.count
+                if with_labels:
+                    agreed = older.sum(index.arrays[f"{name}: products"])
             weight = found / np.sqrt(np.maximum(of_target[part].repeat(count) * alone.older(other, now).count, 1))
-            agreement = agreed / (found + _FEW_PAIRS)
-            labeled, liked, surprising = of_event.take(event, axis=1)
+            agreement, label = agreed / (found + _FEW_PAIRS), events.label[event]
+            labeled, liked = ~np.isnan(label), np.nan_to_num(label)
+            surprising = _surprise(index)[event] if with_labels else 0.0
             sample = np.arange(len(part)).repeat(count)
             for i, values in enumerate((weight, weight * labeled, weight * liked, agreement * surprising)):
                 sums[i, part] = np.bincount(sample, weights=values, minlength=len(part))
     return CoOccurrence(*sums)
 
 
-def _newest(events: Events, rows: np.ndarray, window: int) -> Histories:
+def _make_pairs(index: PastIndex, window: int, name: str) -> None:
+    events, in_history = index.events, index.rows("history")
+    by_time = np.argsort(index.moment(in_history), kind="stable")
+    later_rows = in_history[by_time]
+    histories, moment = _newest(index, later_rows, window), index.moment(slice(None))
+    count = int(histories.lengths.sum())
+    (key, when), product = np.empty((2, count), np.int64), np.empty(0 if index.is_implicit else count)
+    for own, place, event in histories.blocks(events, _AT_ONCE):
+        later = later_rows[own].repeat(histories.lengths[own])
+        when[place] = moment[later]
+        key[place] = _pair(events.item[later].astype(np.int64), events.item[event].astype(np.int64), index.num_items)
+        if not index.is_implicit:
+            product[place] = _surprise(index)[later] * _surprise(index)[event]
+    pairs = Past.sort(key, when, len(index.times))
+    del key, when
+    first = np.empty(len(in_history), np.int64)
+    first[by_time] = histories.lengths.cumsum() - histories.lengths
+    older, agreement = pairs.of_each_row(None if index.is_implicit else product)
+    made = {"codes": pairs.codes, "keys": pairs.keys, "first": first, "older": older}
+    if not index.is_implicit:
+        made |= {"agreement": agreement, "products": pairs.prefix(product)}
+    for part, values in made.items():
+        index.array(f"{name}: {part}", lambda values=values: values)
+
+
+def _surprise(index: PastIndex) -> np.ndarray:
+    """The surprises, as multiples of 2**-10, so that sums of products are exact."""
+    return index.array("rounded surprise", lambda: np.rint(index.surprise * 1024) / 1024)
+
+
+def _newest(index: PastIndex, rows: np.ndarray, window: int) -> Histories:
     """The newest `window` events of the histories of rows `[N]`."""
-    start, lengths = events.histories(rows, window)
+    start, lengths = index.events.histories(rows, window)
     return Histories(lengths, start)
 
 

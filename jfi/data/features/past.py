@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: What places stay below.
+#: Codes of (key, moment) stay below.
 _LARGEST = 1 << 62
 
 
@@ -33,90 +33,104 @@ class Older:
         """The newest rows of each range, at most this many."""
         return Older(np.maximum(self.first, self.end - most), self.end)
 
+    def sum(self, prefix: np.ndarray) -> np.ndarray:
+        """`[B]`, the sums over each range of the values that have these prefix sums `[N + 1]`."""
+        return prefix[self.end] - prefix[self.first]
 
+
+@dataclass(frozen=True)
 class Past:
-    """N rows, sorted by key and moment.
+    """N rows, sorted by key and moment. The arrays may be maps of files.
 
     Args:
-        key: `[N]` int64 from 0.
-        moment: `[N]` int64 from 0, equal for rows of the same time and larger for later ones.
+        codes: `[N]` int64 ascending, key * moments + moment.
+        moments: the number of moments.
+        keys: `[K]` int64, distinct keys whose indices stand for them where `codes` would be too large; else empty.
+        order: `[N]` integers, the rows as they were given to `sort`, in the order of `codes`; None where it is not
+            known. Equal rows are in the order in which they were given.
 
     Example:
-        >>> past = Past(key=np.array([7, 7, 3, 7]), moment=np.array([0, 2, 1, 1]))
-        >>> older = past.older(np.array([7, 7, 3, 8]), np.array([2, 0, 5, 5]))
-        >>> older.count, past.sum(np.array([1, 10, 100, 1000]), older)
+        >>> past = Past.sort(key=np.array([7, 7, 3, 7]), moment=np.array([0, 2, 1, 1]), moments=3)
+        >>> older = past.older(np.array([7, 7, 3, 8]), np.array([2, 0, 3, 3]))
+        >>> older.count, older.sum(past.prefix(np.array([1, 10, 100, 1000])))
         (array([2, 0, 1, 0]), array([1001.,    0.,  100.,    0.]))
     """
 
-    def __init__(self, key: np.ndarray, moment: np.ndarray) -> None:
-        self._keys, code = None, key
-        self._moments = int(moment.max()) + 1 if len(moment) else 1
-        if len(key) and int(key.max()) >= _LARGEST // (self._moments + 1):
-            self._keys, code = np.unique(key, return_inverse=True)
-        #: `[N]` the rows in the order of (key, moment).
-        self.order, self._sorted, self._places = _sort(code, moment, self._moments)
-        # [N], where the rows of each row's key begin.
-        self._starts = _first_of_equal(self._sorted)
+    codes: np.ndarray
+    moments: int
+    keys: np.ndarray
+    order: np.ndarray | None = None
+
+    @classmethod
+    def sort(cls, key: np.ndarray, moment: np.ndarray, moments: int) -> "Past":
+        """Sorts rows.
+
+        Args:
+            key: `[N]` int64 from 0.
+            moment: `[N]` integers in `[0, moments)`, equal for rows of the same time and larger for later ones.
+            moments: the number of moments.
+        """
+        keys = np.empty(0, np.int64)
+        if len(key) and int(key.max()) >= _LARGEST // (moments + 1):
+            keys, key = np.unique(key, return_inverse=True)
+        codes = key * moments + moment
+        if (codes[1:] >= codes[:-1]).all():
+            return cls(codes, moments, keys, np.arange(len(codes)))
+        bits = len(key).bit_length()
+        # A number that has the key and the row is sorted several times faster than rows by their keys.
+        if int(key.max()) < _LARGEST >> bits and (moment[1:] >= moment[:-1]).all():
+            packed = key << bits
+            packed |= np.arange(len(key))
+            packed.sort()
+            order = packed & ((1 << bits) - 1)
+        else:
+            order = np.argsort(codes, kind="stable")
+        return cls(codes.take(order), moments, keys, order)
 
     def older(self, key: np.ndarray, moment: np.ndarray) -> Older:
-        """The rows with a key that are strictly older than a moment, `[B]` int64 each; none with a key below 0.
-
-        Questions in the order of their moments take half of the time.
-        """
-        if not len(self.order):
-            return Older(np.zeros_like(key), np.zeros_like(key))
-        # Searches in the order of the places find most of the way in the cache. One more than the last moment of the
-        # rows is the first place of the next key: all rows of the key are older.
-        order, code, place = _sort(self._codes(key), np.minimum(moment, self._moments), self._moments)
-        found = np.searchsorted(self._places, place)
-        last = np.maximum(found - 1, 0)
-        some = (found > 0) & (self._sorted.take(last) == code)
-        first, end = np.empty(len(place), np.int64), np.empty(len(place), np.int64)
-        first[order], end[order] = np.where(some, self._starts.take(last), 0), np.where(some, found, 0)
+        """The rows with a key that are strictly older than a moment, `[B]` int64 each; none with a key below 0."""
+        if len(self.keys):
+            index = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+            key = np.where(self.keys[index] == key, index, -1)
+        elif len(self.codes):
+            key = np.minimum(key, self.codes[-1] // self.moments + 1)
+        start = np.maximum(key, -1) * self.moments
+        code = start + np.minimum(moment, self.moments)
+        # Searches in the order of the codes find most of the way in the cache.
+        order = np.argsort(code)
+        first, end = np.empty(len(code), np.int64), np.empty(len(code), np.int64)
+        end[order] = np.searchsorted(self.codes, code.take(order))
+        first[order] = np.searchsorted(self.codes, start.take(order))
         return Older(first, end)
 
-    def of_each_row(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def of_each_row(self, values: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
         """For each of the N rows those of its key that are strictly older: `[N]` int64 their number, and the sum.
 
         Args:
-            values: `[N]`, what is summed.
+            values: `[N]`, what is summed; None for nothing.
         """
-        end, prefix = _first_of_equal(self._places), self.prefix(values)
-        count, total = np.empty(len(end), np.int64), np.empty(len(end))
-        count[self.order] = end - self._starts
-        total[self.order] = prefix.take(end) - prefix.take(self._starts)
+        first, end, total = _first_of_equal(self.codes // self.moments), _first_of_equal(self.codes), None
+        if values is not None:
+            prefix, total = self.prefix(values), np.empty(len(end))
+            total[self.order] = prefix.take(end) - prefix.take(first)
+        count = np.empty(len(end), np.int64)
+        count[self.order] = np.subtract(end, first, out=end)
         return count, total
 
-    def _codes(self, key: np.ndarray) -> np.ndarray:
-        """The codes of keys, -1 for one that no row has."""
-        if self._keys is None:
-            return np.minimum(key, self._sorted[-1] + 1)
-        code = np.minimum(np.searchsorted(self._keys, key), len(self._keys) - 1)
-        return np.where(self._keys[code] == key, code, -1)
-
-    def sum(self, values: np.ndarray, older: Older) -> np.ndarray:
-        """`[B]` float64, the sums of `values [N]` over the rows of each range."""
-        prefix = self.prefix(values)
-        return prefix[older.end] - prefix[older.first]
-
     def prefix(self, values: np.ndarray) -> np.ndarray:
-        """`[N + 1]` float64: `prefix[end] - prefix[first]` is the sum over a range; for many questions in parts."""
+        """`[N + 1]` float64, the prefix sums of `values [N]`, which are in the order that `sort` was given."""
         return np.append(0.0, np.cumsum(values[self.order], dtype=np.float64))
 
-    def decayed_sum(
-        self, values: np.ndarray, seconds: np.ndarray, half_life: float, older: Older, now: np.ndarray
-    ) -> np.ndarray:
-        """`[B]` float64, sums in which a row counts half for every half-life of its age.
+    def decayed(self, values: np.ndarray, seconds: np.ndarray, half_life: float) -> np.ndarray:
+        """`[N]` float64, for each sorted row the sum up to it of its key's rows, each halved by half-life of its age.
 
         Args:
-            values: `[N]`.
-            seconds: `[N]` float64, the times of the rows.
+            values: `[N]`, of the sorted rows.
+            seconds: `[N]` float64, the times of the sorted rows.
             half_life: in seconds.
-            older: the result of `older`.
-            now: `[B]` float64, the times that ages are counted up to.
         """
-        total, seconds = values[self.order].astype(np.float64), seconds[self.order]
-        starts = np.diff(self._places // self._moments, prepend=-1) != 0
+        total = values.astype(np.float64)
+        starts = np.diff(self.codes // self.moments, prepend=-1) != 0
         # total[i] = value[i] + decay[i] * total[i - 1], by doubling: after a step a total covers twice as many rows.
         decay = np.exp2(np.where(starts, -np.inf, -np.diff(seconds, prepend=0.0) / half_life))
         longest = int(np.diff(np.append(np.flatnonzero(starts), len(starts))).max(initial=1))
@@ -125,31 +139,7 @@ class Past:
             total[step:] += decay[step:] * total[:-step]
             decay[step:] *= decay[:-step]
             step *= 2
-        result, some = np.zeros(len(now)), older.end > older.first
-        last = older.end[some] - 1
-        result[some] = total[last] * np.exp2((seconds[last] - now[some]) / half_life)
-        return result
-
-
-def _sort(key: np.ndarray, moment: np.ndarray, moments: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sorts rows by (key, moment), equal ones in their order.
-
-    Returns:
-        The order `[N]` int64, and in this order the keys and key * moments + moment, `[N]` int64 each.
-    """
-    # A number that has the key and the row is sorted several times faster than rows by their keys.
-    bits = len(key).bit_length()
-    if len(key) and int(key.max()) < _LARGEST >> bits and (moment[1:] >= moment[:-1]).all():
-        packed = key.astype(np.int64)
-        packed <<= bits
-        packed |= np.arange(len(key))
-        packed.sort()
-        order = packed & ((1 << bits) - 1)
-        packed >>= bits
-        return order, packed, packed * moments + moment.take(order)
-    place = key * moments + moment
-    order = np.argsort(place, kind="stable")
-    return order, key.take(order).astype(np.int64, copy=False), place.take(order)
+        return total
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:

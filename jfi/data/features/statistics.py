@@ -16,14 +16,13 @@ takes the most time. They enter the model like numeric features of the context, 
 `jfi.data.config`.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 
-from jfi.data.batches.events import Events
 from jfi.data.config import STATISTICS
 from jfi.data.features.co_occurrence import co_occurrence
-from jfi.data.features.past import Older, Past
+from jfi.data.features.point_in_time import PastIndex, Tallies
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
@@ -31,80 +30,79 @@ _SMOOTHING, _OF_FEW = 10.0, 2.0
 _WINDOW = 32
 #: Added to a sum of similarities before its logarithm is taken.
 _LEAST_SIMILARITY = 1e-3
+_AT_ONCE = 1 << 18
 
 
-def make_statistics(events: Events, names: list[str], max_history: int) -> dict[str, np.ndarray]:
-    """Returns by column the statistics `[E]` float64 of all events, in their order."""
-    made = _Statistics(events, max_history)
+def make_statistics(
+    index: PastIndex, names: list[str], max_history: int, new: Callable[[str, type, int], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns by column the statistics `[E]` float64 of all events, in their order.
+
+    Args:
+        index: of the dataset.
+        names: the groups.
+        max_history: no history is longer.
+        new: gives by name, type and length an array to write to.
+    """
+    count, found = len(index.events), {}
+    for begin in range(0, count, _AT_ONCE):
+        rows = np.arange(begin, min(begin + _AT_ONCE, count))
+        for name, values in statistics(Tallies(index, rows), names, max_history).items():
+            if name not in found:
+                found[name] = new(f"statistic-{len(found)}", np.float64, count)
+            found[name][rows] = values
+    return found
+
+
+def statistics(tallies: Tallies, names: list[str], max_history: int) -> dict[str, np.ndarray]:
+    """Returns by column the statistics `[B]` float64 of questions."""
     columns: dict[str, np.ndarray] = {}
     for name in STATISTICS:
-        if name in names:
-            columns |= getattr(made, name)()
+        if name == "similar" and name in names:
+            columns |= _similar(tallies, min(_WINDOW, max_history))
+        elif name in names:
+            columns |= _GROUPS[name](tallies)
     return columns
 
 
-class _Statistics:
-    def __init__(self, events: Events, max_history: int) -> None:
-        self._all, self._window = events, min(_WINDOW, max_history)
-        self._item, self._user = events.item.astype(np.int64), events.user.astype(np.int64)
-        self._moment = np.unique(events.time, return_inverse=True)[1]
-        self._label, self._labeled = np.nan_to_num(events.label), ~np.isnan(events.label)
-        in_history = np.ones(len(events), bool)
-        if events.rows is not None:
-            in_history[:] = False
-            in_history[events.rows] = True
-        self._events = self._labeled & in_history
-        everything = np.zeros(len(events), np.int64)
-        of_all, _, older = self._tally(everything, self._labeled)
-        self._overall = _rate(of_all, older.count, 0.5, 1.0)
-        of_item, _, older = self._tally(self._item, self._labeled)
-        self._item_count = older.count
-        self._item_rate = _rate(of_item, older.count, self._overall, _SMOOTHING)
-        of_user, self._user_past, self._older_of_user = self._tally(self._user, self._events)
-        self._user_rate = _rate(of_user, self._older_of_user.count, self._overall, _SMOOTHING)
-
-    def item(self) -> dict[str, np.ndarray]:
-        return {"past_item_rate": self._item_rate, "past_item_count": np.log1p(self._item_count)}
-
-    def user(self) -> dict[str, np.ndarray]:
-        past, older = self._user_past, self._older_of_user
-        columns = {"past_user_rate": self._user_rate, "past_user_count": np.log1p(older.count)}
-        surprise = (self._label - self._item_rate)[self._events]
-        for most in (3, 10, 30):
-            newest = older.newest(most)
-            columns[f"past_user_newest_{most}"] = past.sum(surprise, newest) / (newest.count + 1)
-        return columns
-
-    def user_item(self) -> dict[str, np.ndarray]:
-        both = self._user * (int(self._item.max()) + 1) + self._item
-        positives, past, older = self._tally(both, self._events)
-        rate = _rate(positives, older.count, self._item_rate, _OF_FEW)
-        newest = older.newest(3)
-        of_newest = _rate(past.sum(self._label[self._events], newest), newest.count, rate, 1.0)
-        return {
-            "past_user_item_rate": rate,
-            "past_user_item_count": np.log1p(older.count),
-            "past_user_item_newest_3": of_newest,
-        }
-
-    def similar(self) -> dict[str, np.ndarray]:
-        events = replace(self._all, user=self._user, item=self._item)
-        expected = np.clip(self._item_rate + self._user_rate - self._overall, 0.0, 1.0)
-        surprise = np.where(self._labeled, self._label - expected, 0.0)
-        everything = np.arange(len(self._item))
-        sums = co_occurrence(events, self._moment, surprise, self._window, everything, self._item)
-        return {
-            "past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY),
-            "past_similar_rate": _rate(sums.liked, sums.labeled, self._user_rate, 1.0),
-            "past_agreement": sums.agreement,
-        }
-
-    def _tally(self, key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, Past, Older]:
-        """Returns for all rows the number of positives among the `chosen` ones that share their key and are older."""
-        past = Past(key[chosen], self._moment[chosen])
-        older = past.older(key, self._moment)
-        return past.sum(self._label[chosen], older), past, older
+def _item(tallies: Tallies) -> dict[str, np.ndarray]:
+    return {"past_item_rate": _item_rate(tallies), "past_item_count": np.log1p(tallies.item.count)}
 
 
-def _rate(positives: np.ndarray, count: np.ndarray, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
-    return (positives + smoothing * expected) / (count + smoothing)
+def _user(tallies: Tallies) -> dict[str, np.ndarray]:
+    columns = {"past_user_rate": _user_rate(tallies), "past_user_count": np.log1p(tallies.user.count)}
+    for most in (3, 10, 30):
+        above = tallies.sums("labeled history", ("user",), "item surprise", most)
+        columns[f"past_user_newest_{most}"] = above / (np.minimum(tallies.user.count, most) + 1)
+    return columns
+
+
+def _user_item(tallies: Tallies) -> dict[str, np.ndarray]:
+    key = ("user", "item")
+    tally = tallies.tally("labeled history", key)
+    rate = tally.rate(_item_rate(tallies), _OF_FEW)
+    return {
+        "past_user_item_rate": rate,
+        "past_user_item_count": np.log1p(tally.count),
+        "past_user_item_newest_3": tallies.tally("labeled history", key, 3).rate(rate, 1.0),
+    }
+
+
+def _similar(tallies: Tallies, window: int) -> dict[str, np.ndarray]:
+    sums = co_occurrence(tallies.index, window, tallies.events, tallies.item_ids)
+    return {
+        "past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY),
+        "past_similar_rate": (sums.liked + _user_rate(tallies)) / (sums.labeled + 1.0),
+        "past_agreement": sums.agreement,
+    }
+
+
+def _item_rate(tallies: Tallies) -> np.ndarray:
+    return tallies.item.rate(tallies.overall, _SMOOTHING)
+
+
+def _user_rate(tallies: Tallies) -> np.ndarray:
+    return tallies.user.rate(tallies.overall, _SMOOTHING)
+
+
+_GROUPS: dict[str, Callable[[Tallies], dict[str, np.ndarray]]] = {"item": _item, "user": _user, "user_item": _user_item}

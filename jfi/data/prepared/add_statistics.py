@@ -7,13 +7,16 @@ import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import read_blocks
 from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import Tables
 from jfi.data.prepared.stages.column_files import read_columns
+from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.encode_columns import encode_features
+from jfi.data.prepared.stages.fit_schema import learn_schema
 from jfi.data.prepared.stages.sort import ROW
+from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.utils.files import temporary_folder
 
 
@@ -47,7 +50,10 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.
         read_and_sort(given, folder, Stages(folder, durable=False))
         events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]
         data = join_tables(parts).data
-        for name, values in make_statistics(events, config.statistics, config.max_history).items():
+        columns = Columns(given, folder, events)
+        schema = learn_schema(columns)
+        compute_statistics(columns, schema, encode_features(columns, schema))
+        for name, values in columns.computed.items():
             column = np.empty(len(values))
             column[row] = values
             data = data.append_column(name, pa.array(column))

@@ -24,7 +24,6 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.features.statistics import make_statistics
 from jfi.data.io.blocks import count_rows, describe_left_out, input_files
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.samples import choose_samples
@@ -38,6 +37,7 @@ from jfi.data.prepared.stages.fit_schema import learn_schema
 from jfi.data.prepared.stages.read import check_rows, read_rows, read_warnings
 from jfi.data.prepared.stages.sort import order_and_split, read_order_and_split, sort_rows
 from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.stages.summarize import summarize
 from jfi.data.prepared.store import write_prepared
 from jfi.data.schema.labels import target_names
@@ -160,10 +160,12 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     """The dataset of the sorted rows, whose arrays map files of the stages."""
     config = given.config
     events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]
-    computed = make_statistics(events, config.statistics, config.max_history) if config.statistics else {}
-    columns = Columns(given, work, events, computed=computed)
+    columns = Columns(given, work, events)
     schema = schema or learn_schema(columns)
-    ids, dense, engagement = encode_features(columns, schema), encode_dense(columns, schema), read_engagement(columns)
+    ids, engagement = encode_features(columns, schema), read_engagement(columns)
+    if config.statistics:
+        compute_statistics(columns, schema, ids)
+    dense = encode_dense(columns, schema)
     items = known_items(schema, ids, events)
     known = np.zeros(columns.count("item"), bool)
     known[items] = True

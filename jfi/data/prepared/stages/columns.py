@@ -34,7 +34,6 @@ class Columns:
         work: folder of the stages "read" and "rows", and of files for temporary arrays.
         events: the sorted interactions.
         item_ids: the ids of the items, of which some may have no row; None means those of the interactions.
-        computed: further columns of numbers `[E]`, by name.
 
     Raises:
         DataError: a table has an id twice, or none of the rows' ids.
@@ -46,12 +45,12 @@ class Columns:
         work: Path,
         events: Events,
         item_ids: pa.Array | None = None,
-        computed: dict[str, np.ndarray] | None = None,
     ) -> None:
         self.config, self.events, self.sids = given.config, events, given.sids
         self._name, self._tables = given.name, {"user": given.users, "item": given.items}
         self._read, self._scratch, self._columns = work / "read", work / SCRATCH, read_columns(work / "rows")
-        self._computed = computed or {}
+        #: Further columns of numbers `[E]`, by name.
+        self.computed: dict[str, np.ndarray] = {}
         self._crossed: dict[str, CodedColumn] = {}
         item_ids = read_ids(work / "rows", "item") if item_ids is None else item_ids
         self._keys = {"user": (self.config.user, read_ids(work / "rows", "user")), "item": (self.config.item, item_ids)}
@@ -99,8 +98,8 @@ class Columns:
 
     def numbers(self, name: str, of: Entity) -> np.ndarray:
         """A column as float64, NaN where it is missing."""
-        if name in self._computed:
-            return self._computed[name]
+        if name in self.computed:
+            return self.computed[name]
         if of == "event":
             return self._columns[RawColumn(name, "number").file]
         table, places = self._tables[of], self._places[of]

@@ -58,7 +58,8 @@ def learn_schema(columns: Columns) -> DataSchema:
         for name in names:
             # Users and items count as often as they have a row in training.
             encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
-    for name in config.names("context", "number"):
+    made = config.statistics_columns()  # their moments are added when they are made
+    for name in (one for one in config.names("context", "number") if one not in made):
         encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     features = [*users, *items, *contexts, *history, age]

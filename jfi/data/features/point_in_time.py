@@ -1,0 +1,397 @@
+"""What was known of users and items before a moment: counts, labels, ages and sessions from strictly older rows.
+
+A question is an event and a target. The event gives the user, the time and the context; the target is the event's own
+item, or another one, such as a sampled negative. Its past are all rows with an earlier time, of any user and in any
+split, with their labels. Rows of its own time are not in it, so that neither is the event itself.
+
+`PastIndex` has the rows sorted by key and time, and prefix sums over them; `Tallies` looks up questions. Sets of rows
+that are counted:
+
+    labeled             rows with a label; of implicit feedback all rows
+    history             the events of histories, so that `data.history` holds for what counts a user's own rows
+    labeled history     events of histories with a label
+
+Keys are tuples of parts, such as `("user", "item")`, `("item", "hour")` or `("user", "column genres")`. A row or a
+target with several values of a column has a key for each of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from jfi.data.batches.events import Events
+from jfi.data.features.past import Older, Past
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.schema import DataSchema
+from jfi.utils.encoding import UNKNOWN
+
+Rows = Literal["labeled", "history", "labeled history"]
+Key = tuple[str, ...]
+
+#: A session ends where a user pauses for longer, in seconds.
+PAUSE = 1800.0
+#: Values of a multi-valued column of the user or the context that are used.
+_MAX_VALUES = 8
+#: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
+_SMOOTHING = 10.0
+_HOURS = 24
+_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Positives among rows, `[B]` float64 each."""
+
+    positives: np.ndarray
+    count: np.ndarray
+
+    def rate(self, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
+        """`[B]`, the share of positives as if there were `smoothing` more rows, of the rate `expected`."""
+        return (self.positives + smoothing * expected) / (self.count + smoothing)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A categorical column of items, users or events.
+
+    Args:
+        of: what has the column.
+        ids: `[N, K]` integers, K values of each, 0 for none.
+        size: all ids are below it.
+        key: in the batches; of an item's column its name.
+    """
+
+    of: Literal["item", "user", "event"]
+    ids: np.ndarray
+    size: int
+    key: str
+
+
+class PastIndex:
+    """Sorted arrays over the events of a dataset, each made when it is first needed.
+
+    Args:
+        events: all events.
+        schema: of the dataset.
+        columns: by key of `schema.features`, except the age, the ids of each user, item or event.
+        is_implicit: whether every row is a positive.
+        session: `[E]` integers, equal for the events of a session of a user, or None without a column of it.
+        arrays: those that are made already, by name.
+        keep: gives an array to be used in the place of a new one, such as the map of a file with the same values.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        schema: DataSchema,
+        columns: Sequence[Categorical],
+        is_implicit: bool,
+        session: np.ndarray | None = None,
+        arrays: dict[str, np.ndarray] | None = None,
+        keep: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+    ) -> None:
+        self.events, self.is_implicit, self._session, self._keep = events, is_implicit, session, keep
+        self._features, self._item_key = list(zip(schema.features, columns, strict=False)), schema.item_key
+        self.num_items = next(len(ids.ids) for spec, ids in self._features if spec.key == schema.item_key)
+        #: The arrays that were made so far, by name.
+        self.arrays = {} if arrays is None else arrays
+
+    def array(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Returns the array of this name, made if there is none yet."""
+        if name not in self.arrays:
+            self.arrays[name] = self._keep(make())
+        return self.arrays[name]
+
+    @property
+    def times(self) -> np.ndarray:
+        """`[M]` float64 ascending, the distinct times; their indices are the moments."""
+        return self.array("times", lambda: np.unique(self.events.time))
+
+    def moment(self, events: np.ndarray | slice) -> np.ndarray:
+        """`[n]` int64, the moments of events."""
+        return np.searchsorted(self.times, self.events.time[events])
+
+    def rows(self, rows: Rows) -> np.ndarray:
+        """The events `[N]` that a set of rows consists of, ascending."""
+        of = self.events
+        if rows == "labeled":
+            return np.flatnonzero(~np.isnan(of.label))
+        found = np.arange(len(of)) if of.rows is None else np.asarray(of.rows, np.int64)
+        return found if rows == "history" else found[~np.isnan(of.label[found])]
+
+    def past(self, rows: Rows, key: Key) -> Past:
+        """Returns the rows of a set, sorted by key and moment."""
+        name = _name(rows, key)
+        if f"{name}: codes" not in self.arrays:
+            events = self.rows(rows)
+            keys = self.keys(key, events, self.events.item[events].astype(np.int64))
+            index, _ = kept = np.nonzero(keys >= 0)
+            past = Past.sort(keys[kept], self.moment(events)[index], len(self.times))
+            self.array(f"{name}: codes", lambda: past.codes)
+            self.array(f"{name}: keys", lambda: past.keys)
+            self.array(f"{name}: events", lambda: events[index[past.order]])
+        codes, keys = self.arrays[f"{name}: codes"], self.arrays[f"{name}: keys"]
+        return Past(codes, len(self.times), keys)
+
+    def sorted_values(self, rows: Rows, key: Key, values: np.ndarray) -> np.ndarray:
+        """The values `[E]` of events in the order of `past(rows, key)`."""
+        self.past(rows, key)
+        return values[self.arrays[f"{_name(rows, key)}: events"]]
+
+    def prefix(self, rows: Rows, key: Key, values: str) -> np.ndarray:
+        """`[N + 1]` float64, prefix sums of values of the rows.
+
+        Args:
+            values: "label", "has label" or "item surprise".
+        """
+
+        def make() -> np.ndarray:
+            of = self.events.label
+            known = {"label": np.nan_to_num, "has label": lambda one: ~np.isnan(one)}
+            found = self.item_surprise if values not in known else known[values](of)
+            return np.append(0.0, np.cumsum(self.sorted_values(rows, key, found), dtype=np.float64))
+
+        return self.array(f"{_name(rows, key)}: {values}", make)
+
+    def decayed(self, key: Key, half_life: float, label: bool) -> np.ndarray:
+        """`[N]` float64, sums of labels, or of ones, at each labeled row; see `Past.decayed`."""
+        past, kind = self.past("labeled", key), "labels" if label else "rows"
+
+        def make() -> np.ndarray:
+            events = self.events.label if label else np.broadcast_to(1.0, len(self.events))
+            values = self.sorted_values("labeled", key, events)
+            return past.decayed(values, self.times[past.codes % past.moments], half_life)
+
+        return self.array(f"{_name('labeled', key)}: {kind} by {half_life!r}", make)
+
+    @property
+    def session_starts(self) -> np.ndarray:
+        """`[H]` integers, for each row of histories the first one of its session."""
+
+        def make() -> np.ndarray:
+            rows = self.rows("history")
+            new = np.ones(len(rows), bool)
+            user, time = self.events.user[rows], self.events.time[rows]
+            new[1:] = (user[1:] != user[:-1]) | (time[1:] - time[:-1] > PAUSE)
+            if self._session is not None:
+                session = self._session[rows]
+                new[1:] |= session[1:] != session[:-1]
+            return np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+
+        return self.array("session starts", make)
+
+    @property
+    def surprise(self) -> np.ndarray:
+        """`[E]`, how far each event's label is above what its item's and its user's past let expect; 0 without one."""
+        return self.array("surprise", lambda: self._differences(self._expected))
+
+    @property
+    def item_surprise(self) -> np.ndarray:
+        """`[E]`, how far each event's label is above the rate of its item; 0 without one."""
+        return self.array("item surprise", lambda: self._differences(lambda one: one.item.rate(one.overall, 10.0)))
+
+    def _differences(self, expected: Callable[["Tallies"], np.ndarray]) -> np.ndarray:
+        found, rows = np.zeros(len(self.events)), self.rows("labeled")
+        for begin in range(0, len(rows), _AT_ONCE):
+            chosen = rows[begin : begin + _AT_ONCE]
+            found[chosen] = self.events.label[chosen] - expected(Tallies(self, chosen))
+        return found
+
+    @staticmethod
+    def _expected(one: "Tallies") -> np.ndarray:
+        item, user = (tally.rate(one.overall, _SMOOTHING) for tally in (one.item, one.user))
+        return np.clip(item + user - one.overall, 0.0, 1.0)
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The categorical columns by name of the part of a key, those of the item first."""
+        by_column: dict[str, list[tuple[Categorical, int]]] = {}
+        for spec, ids in self._features:
+            if spec.role == "history" and spec.of == "item" and not spec.semantic and spec.column != self._item_key:
+                by_column.setdefault(spec.column, []).append((ids, spec.num_embeddings))
+        found = {
+            f"column {name}": Column("item", _matrix([ids for ids, _ in slots]), slots[0][1], name)
+            for name, slots in by_column.items()
+        }
+        for spec, ids in self._features:
+            if spec.role in ("user", "context"):
+                values = _matrix([ids] if ids.offsets is None else [*map(ids.slot, range(_MAX_VALUES))])
+                of = "user" if spec.of == "user" else "event"
+                found[f"{spec.role} {spec.key}"] = Column(of, values, spec.num_embeddings, spec.key)
+        return found
+
+    def item_columns(self) -> dict[str, Column]:
+        """The columns of the item but its id."""
+        return {part: column for part, column in self.columns.items() if column.of == "item"}
+
+    def keys(self, key: Key, events: np.ndarray, item: np.ndarray) -> np.ndarray:
+        """`[n, K]` int64, the keys of questions, -1 for none.
+
+        Args:
+            key: its parts.
+            events, item: `[n]` int64 each.
+        """
+        found = np.zeros((len(item), 1), np.int64)
+        for part in key:
+            values, size = self._values(part, events, item)
+            found = np.where((found < 0) | (values < 0), -1, found * size + values)
+        return found
+
+    def _values(self, part: str, events: np.ndarray, item: np.ndarray) -> tuple[np.ndarray, int]:
+        if part == "item":
+            return item[:, None], self.num_items
+        if part == "user":
+            return self.events.user[events].astype(np.int64)[:, None], int(self.events.user[-1]) + 1
+        if part == "hour":
+            return (self.events.time[events] // 3600 % _HOURS).astype(np.int64)[:, None], _HOURS
+        column = self.columns[part]
+        rows = {"item": item, "event": events}.get(column.of)
+        ids = column.ids[self.events.user[events] if rows is None else rows]
+        return np.where(ids == UNKNOWN, -1, ids), column.size
+
+
+class Tallies:
+    """The tallies of B questions; each is made when it is first read.
+
+    Args:
+        index: of the dataset.
+        events: `[B]` int64, the event of each question.
+        item: `[B]` int64, the targets; None for the events' own items.
+
+    Example:
+        >>> from jfi.data import DataConfig, load_dataset
+        >>> dataset = load_dataset(DataConfig(source="synthetic"))
+        >>> arrays = dataset.arrays()
+        >>> index = PastIndex(arrays.events, dataset.schema, arrays.columns, is_implicit=False)
+        >>> Tallies(index, np.arange(5)).item.count.shape
+        (5,)
+    """
+
+    def __init__(self, index: PastIndex, events: np.ndarray, item: np.ndarray | None = None) -> None:
+        self.index, self.events = index, events
+        self.item_ids = index.events.item[events].astype(np.int64) if item is None else item
+        self.seconds, self.moment = index.events.time[events], index.moment(events)
+        self._keys: dict[Key, np.ndarray] = {}
+        self._older: dict[tuple[Rows, Key], list[Older]] = {}
+
+    def older(self, rows: Rows, key: Key) -> list[Older]:
+        """The ranges of older rows, for each value of a target with several ones."""
+        if (rows, key) not in self._older:
+            past = self.index.past(rows, key)
+            self._older[rows, key] = [past.older(one, self.moment) for one in self.keys(key).T]
+        return self._older[rows, key]
+
+    def keys(self, key: Key) -> np.ndarray:
+        """`[B, K]` int64, the keys of the questions, -1 for none."""
+        if key not in self._keys:
+            self._keys[key] = self.index.keys(key, self.events, self.item_ids)
+        return self._keys[key]
+
+    def num_rows(self, rows: Rows, key: Key = ()) -> np.ndarray:
+        """`[B]` int64, the number of older rows."""
+        return sum(one.count for one in self.older(rows, key))
+
+    def sums(self, rows: Rows, key: Key, values: str, newest: int | None = None) -> np.ndarray:
+        """`[B]` float64, sums of values over older rows; see `PastIndex.prefix`.
+
+        Args:
+            newest: over so many of the newest rows of each key alone.
+        """
+        ranges = self.older(rows, key)
+        ranges = ranges if newest is None else [one.newest(newest) for one in ranges]
+        if self.index.is_implicit and values in ("label", "has label"):  # every row is a positive
+            return sum(one.count for one in ranges).astype(np.float64)
+        prefix = self.index.prefix(rows, key, values)
+        return sum(one.sum(prefix) for one in ranges)
+
+    def tally(self, rows: Rows, key: Key, newest: int | None = None) -> Tally:
+        """Counts labels among older rows."""
+        positives = self.sums(rows, key, "label", newest)
+        if rows == "history":
+            return Tally(positives, self.sums(rows, key, "has label", newest))
+        ranges = self.older(rows, key)
+        counts = [(one if newest is None else one.newest(newest)).count for one in ranges]
+        return Tally(positives, sum(counts).astype(np.float64))
+
+    @cached_property
+    def overall(self) -> np.ndarray:
+        """`[B]`, the share of positives among all labeled rows."""
+        return self.tally("labeled", ()).rate(0.5, 1.0)
+
+    @cached_property
+    def item(self) -> Tally:
+        """Labeled rows of the target."""
+        return self.tally("labeled", ("item",))
+
+    @cached_property
+    def user(self) -> Tally:
+        """Labeled events of the user."""
+        return self.tally("labeled history", ("user",))
+
+    def user_share(self, part: str) -> tuple[Tally, np.ndarray]:
+        """The user's events that share a value with the target, among all of the user's; and the share of all users.
+
+        Of a target with several values the mean over these.
+
+        Args:
+            part: of a key, an item's column or "item".
+        """
+        known = np.maximum((self.keys((part,)) >= 0).sum(axis=1), 1)
+        own = self.num_rows("history", ("user", part)) / known
+        everybody = self.num_rows("history", (part,)) / known / np.maximum(self.num_rows("history"), 1)
+        return Tally(own, self.num_rows("history", ("user",)).astype(np.float64)), everybody
+
+    def decayed(self, key: Key, half_life: float) -> Tally:
+        """Labeled rows, which count half for every half-life, in seconds, of their age; of keys with one value."""
+        past, (older,) = self.index.past("labeled", key), self.older("labeled", key)
+        some = np.flatnonzero(older.count)
+        last = older.end[some] - 1
+        decay = np.exp2((self.index.times[past.codes[last] % past.moments] - self.seconds[some]) / half_life)
+        found = []
+        for label in (True, False):
+            if label and self.index.is_implicit:
+                continue
+            sums = np.zeros(len(self.seconds))
+            sums[some] = self.index.decayed(key, half_life, label)[last] * decay
+            found.append(sums)
+        return Tally(found[0], found[-1])
+
+    def age(self, rows: Rows, key: Key, oldest: bool = False) -> np.ndarray:
+        """`[B]` seconds since the newest older row of the key, or since the oldest one; NaN without one."""
+        past, (older,) = self.index.past(rows, key), self.older(rows, key)
+        some = np.flatnonzero(older.count)
+        chosen = older.first[some] if oldest else older.end[some] - 1
+        found = np.full(len(self.seconds), np.nan)
+        found[some] = self.seconds[some] - self.index.times[past.codes[chosen] % past.moments]
+        return found
+
+    @cached_property
+    def session(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[B]` int64 each: the number of the user's events in a session that still lasts, and its first moment."""
+        past, (older,) = self.index.past("history", ("user",)), self.older("history", ("user",))
+        count, moment = np.zeros(len(self.seconds), np.int64), self.moment.copy()
+        some = np.flatnonzero(np.nan_to_num(self.age("history", ("user",)), nan=np.inf) <= PAUSE)
+        start = self.index.session_starts[older.end[some] - 1]
+        count[some] = older.end[some] - start
+        moment[some] = past.codes[start] % past.moments
+        return count, moment
+
+    def in_session(self, key: Key) -> np.ndarray:
+        """`[B]` int64, the user's events of a key in a session that still lasts, once for each value of the target."""
+        past, moment = self.index.past("history", ("user", *key)), self.session[1]
+        found = np.zeros(len(moment), np.int64)
+        for own, older in zip(self.keys(("user", *key)).T, self.older("history", ("user", *key)), strict=True):
+            found += older.end - past.older(own, moment).end
+        return found
+
+
+def _matrix(columns: Sequence[Categorical]) -> np.ndarray:
+    """`[N, K]` integers, the ids of columns of one id a row."""
+    return np.stack([one.ids for one in columns], axis=1)
+
+
+def _name(rows: Rows, key: Key) -> str:
+    return f"{rows} by {' x '.join(key) or 'nothing'}"
