@@ -1,9 +1,8 @@
 """The step of rows on a CPU: only rows of the batch are read and written.
 
 A row's gradients are summed one after another in the order of the batch. `embedding_bag` does it, with the gradients
-as its table and the sorted places as its ids: [n, D] is never copied into the sorted order. Rows are stepped by blocks
-that stay in the cache between the reading and the writing of their places: 2.5 times as fast for 32,000 rows of a
-million.
+as its table and the sorted positions as its ids: [n, D] is never copied into the sorted order. Rows are stepped by
+blocks that stay in the cache from the read to the write: 2.5 times as fast for 32,000 rows of a million.
 """
 
 import math
@@ -39,16 +38,16 @@ def step_rows(
     order, joined = sorted_rows.order[:used], _join(grads, sizes, tables[0])
     ends = counts.cumsum(0)
     starts = (ends - counts).to(order.dtype)
-    places = torch.searchsorted(rows, bounds).tolist()
+    begins = torch.searchsorted(rows, bounds).tolist()
     lr, count = float(learning_rate), int(step)
     block = max(1, _BLOCK // joined.shape[1])
     for t, (table, state) in enumerate(zip(tables, states, strict=True)):
-        own = rows[places[t] : places[t + 1]].long() - first[t]
-        for begin in range(places[t], places[t + 1], block):
-            part = slice(begin, min(begin + block, places[t + 1]))
+        own = rows[begins[t] : begins[t + 1]].long() - first[t]
+        for begin in range(begins[t], begins[t + 1], block):
+            part = slice(begin, min(begin + block, begins[t + 1]))
             low, high = int(starts[begin]), int(ends[part.stop - 1])
             g = F.embedding_bag(order[low:high], joined, starts[part] - low, mode="sum")
-            _step(table, state, own[begin - places[t] :][: len(g)], g, optimizer, lr, count)
+            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count)
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor:

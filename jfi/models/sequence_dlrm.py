@@ -210,7 +210,7 @@ class SequenceDLRM(nn.Module):
         With `timelines` the B samples are rows of U <= B timelines: a user's events and `user_keys` are looked up once
         for all rows of a timeline, which see the events that are strictly older than themselves. TorchRec's collections
         take one number of samples for all keys, so the U timelines come first in the keys of events and in `user_keys`,
-        whose places U to B are empty. An encoder must be causal then, without a `bias`, which would be that of the
+        whose samples U to B are empty. An encoder must be causal then, without a `bias`, which would be that of the
         newest row; it encodes an event with all that precede it in the timeline.
 
         Args:

@@ -138,8 +138,8 @@ def jagged_attention(
         time_bias: [N, H] with 1 <= N <= 64, added to a pair's score: row floor(log2(age)) + 1, at most N - 1, where age
             = query_time - key_time; row 0 for ages below 1.
         position_bias: [N, H], the same by a pair's distance: how many of the keys that the query sees are from this key
-            on, the newest of them having 1; in causal attention how many places the query lies behind the key, its own
-            having 0.  Needs ``causal`` or times.
+            on, the newest of them having 1; in causal attention the query's position minus the key's.  Needs
+            ``causal`` or times.
         scale: factor of the scores; None means 1/sqrt(D).
         return_lse: also return the log-sum-exp of each query's scores, which is needed to combine the attention to
             parts of a history; it is differentiable like the output.

@@ -1,7 +1,7 @@
 """The optimizer's step of the rows of a batch: each row's gradient is summed in a fixed order, then the row is stepped.
 
 Ids are sorted by row beforehand, so that the events of a row are neighbours.  A program takes a chunk of the sorted
-places, a block at a time, adds up along each row and steps the rows that end there.  Rows that begin in an earlier
+events, a block at a time, adds up along each row and steps the rows that end there.  Rows that begin in an earlier
 chunk or go on into a later one leave partial sums, which a second kernel adds up in order.  So a popular row costs no
 more than as many rare ones, and no sum depends on timing.
 
