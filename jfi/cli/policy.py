@@ -13,8 +13,7 @@ from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.labels import read_labels
 from jfi.data.schema.rules import label_columns
 from jfi.history_policies import EventLog, fit
-from jfi.history_policies.describe import describe
-from jfi.history_policies.plots import draw_policy
+from jfi.history_policies.describe import describe, draw_policy
 from jfi.training import ConfigError
 from jfi.training.config_parser import parse_config
 from jfi.training.run.scores import check_place, check_results

@@ -3,10 +3,8 @@
 from typing import TYPE_CHECKING
 
 from jfi.history_policies.fit import fit
-from jfi.history_policies.index import PolicyIndex
 from jfi.history_policies.log import EventLog
-from jfi.history_policies.policy import Policy
-from jfi.history_policies.reports import SegmentReport, SurfaceReport
+from jfi.history_policies.policy import Policy, SegmentReport, SurfaceReport
 from jfi.history_policies.segments import Segments
 from jfi.history_policies.select import Selected
 
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EventLog",
     "Policy",
-    "PolicyIndex",
     "PolicyModule",
     "SegmentReport",
     "Segments",

@@ -7,8 +7,15 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jfi.history_policies.policy import Policy, check_packed
-from jfi.history_policies.select import Selected, Tables, find_cells, first_seen, select_events, take
+from jfi.history_policies.device import (
+    DeviceSelected,
+    DeviceTables,
+    find_cells,
+    first_seen,
+    select_on_device,
+    take,
+)
+from jfi.history_policies.policy import Policy
 from jfi.utils.timelines import Timelines
 
 
@@ -19,15 +26,15 @@ class PolicyModule(nn.Module):
     since the policy's file has them.
 
     The events that stay are of a number that only the device knows. Without a capacity the module waits for it. With
-    one the results have this many places, whatever stays, nothing is read back, and the module can be captured in a
-    CUDA graph: what lies behind the last history is room of ids 0 and weights 0, as `jfi.CapturedStep` has it. Events
+    one the results are padded to it, whatever stays, nothing is read back, and the module can be captured in a
+    CUDA graph: what lies behind the last history is padding of ids 0 and weights 0, as in `jfi.CapturedStep`. Events
     beyond the capacity would be left out, the last histories' first, and `left_out` counts them; a capacity of the
     histories' own is always enough.
 
     Args:
         policy: what stays.
         keys: the aligned keys of the history: all have the same lengths.
-        capacity: places of each key in the result, or None for as many as stay.
+        capacity: events of each key in the result, or None for as many as stay.
         device: of the tables.
 
     Example:
@@ -72,8 +79,10 @@ class PolicyModule(nn.Module):
             row[: len(values)] = torch.tensor(values)
         parts = {"edges": edges, "keep": tables.keep, "weight": tables.weight, "cap": tables.cap}
         for name, value in parts.items():
-            self.register_buffer(f"_{name}", None if value is None else value.to(device), persistent=False)
-        #: int64, how many events all calls together had no room for.
+            self.register_buffer(
+                f"_{name}", None if value is None else torch.as_tensor(value, device=device), persistent=False
+            )
+        #: int64, how many events were beyond the capacity in all calls together.
         self.register_buffer("left_out", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
     def extra_repr(self) -> str:
@@ -150,12 +159,12 @@ class PolicyModule(nn.Module):
 
     def _apply(
         self, features: KeyedJaggedTensor, cells: Tensor, segments: Tensor, timelines: Timelines | None
-    ) -> tuple[KeyedJaggedTensor, Selected | None]:
+    ) -> tuple[KeyedJaggedTensor, DeviceSelected | None]:
         stride = features.stride()
         if timelines is None and segments.shape != (stride,):
             raise ValueError(f"segments must be [{stride}], the samples, got {list(segments.shape)}")
-        place = features.keys().index(self.keys[0])
-        lengths = features.lengths().view(len(features.keys()), stride)[place]
+        index = features.keys().index(self.keys[0])
+        lengths = features.lengths().view(len(features.keys()), stride)[index]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         seen_by = None
         if timelines is not None:
@@ -163,11 +172,12 @@ class PolicyModule(nn.Module):
             seen_by = first_seen(of_timelines, timelines.event_times, timelines.row_offsets, timelines.target_times)
             segments = torch.nn.functional.pad(segments, (0, stride - timelines.count))
         if cells.device.type == "cpu" and self.capacity is None:
-            check_packed(self.policy, cells, segments, offsets)
+            events = cells.numpy(), segments[:stride].numpy(), offsets.diff().numpy()
+            self.policy.check_packed(*events)
         if self.policy.keeps_all and self.capacity is None:
             return features, None
-        tables = Tables(self._keep, self._weight, self._cap, self.policy.newest)
-        selected = select_events(tables, cells, segments, offsets, seen_by, self.capacity)
+        tables = DeviceTables(self._keep, self._weight, self._cap, self.policy.newest)
+        selected = select_on_device(tables, cells, segments, offsets, seen_by, self.capacity)
         if selected.left_out is not None:
             self.left_out += selected.left_out
         return shorten(features, self.keys, selected), selected
@@ -204,7 +214,7 @@ def check_events(
     return surface, dwell
 
 
-def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected) -> KeyedJaggedTensor:
+def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: DeviceSelected) -> KeyedJaggedTensor:
     """The keys of a history cut to the events that were selected; the others stay as they are.
 
     Args:
@@ -215,11 +225,11 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
     stride, old_weights = features.stride(), features.weights_or_none()
     lengths, values, weights, sizes = features.lengths().view(len(features.keys()), stride).clone(), [], [], []
     parts = zip(features.keys(), features.offset_per_key(), features.length_per_key(), strict=False)
-    for place, (key, start, count) in enumerate(parts):
+    for index, (key, start, count) in enumerate(parts):
         of = features.values()[start : start + count]
         weight = None if old_weights is None else old_weights[start : start + count]
         if key in keys:
-            lengths[place] = selected.lengths
+            lengths[index] = selected.lengths
             of = _taken(of, selected)
             weight = None if weight is None else _taken(weight, selected)
             if selected.weights is not None:
@@ -240,7 +250,7 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
     )
 
 
-def _taken(values: Tensor, selected: Selected) -> Tensor:
+def _taken(values: Tensor, selected: DeviceSelected) -> Tensor:
     """The values of the events that stay, 0 where there is no event."""
     found = take(values, selected.rows)
     return found if selected.inside is None else torch.where(selected.inside, found, 0)

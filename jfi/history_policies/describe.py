@@ -1,8 +1,20 @@
-"""A policy as text: segments, then a table of relevance by surface and dwell."""
+"""A policy as text and as a picture: segments, and relevance by surface and dwell."""
 
-from math import isfinite
+from pathlib import Path
 
-from jfi.history_policies.policy import Policy
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from jfi.history_policies.policy import Policy, SegmentReport, SurfaceReport
+from jfi.utils.figures import save_figure, widen_axis
+
+_EVENT, _SESSION = "#0b5394", "#9ab3c9"
+#: Surfaces that are drawn, those with the most events.
+_MOST = 8
+#: Least span of the axis of log-odds, so that noise does not fill it.
+_MIN_SPAN = 1.0
 
 
 def describe(policy: Policy) -> str:
@@ -52,4 +64,95 @@ def _seconds(value: float) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "none" if value is None or not isfinite(value) else f"{value:{form}}"
+    return "none" if value is None or not np.isfinite(value) else f"{value:{form}}"
+
+
+def draw_policy(policy: Policy, title: str, path: Path) -> None:
+    """Plots log-odds by dwell on each surface, and how much dwell tells there, a column for each segment, as a PNG.
+
+    A filled mark is a bin whose events stay, a hollow one a bin that is removed; a dotted line is the logistic model.
+    The marks at the right are events of unknown dwell. Of more than 8 surfaces those with the most events are drawn.
+
+    Args:
+        policy: what to draw.
+        title: of the picture.
+        path: the file to write.
+    """
+    count, surfaces = len(policy.segment_reports), len(policy.surfaces)
+    events = [sum(sum(one.events) for one in policy.surface_reports[g::surfaces]) for g in range(surfaces)]
+    shown = sorted(np.argsort(-np.array(events), kind="stable")[:_MOST].tolist())
+    figure = Figure(figsize=(max(7.0, 5.5 * count), 7.5), layout="constrained")
+    axes = figure.subplots(2, count, squeeze=False, sharex="row", sharey="row", height_ratios=[3, 1 + len(shown) / 6])
+    borders = [edge for g in shown for edge in policy.edges[g] if edge > 0] or [1.0]
+    unknown = max(borders) * 8
+    for k, segment in enumerate(policy.segment_reports):
+        reports = [policy.surface_reports[k * surfaces + g] for g in shown]
+        for color, (g, report) in enumerate(zip(shown, reports, strict=True)):
+            _draw_surface(axes[0, k], report, segment, np.array(policy.edges[g]), unknown, f"C{color}")
+        rate = segment.conversions / max(1, segment.events)
+        axes[0, k].set_title(
+            f"{segment.name}: {segment.users:,} users, {segment.events:,} events\n"
+            f"{rate:.1%} with a conversion, {segment.removed:.0%} removed{', boosted' if segment.boosted else ''}",
+            fontsize=11,
+        )
+        axes[0, k].axhline(0, color="0.8", zorder=0)
+        axes[0, k].set(xscale="log", xlabel="dwell (seconds)")
+        axes[0, k].set_xlim(right=unknown * 2.5)
+        axes[0, k].grid(alpha=0.3)
+        _draw_information(axes[1, k], reports)
+    widen_axis(axes[0, 0], _MIN_SPAN)
+    left, right = axes[0, 0].get_xlim()
+    for one in axes[0]:
+        for minor in (False, True):  # none where dwell is unknown
+            ticks = [tick for tick in one.get_xticks(minor=minor) if left <= tick < unknown / 2.5]
+            one.set_xticks(ticks, minor=minor, **({"labels": []} if minor else {}))
+        one.set_xlim(left, right)
+        one.axvline(unknown / 2.5, color="0.6", linewidth=0.8)
+        one.text(unknown, one.get_ylim()[0], "unknown", ha="center", va="bottom", fontsize=8, color="0.4")
+    axes[0, 0].set_ylabel("log-odds of a conversion\nless the segment's")
+    axes[1, 0].set_yticks(range(len(shown)), [policy.surfaces[g] for g in shown])
+    axes[1, 0].invert_yaxis()
+    style = {"linestyle": "", "color": "0.3", "marker": "o"}
+    marks = [Line2D([], [], **style, label="stays"), Line2D([], [], **style, markerfacecolor="white", label="removed")]
+    names = [Line2D([], [], color=f"C{i}", label=policy.surfaces[g]) for i, g in enumerate(shown)]
+    model = [Line2D([], [], color="0.3", linestyle=":", label="logistic model (points are shrunk)")]
+    figure.legend(handles=[*names, *marks, *model], loc="outside lower center", ncols=min(6, len(names) + 3))
+    figure.suptitle(title, fontsize=14, parse_math=False)
+    save_figure(figure, path)
+
+
+def _draw_surface(
+    axes: Axes, report: SurfaceReport, segment: SegmentReport, edges: np.ndarray, unknown: float, color: str
+) -> None:
+    odds, keep, events = (np.array(one) for one in (report.log_odds, report.keep, report.events))
+    # A bin is drawn in its middle, the first and the last one half as far again from their edge.
+    positive = np.maximum(edges, 1e-3)
+    middles = np.sqrt(positive[1:] * positive[:-1])
+    places = np.concatenate([positive[:1] / 1.5, middles, positive[-1:] * 1.5, [unknown]])
+    if not len(edges):
+        places = np.array([1.0, unknown])
+    some = events > 0
+    known = some[:-1]
+    axes.plot(places[:-1][known], odds[:-1][known], color=color, linewidth=1.2)
+    for chosen, face in ((some & keep, color), (some & ~keep, "white")):
+        axes.plot(places[chosen], odds[chosen], "o", color=color, markerfacecolor=face, markersize=6)
+    if report.slope is not None and not segment.is_global and len(edges):
+        seconds = np.geomspace(places[0], places[-2], 50)
+        rate = segment.conversions / segment.events
+        model = report.intercept + report.slope * np.log1p(seconds) - np.log(rate / (1 - rate))
+        axes.plot(seconds, model, color=color, linestyle=":", linewidth=1.2)
+
+
+def _draw_information(axes: Axes, reports: list[SurfaceReport]) -> None:
+    rows = np.arange(len(reports))
+    for offset, color, label, kind in ((-0.2, _EVENT, "an event's", ""), (0.2, _SESSION, "a session's", "session_")):
+        shares = []
+        for report in reports:
+            information, entropy = getattr(report, f"{kind}information"), getattr(report, f"{kind}entropy")
+            shares.append(100 * information / entropy if entropy else 0.0)
+        bars = axes.barh(rows + offset, np.maximum(shares, 0), 0.38, color=color, label=label)
+        axes.bar_label(bars, [f"{share:.2f}" for share in shares], fontsize=8, padding=2)
+    axes.set_xlabel("information of dwell about a conversion (% of its entropy)")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from math import log
-from typing import NamedTuple
 
 import numpy as np
 
 from jfi.history_policies.fit_options import budgets_of, caps_of, check, check_names
 from jfi.history_policies.log import EventLog, OrderedLog
-from jfi.history_policies.policy import Policy
-from jfi.history_policies.relevance import bins_of, fit_logistic, information, learn_edges, log_odds
-from jfi.history_policies.reports import SegmentReport, SurfaceReport
+from jfi.history_policies.policy import Policy, SegmentReport, SurfaceReport
+from jfi.history_policies.relevance import Cells, bins_of, fit_logistic, information, learn_edges, log_odds
 from jfi.history_policies.segments import Segments, learn_segments, statistics_of
 
 
@@ -74,31 +72,33 @@ def fit(
     check_names("boost", boost, names)
 
     of_user = segments.assign(statistics)
-    counted = _count(ordered, conversion[ordered.order], of_user, len(names), len(surfaces), num_bins)
+    counts = _Counts(ordered, conversion[ordered.order], of_user, len(names), len(surfaces), num_bins)
     segment_reports, surface_reports, notes = [], [], _notes(events)
     for i, (name, users) in enumerate(zip(names, np.bincount(of_user, minlength=len(names)), strict=True)):
-        own, source = counted.of(i), counted.of(i)
-        is_global = not 0 < own.conversions.sum() < own.events.sum()
+        own, ones, members = counts.events[i], counts.conversions[i], [i]
+        is_global = not 0 < ones.sum() < own.sum()
         if is_global:
-            source = counted.of(len(names))
-            which = "no event of it has" if not own.conversions.sum() else "all of its events have"
+            members = [*range(len(names))]
+            which = "no event of it has" if not ones.sum() else "all of its events have"
             notes.append(f"segment '{name}' has the relevance of all users: {which} a conversion")
-        odds = log_odds(source.events, source.conversions, source.rate, pseudo_count)
-        removed = odds < threshold if threshold is not None else _cheapest(odds, own.events, budgets[name])
-        removed &= source.events > 0
+        seen, hits = counts.events[members].sum(0), counts.conversions[members].sum(0)
+        odds = log_odds(seen, hits, hits.sum() / seen.sum(), pseudo_count)
+        removed = odds < threshold if threshold is not None else _cheapest(odds, own, budgets[name])
+        removed &= seen > 0
         weight = _weights(odds, max_weight) if name in boost else np.ones_like(odds)
-        share = float(own.events[removed].sum() / max(1, int(own.events.sum())))
-        numbers = int(users), int(own.events.sum()), int(own.conversions.sum())
+        share = float(own[removed].sum() / max(1, int(own.sum())))
+        numbers = int(users), int(own.sum()), int(ones.sum())
         segment_reports.append(SegmentReport(name, *numbers, share, most[name], name in boost, is_global))
         for g, surface in enumerate(surfaces):
             # A surface may have fewer bins than others; that of unknown dwell comes last.
-            bins = [*range(len(counted.edges[g]) + 1), num_bins]
-            columns = (own.events, own.conversions, odds, ~removed, weight)
-            columns = (tuple(column[g, bins].tolist()) for column in columns)
-            surface_reports.append(SurfaceReport(name, surface, *columns, *source.relevance(g)))
+            bins = [*range(len(counts.edges[g]) + 1), -1]
+            columns = (tuple(column[g, bins].tolist()) for column in (own, ones, odds, ~removed, weight))
+            by_session = counts.sessions[:, members, g].sum(1)
+            relevance = *information(seen[g], hits[g]), *information(*by_session), *counts.model(members, g)
+            surface_reports.append(SurfaceReport(name, surface, *columns, *relevance))
     return Policy(
         surfaces,
-        tuple(tuple(edges.tolist()) for edges in counted.edges),
+        tuple(tuple(edges.tolist()) for edges in counts.edges),
         newest,
         segments,
         tuple(segment_reports),
@@ -109,88 +109,56 @@ def fit(
     )
 
 
-class _Counts(NamedTuple):
-    """Counts that determine one segment's relevance, for G surfaces and as many bins as any has, unknown dwell last.
+class _Counts:
+    """Counts of events and sessions by segment, surface and bin of dwell, the bin of unknown dwell last.
 
-    Args:
-        events, conversions: `[G, bins]`.
-        sessions: `[2, G, bins]`, sessions and those with a conversion, by their dwell on the surface.
-        models: intercepts and slopes, `[G]` each, NaN for none.
+    Attributes:
+        edges: by surface, the borders of its bins.
+        events, conversions: `[K, G, bins]`.
+        sessions: `[2, K, G, bins]`, sessions and those with a conversion, by their dwell on the surface.
     """
 
-    events: np.ndarray
-    conversions: np.ndarray
-    sessions: np.ndarray
-    models: tuple[np.ndarray, np.ndarray]
+    def __init__(
+        self,
+        log: OrderedLog,
+        conversion: np.ndarray,
+        of_user: np.ndarray,
+        num_segments: int,
+        num_surfaces: int,
+        num_bins: int,
+    ) -> None:
+        self._log, self._conversion, self._segment = log, conversion, of_user[log.owner]
+        # Of each session: its user's segment, and whether any of its events has a conversion.
+        of_session = np.zeros(log.num_sessions, np.int64)
+        of_session[log.session] = self._segment
+        converts = np.bincount(log.session[conversion], minlength=log.num_sessions) > 0
+        self.sessions = np.zeros((2, num_segments, num_surfaces, num_bins + 1), np.int64)
+        self.edges = []
+        for g in range(num_surfaces):
+            (rows,) = (log.surface == g).nonzero()
+            self.edges.append(learn_edges(log.dwell[rows], num_bins))
+            total = _session_dwell(log.session[rows], log.dwell[rows], log.num_sessions)
+            bins = bins_of(total, learn_edges(total, num_bins))
+            for table, chosen in zip(self.sessions, (slice(None), converts), strict=True):
+                table[:, g] = _table(of_session[chosen], bins[chosen], num_segments, num_bins + 1)
+        cells = Cells(self.edges)(log.surface, log.dwell)
+        shape = num_segments, num_surfaces, max(map(len, self.edges)) + 2
+        known = log.surface >= 0
+        self.events, self.conversions = (
+            _table(self._segment[rows], cells[rows], num_segments, shape[1] * shape[2]).reshape(shape)
+            for rows in (known, known & conversion)
+        )
 
-    @property
-    def rate(self) -> float:
-        """The share of events with a conversion."""
-        return self.conversions.sum() / self.events.sum()
-
-    def relevance(self, g: int) -> tuple[float | None, ...]:
-        """Returns for a surface: information and entropy by events, the same by sessions, the model, None for none."""
-        model = (None if np.isnan(of[g]) else float(of[g]) for of in self.models)
-        return *information(self.events[g], self.conversions[g]), *information(*self.sessions[:, g]), *model
-
-
-class _AllCounts(NamedTuple):
-    """`_Counts` with a first axis of K segments and all users; and the edges by surface."""
-
-    edges: list[np.ndarray]
-    events: np.ndarray
-    conversions: np.ndarray
-    sessions: np.ndarray
-    intercepts: np.ndarray
-    slopes: np.ndarray
-
-    def of(self, segment: int) -> _Counts:
-        """Returns the counts of a segment; K is all users."""
-        models = self.intercepts[segment], self.slopes[segment]
-        return _Counts(self.events[segment], self.conversions[segment], self.sessions[segment], models)
-
-
-def _count(
-    log: OrderedLog, conversion: np.ndarray, of_user: np.ndarray, num_segments: int, num_surfaces: int, num_bins: int
-) -> _AllCounts:
-    shape = num_segments, num_surfaces, num_bins + 1
-    segment = of_user[log.owner]
-    events, ones = np.zeros((2, *shape), np.int64)
-    sessions = np.zeros((num_segments, 2, num_surfaces, num_bins + 1), np.int64)
-    # Of each session: its user's segment, and whether any of its events has a conversion.
-    of_session = np.zeros(log.num_sessions, np.int64)
-    of_session[log.session] = segment
-    converts = np.bincount(log.session[conversion], minlength=log.num_sessions) > 0
-    edges = []
-    for g in range(num_surfaces):
-        rows = np.flatnonzero(log.surface == g)
-        dwell, one, of = log.dwell[rows], conversion[rows], segment[rows]
-        edges.append(learn_edges(dwell, num_bins))
-        for table, chosen in ((events, slice(None)), (ones, one)):
-            table[:, g] = _table(of[chosen], dwell[chosen], edges[g], num_segments, num_bins)
-        total = _session_dwell(log.session[rows], dwell, log.num_sessions)
-        borders = learn_edges(total, num_bins)
-        for k, chosen in enumerate((slice(None), converts)):
-            sessions[:, k, g] = _table(of_session[chosen], total[chosen], borders, num_segments, num_bins)
-    # Groups (segment, surface), then those of all users.
-    known = log.surface >= 0
-    surface, dwell, one = log.surface[known].astype(np.int64), log.dwell[known], conversion[known]
-    by_segment = fit_logistic(segment[known] * num_surfaces + surface, dwell, one, num_segments * num_surfaces)
-    overall = fit_logistic(surface, dwell, one, num_surfaces)
-    models = [
-        np.append(own.reshape(num_segments, num_surfaces), of_all[None], axis=0)
-        for own, of_all in zip(by_segment, overall, strict=True)
-    ]
-    with_all = [np.append(x, x.sum(0, keepdims=True), axis=0) for x in (events, ones, sessions)]
-    return _AllCounts(edges, *with_all, *models)
+    def model(self, segments: list[int], surface: int) -> tuple[float | None, float | None]:
+        """Returns intercept and slope of the logistic model of some segments on a surface, None for none."""
+        rows = (self._log.surface == surface) & np.isin(self._segment, segments)
+        return fit_logistic(self._log.dwell[rows], self._conversion[rows])
 
 
-def _table(segment: np.ndarray, dwell: np.ndarray, edges: np.ndarray, num_segments: int, num_bins: int) -> np.ndarray:
-    """`[num_segments, num_bins + 1]`, how many there are of each segment and bin."""
-    bins = bins_of(dwell, edges)
-    bins[bins == len(edges) + 1] = num_bins
-    size = num_segments * (num_bins + 1)
-    return np.bincount(segment.astype(np.int64) * (num_bins + 1) + bins, minlength=size).reshape(num_segments, -1)
+def _table(segment: np.ndarray, code: np.ndarray, num_segments: int, num_codes: int) -> np.ndarray:
+    """`[num_segments, num_codes]`, how many there are of each segment and code."""
+    index = segment.astype(np.int64) * num_codes + code
+    return np.bincount(index, minlength=num_segments * num_codes).reshape(num_segments, num_codes)
 
 
 def _session_dwell(session: np.ndarray, dwell: np.ndarray, num_sessions: int) -> np.ndarray:

@@ -86,54 +86,67 @@ class EventLog:
     @cached_property
     def ordered(self) -> "OrderedLog":
         """The events sorted by user and time."""
-        return OrderedLog.of(self)
+        return OrderedLog.of_log(self)
 
 
 @dataclass(frozen=True, eq=False)
-class OrderedLog:
+class OrderedEvents:
+    """N events of one or several users, each user's one after another in the order of time.
+
+    Args:
+        time: `[N]` float64.
+        surface: `[N]` integers.
+        dwell: `[N]` float32, clipped, NaN where missing.
+        session: `[N]`, a number that changes where a user's next event is of another session. A session that another
+            one interrupts begins again, so that the changes within any range of events tell its sessions.
+    """
+
+    time: np.ndarray
+    surface: np.ndarray
+    dwell: np.ndarray
+    session: np.ndarray
+
+    @staticmethod
+    def of(time: np.ndarray, surface: np.ndarray, dwell: np.ndarray, session: np.ndarray | None) -> "OrderedEvents":
+        """Returns the events of a log that is in order; without sessions they are those of `SESSION_GAP`."""
+        if session is None:
+            session = np.cumsum(np.append(False, time[1:] - time[:-1] > SESSION_GAP)[: len(time)])
+        return OrderedEvents(time, surface, np.clip(dwell, 0, LONGEST_DWELL).astype(np.float32), session)  # NaN stays
+
+    def part(self, first: int, end: int) -> "OrderedEvents":
+        """Returns the events `first:end`."""
+        return OrderedEvents(*(one[first:end] for one in (self.time, self.surface, self.dwell, self.session)))
+
+
+@dataclass(frozen=True, eq=False)
+class OrderedLog(OrderedEvents):
     """The N events of a log, sorted by (user, time).
 
     Args:
         order: `[N]`, the row of the log of each event.
         first: `[U + 1]`: the events of user u are `first[u]:first[u + 1]`.
-        owner: `[N]`, the place of each event's user.
-        time: `[N]` float64.
-        surface: `[N]` integers.
-        dwell: `[N]` float32, clipped, NaN where missing.
-        session: `[N]`, the number of each event's session, from 0.
-        starts: `[N]` bool, whether the session is another than that of the user's event before. A session that
-            another one interrupts starts again, so that the starts within any range of events tell its sessions.
+        owner: `[N]`, the index of each event's user.
     """
 
     order: np.ndarray
     first: np.ndarray
     owner: np.ndarray
-    time: np.ndarray
-    surface: np.ndarray
-    dwell: np.ndarray
-    session: np.ndarray
-    starts: np.ndarray
 
     @staticmethod
-    def of(log: EventLog) -> "OrderedLog":
+    def of_log(log: EventLog) -> "OrderedLog":
         user, time = log.user, log.time.astype(np.float64, copy=False)
-        order = np.arange(len(user))
-        if ((user[1:] < user[:-1]) | ((user[1:] == user[:-1]) & (time[1:] < time[:-1]))).any():
-            order = np.lexsort((time, user))
-            user, time = user[order], time[order]
-        other = np.ones(len(user), bool)
-        other[1:] = user[1:] != user[:-1]
-        owner = np.cumsum(other) - 1
-        first = np.append(np.flatnonzero(other), len(user))
+        order = np.lexsort((time, user))
+        user, time = user[order], time[order]
+        other = np.append(True, user[1:] != user[:-1])[: len(user)]
+        owner, first = np.cumsum(other) - 1, np.append(np.flatnonzero(other), len(user))
         if log.session is None:
             other[1:] |= np.diff(time) > SESSION_GAP
             session = np.cumsum(other) - 1
         else:
-            named = log.session[order]
-            session = _number(owner, named)
-            other[1:] |= named[1:] != named[:-1]
-        dwell = np.clip(log.dwell[order].astype(np.float32), 0, LONGEST_DWELL)  # NaN stays
-        return OrderedLog(order, first, owner, time, log.surface[order], dwell, session, other)
+            names, codes = np.unique(log.session[order], return_inverse=True)
+            session = np.unique(owner * np.int64(len(names)) + codes, return_inverse=True)[1]
+        events = OrderedEvents.of(time, log.surface[order], log.dwell[order], session)
+        return OrderedLog(time, events.surface, events.dwell, session, order, first, owner)
 
     @property
     def num_sessions(self) -> int:
@@ -145,17 +158,6 @@ class OrderedLog:
         begins = np.ones(len(self.owner), bool)
         begins[1:] = (self.owner[1:] != self.owner[:-1]) | (self.time[1:] != self.time[:-1])
         return np.flatnonzero(begins)[np.cumsum(begins) - 1]
-
-
-def _number(owner: np.ndarray, session: np.ndarray) -> np.ndarray:
-    """`[N]`, the sessions as numbers from 0, by user."""
-    order = np.lexsort((session, owner))
-    one, of = owner[order], session[order]
-    begins = np.ones(len(order), bool)
-    begins[1:] = (one[1:] != one[:-1]) | (of[1:] != of[:-1])
-    number = np.empty(len(order), np.int64)
-    number[order] = np.cumsum(begins) - 1
-    return number
 
 
 def check_surfaces(surfaces: Sequence[str]) -> None:

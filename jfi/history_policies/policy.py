@@ -3,30 +3,94 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from msgspec import Meta, Struct, to_builtins
 
 from jfi.history_policies.log import EventLog, check_range, check_surfaces
-from jfi.history_policies.policy_file import as_tree, read_policy, write_policy
-from jfi.history_policies.relevance import bins_of
-from jfi.history_policies.reports import SegmentReport, SurfaceReport
-from jfi.history_policies.segments import STATISTICS, Segments, statistics_of
+from jfi.history_policies.relevance import Cells
+from jfi.history_policies.segments import Segments, statistics_of
 from jfi.history_policies.select import Selected, Tables, select_events
+from jfi.utils.files import DamagedFileError, reading_file, write_file
+from jfi.utils.json_files import decode_json
 from jfi.utils.suggest import suggest
 
+_FORMAT = "jfi history policy 2"
 #: Rows whose statistics are computed together.
 _ROWS = 1 << 21
 
+Count = Annotated[int, Meta(ge=0)]
+Weight = Annotated[float, Meta(ge=0)]
 
-@dataclass(frozen=True)
-class Policy:
-    """Which events stay in a user's history, and as how many each counts. `fit` makes one.
+
+class SegmentReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """A segment of users and what was seen of it.
+
+    Args:
+        name: of the segment.
+        users: in the log that the policy was fitted to.
+        events: of these users.
+        conversions: of these events.
+        removed: share of the segment's events whose cells are not kept; the newest of a history stay all the same.
+        cap: the longest history, or None for no limit.
+        boosted: whether its events have weights.
+        is_global: whether the relevance is that of all users, since none or all of the segment's events have a
+            conversion.
+    """
+
+    name: str
+    users: Count
+    events: Count
+    conversions: Count
+    removed: float
+    cap: int | None
+    boosted: bool
+    is_global: bool
+
+
+class SurfaceReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """The events of one segment on one surface: what dwell says of conversions, and what stays.
+
+    Lists are by bin of dwell; the last entry is that of events whose dwell is not known.
+
+    Args:
+        segment: its name.
+        surface: its name.
+        events: counts by bin.
+        conversions: those of them with a conversion.
+        log_odds: relevance of each bin: its log-odds of a conversion less the segment's, shrunk towards 0.
+        keep: whether events stay.
+        weight: as how many events an event counts.
+        information: corrected mutual information of an event's bin and its conversion, in nats.
+        entropy: of an event's conversion, in nats.
+        session_information: the same as `information` for the sessions: their dwell on this surface, 0 where they were
+            not there, and whether any of their events has a conversion.
+        session_entropy: of that.
+        intercept: of logit P(conversion) = intercept + slope · log(1 + dwell); None where nothing could be fitted.
+        slope: of that.
+    """
+
+    segment: str
+    surface: str
+    events: tuple[Count, ...]
+    conversions: tuple[Count, ...]
+    log_odds: tuple[float, ...]
+    keep: tuple[bool, ...]
+    weight: tuple[Weight, ...]
+    information: float
+    entropy: float
+    session_information: float
+    session_entropy: float
+    intercept: float | None
+    slope: float | None
+
+
+class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """Which events stay in a user's history, and as how many each counts. `fit` makes one; its file has these fields.
 
     Args:
         surfaces: G names.
@@ -40,6 +104,7 @@ class Policy:
             in both.
         agreement_by_chance: the share that would agree if the halves were independent.
         notes: what was clipped and where the policy falls back, in sentences.
+        format: of the file.
 
     Raises:
         ValueError: the parts do not go together.
@@ -47,7 +112,7 @@ class Policy:
 
     surfaces: tuple[str, ...]
     edges: tuple[tuple[float, ...], ...]
-    newest: int
+    newest: Count
     segments: Segments
     segment_reports: tuple[SegmentReport, ...]
     surface_reports: tuple[SurfaceReport, ...]
@@ -55,20 +120,15 @@ class Policy:
     agreement: float | None
     agreement_by_chance: float | None
     notes: tuple[str, ...]
+    format: str = _FORMAT
 
     def __post_init__(self) -> None:
         check_surfaces(self.surfaces)
         _must(len(self.edges) == len(self.surfaces), "edges must have a list for each surface")
         for name, edges in zip(self.surfaces, self.edges, strict=True):
-            ascending = all(a < b for a, b in pairwise(edges))
-            _must(ascending and np.isfinite(edges).all(), f"edges of '{name}' must be finite and ascend")
-        _must(self.newest >= 0, f"newest must be at least 0, got {self.newest}")
-        kinds = self.segments
-        _must(1 <= len(kinds.names) == len(kinds.centers), "segments must have a center for each name")
-        for row in (kinds.mean, kinds.scale, *kinds.centers):
-            _must(len(row) == len(STATISTICS), f"means, scales and centers must have {len(STATISTICS)} numbers")
+            _must(all(a < b for a, b in pairwise(edges)), f"edges of '{name}' must ascend")
         names = tuple(one.name for one in self.segment_reports)
-        _must(names == kinds.names, f"the segments are {list(kinds.names)}, but reports are of {list(names)}")
+        _must(names == self.segments.names, f"segments are {list(self.segments.names)}, reports are of {list(names)}")
         for one in self.segment_reports:
             _must(one.cap is None or one.cap >= max(1, self.newest), f"cap of '{one.name}' must be at least newest")
         expected = [(segment, surface) for segment in names for surface in self.surfaces]
@@ -76,11 +136,9 @@ class Policy:
         _must(found == expected, "there must be one report for each segment and surface, in their order")
         for i, one in enumerate(self.surface_reports):
             bins = len(self.edges[i % len(self.surfaces)]) + 2
-            for column in (one.events, one.conversions, one.log_odds, one.keep, one.weight):
-                what = f"the report of '{one.segment}' on '{one.surface}' must have {bins} bins"
-                _must(len(column) == bins, what)
-            fits = all(np.isfinite(w) and w >= 0 for w in one.weight)
-            _must(fits, f"weights of '{one.segment}' on '{one.surface}' must be finite and at least 0")
+            columns = (one.events, one.conversions, one.log_odds, one.keep, one.weight)
+            what = f"the report of '{one.segment}' on '{one.surface}' must have {bins} bins"
+            _must(all(len(column) == bins for column in columns), what)
 
     @property
     def keeps_all(self) -> bool:
@@ -105,22 +163,21 @@ class Policy:
 
     @cached_property
     def tables(self) -> Tables:
-        """Returns CPU tables that decide which events stay; an event of an unknown surface stays with weight 1."""
+        """Returns the tables that decide which events stay; an event of an unknown surface stays with weight 1."""
         count, bins = len(self.segments.names), self.num_bins
-        keep = torch.ones(count, len(self.surfaces) + 1, bins, dtype=torch.bool)
-        weight = torch.ones(keep.shape)
+        keep = np.ones((count, len(self.surfaces) + 1, bins), bool)
+        weight = np.ones(keep.shape, np.float32)
         for i, one in enumerate(self.surface_reports):
             place = divmod(i, len(self.surfaces))
             # Bins that a surface lacks stay unused; that of unknown dwell is the last of all.
             for table, values in ((keep, one.keep), (weight, one.weight)):
-                row = torch.tensor(values, dtype=table.dtype)
-                table[place][: len(values) - 1], table[place][-1] = row[:-1], row[-1]
+                table[place][: len(values) - 1], table[place][-1] = values[:-1], values[-1]
         caps = [one.cap for one in self.segment_reports]
-        most = torch.iinfo(torch.int32).max
-        numbers = [most if one is None else min(one, most) for one in caps]
-        cap = None if caps == [None] * count else torch.tensor(numbers, dtype=torch.int32)
-        weighted = bool((weight != 1).any())
-        return Tables(keep.flatten(1), weight.flatten(1) if weighted else None, cap, self.newest)
+        largest = np.iinfo(np.int32).max
+        numbers = [largest if one is None else min(one, largest) for one in caps]
+        cap = None if caps == [None] * count else np.array(numbers, np.int32)
+        weighted = weight.reshape(count, -1) if (weight != 1).any() else None
+        return Tables(keep.reshape(count, -1), weighted, cap, self.newest)
 
     def surface_ids(self, names: Iterable[str | None]) -> np.ndarray:
         """`[len(names)]` int64: the policy's index of each surface of the data; None, for a missing value, is -1.
@@ -148,16 +205,13 @@ class Policy:
             ValueError: an index that is no surface.
         """
         check_range("surface", surface, -1, len(self.surfaces) - 1)
-        bins = self.num_bins
-        cells = np.full(len(surface), len(self.surfaces) * bins, np.int16)
-        for place, edges in enumerate(self.edges):
-            rows = np.flatnonzero(surface == place)
-            of = bins_of(dwell[rows], np.array(edges, np.float32))
-            of[of == len(edges) + 1] = bins - 1
-            cells[rows] = place * bins + of
-        return cells
+        return self._cells(surface, dwell)
 
-    def segments_before(self, log: EventLog, is_event: np.ndarray | None = None) -> np.ndarray:
+    @cached_property
+    def _cells(self) -> Cells:
+        return Cells(self.edges)
+
+    def segments_before(self, log: EventLog) -> np.ndarray:
         """`[N]` int8: the segment of each row's user, by the user's events that are strictly older than the row.
 
         Running counts decide, so a row's segment depends neither on the future nor on events of its own time. Without
@@ -165,30 +219,17 @@ class Policy:
 
         Args:
             log: with the policy's surfaces.
-            is_event: `[N]` bool, the rows that are events of histories and count; None for all.
 
         Raises:
             ValueError: the log has other surfaces.
         """
         self.check_log(log)
-        if is_event is None:
-            ordered, rows = log.ordered, log.ordered.order
-            ends, first = ordered.moments(), ordered.first[ordered.owner]
-        else:
-            counted = np.flatnonzero(is_event)
-            names = ("user", "time", "surface", "dwell", "session")
-            parts = {one: getattr(log, one) for one in names}
-            parts = {one: None if array is None else array[counted] for one, array in parts.items()}
-            ordered = EventLog(**parts, surfaces=log.surfaces).ordered
-            all_rows, rows = log.ordered, log.ordered.order
-            place = np.concatenate([[0], np.cumsum(is_event[rows])])  # events before each row, in the order of rows
-            ends, first = place[all_rows.moments()], place[all_rows.first[all_rows.owner]]
-        found = np.empty(len(log), np.int8)
-        for begin in range(0, len(rows), _ROWS):  # bounds the memory beside the prefix sums
+        ordered, found = log.ordered, np.empty(len(log), np.int8)
+        ends, first = ordered.moments(), ordered.first[ordered.owner]
+        for begin in range(0, len(log), _ROWS):  # bounds the memory of the statistics
             part = slice(begin, begin + _ROWS)
-            found[rows[part]] = self.segments.assign(
-                statistics_of(ordered, len(self.surfaces), first[part], ends[part])
-            )
+            statistics = statistics_of(ordered, len(self.surfaces), first[part], ends[part])
+            found[ordered.order[part]] = self.segments.assign(statistics)
         return found
 
     def segments_of(self, log: EventLog) -> tuple[np.ndarray, np.ndarray]:
@@ -208,34 +249,42 @@ class Policy:
             what = f"must be the policy's, {list(self.surfaces)}, got {list(log.surfaces)}"
             raise ValueError(f"surfaces of the log {what}; `surface_ids` translates them")
 
-    def select(
-        self, cells: Tensor | np.ndarray, segments: Tensor | np.ndarray, lengths: Tensor | np.ndarray
-    ) -> Selected:
-        """The events of packed histories that stay, on the CPU; what a loader calls before it reads their fields.
+    def select(self, cells: np.ndarray, segments: np.ndarray, lengths: np.ndarray) -> Selected:
+        """The events of packed histories that stay; what a loader calls before it reads their fields.
 
         Args:
             cells: `[S]` of `cells`, packed by history, the oldest first.
             segments: `[B]`, of the histories.
             lengths: `[B]`, their sum S.
 
+        Raises:
+            ValueError: cells, segments or lengths that do not fit each other or the policy.
+
         Example:
             >>> stay = policy.select(cells[history], segments[samples], lengths)  # doctest: +SKIP
-            >>> history, lengths = history[stay.rows.numpy()], stay.lengths.numpy()  # doctest: +SKIP
+            >>> history, lengths = history[stay.rows], stay.lengths  # doctest: +SKIP
         """
-        cells, segments, lengths = map(torch.as_tensor, (cells, segments, lengths))
-        offsets = torch.zeros(lengths.size(0) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        check_packed(self, cells, segments, offsets)
-        return select_events(self.tables, cells, segments, offsets)
+        self.check_packed(cells, segments, lengths)
+        return select_events(self.tables, cells, segments, lengths)
+
+    def check_packed(self, cells: np.ndarray, segments: np.ndarray, lengths: np.ndarray) -> None:
+        """Raises ValueError unless cells, segments and lengths fit each other and the policy."""
+        count, events = len(lengths), int(lengths.sum())
+        if segments.shape != (count,):
+            raise ValueError(f"segments must have one for each of {count} histories, got shape {list(segments.shape)}")
+        if cells.shape != (events,):
+            raise ValueError(f"cells must be [{events}], the sum of lengths, got shape {list(cells.shape)}")
+        check_range("cells", cells, 0, self.num_cells - 1)
+        check_range("segments", segments, 0, len(self.segments.names) - 1)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the policy, in hexadecimal: two runs with the same one remove and boost the same."""
-        return hashlib.sha256(json.dumps(as_tree(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(to_builtins(self, str_keys=True), sort_keys=True).encode()).hexdigest()
 
     def save(self, path: Path | str) -> None:
         """Writes the policy as JSON, whole or not at all."""
-        write_policy(Path(path), self)
+        write_file(Path(path), _text(to_builtins(self, str_keys=True), "\n") + "\n")
 
     @staticmethod
     def load(path: Path | str) -> "Policy":
@@ -244,25 +293,26 @@ class Policy:
         Raises:
             DamagedFileError: the file is missing, or is no policy; one line that names it.
         """
-        return read_policy(Path(path), Policy)
-
-
-def check_packed(policy: Policy, cells: Tensor, segments: Tensor, offsets: Tensor) -> None:
-    """Checks packed histories on the CPU.
-
-    Raises:
-        ValueError: cells, segments or lengths that do not fit each other or the policy.
-    """
-    count = offsets.size(0) - 1
-    if segments.dim() != 1 or segments.size(0) != count:
-        raise ValueError(f"segments must have one for each of {count} histories, got shape {list(segments.shape)}")
-    if cells.dim() != 1 or cells.size(0) != int(offsets[-1]):
-        raise ValueError(f"cells must be [{int(offsets[-1])}], the sum of lengths, got shape {list(cells.shape)}")
-    for name, values, most in (("cells", cells, policy.num_cells), ("segments", segments, len(policy.segments.names))):
-        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < most:
-            raise ValueError(f"{name} must be from 0 to {most - 1}, got {int(values.min())} to {int(values.max())}")
+        with reading_file(path, DamagedFileError):
+            content = Path(path).read_bytes()
+        found = decode_json(content, dict[str, Any], path, DamagedFileError).get("format")
+        if found != _FORMAT:
+            what = f"its format is {found!r}, must be {_FORMAT!r}"
+            raise DamagedFileError(f"{path} is not a policy of this version of jfi: {what}; fit it again")
+        return decode_json(content, Policy, path, DamagedFileError)
 
 
 def _must(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
+
+
+def _text(value: Any, line: str) -> str:
+    """Returns JSON, indented but for lists of numbers and texts; `line` is a line break and the indentation."""
+    inner = line + " "
+    if isinstance(value, dict) and value:
+        parts = [f"{json.dumps(name, ensure_ascii=False)}: {_text(one, inner)}" for name, one in value.items()]
+        return f"{{{inner}{f',{inner}'.join(parts)}{line}}}"
+    if isinstance(value, list | tuple) and any(isinstance(one, dict | list | tuple) for one in value):
+        return f"[{inner}{f',{inner}'.join(_text(one, inner) for one in value)}{line}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -4,11 +4,9 @@ By Bayes, log-odds(conversion | dwell t) = log of the prior odds + log p(t | con
 log t where dwell is log-normal with one spread, so logit P = intercept + slope · log(1 + t) is fitted.
 """
 
-import numpy as np
+from collections.abc import Sequence
 
-#: Cells of log(1 + dwell) that the logistic model is fitted to; each stands for the mean of its events.
-_GRID = 2048
-_ITERATIONS = 50
+import numpy as np
 
 
 def learn_edges(dwell: np.ndarray, num_bins: int) -> np.ndarray:
@@ -25,8 +23,40 @@ def learn_edges(dwell: np.ndarray, num_bins: int) -> np.ndarray:
 
 def bins_of(dwell: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """`[N]` the bin of each dwell; a missing one has the last, `len(edges) + 1`."""
-    dwell = dwell.astype(np.float32, copy=False)
-    return np.where(np.isnan(dwell), len(edges) + 1, np.searchsorted(edges, dwell, side="right"))
+    bins = edges.searchsorted(dwell.astype(np.float32, copy=False), side="right")
+    bins[np.isnan(dwell)] = len(edges) + 1
+    return bins
+
+
+class Cells:
+    """A lookup of the cell of an event, its surface and the bin of its dwell: `surface * bins + bin`.
+
+    All G surfaces have as many bins as that with the most edges; the last one is that of unknown dwell. The cell behind
+    all of them, `G * bins`, is for events without a surface.
+
+    Args:
+        edges: of each surface, ascending.
+    """
+
+    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
+        bins = max(map(len, edges)) + 2
+        # Dwell is cut once, at the edges of all surfaces, and a table has the cell of each surface and part.
+        self._borders = np.unique(np.concatenate([np.array(own, np.float32) for own in edges]))
+        least = np.append(np.float32(-np.inf), self._borders)  # of each part
+        self._table = np.full((len(edges) + 1, len(least) + 1), len(edges) * bins, np.int16)
+        for index, own in enumerate(edges):
+            self._table[index, :-1] = index * bins + bins_of(least, np.array(own, np.float32))
+            self._table[index, -1] = index * bins + bins - 1
+
+    def __call__(self, surface: np.ndarray, dwell: np.ndarray) -> np.ndarray:
+        """Returns `[N]` int16.
+
+        Args:
+            surface: `[N]` integers, -1 for none.
+            dwell: `[N]` seconds, NaN where missing.
+        """
+        # From -1 on, since the last row is that of no surface.
+        return self._table.ravel().take(surface * self._table.shape[1] + bins_of(dwell, self._borders))
 
 
 def information(events: np.ndarray, conversions: np.ndarray) -> tuple[float, float]:
@@ -66,51 +96,23 @@ def log_odds(events: np.ndarray, conversions: np.ndarray, rate: float, pseudo_co
     return np.log(shrunk / (1 - shrunk)) - np.log(rate / (1 - rate))
 
 
-def fit_logistic(
-    group: np.ndarray, dwell: np.ndarray, conversion: np.ndarray, num_groups: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Intercept and slope `[num_groups]` of logit P(conversion) = intercept + slope · log(1 + dwell); NaN for none.
+def fit_logistic(dwell: np.ndarray, conversion: np.ndarray) -> tuple[float | None, float | None]:
+    """Intercept and slope of logit P(conversion) = intercept + slope · log(1 + dwell), by maximum likelihood.
 
-    A group has none without events of known dwell, and where all of them have a conversion or none has. The slope has
-    a normal prior of variance 1, which matters for small groups alone.
+    There is none without events of known dwell, and where all of them have a conversion or none has. The slope has a
+    normal prior of variance 1, which matters for few events alone.
 
     Args:
-        group: `[N]` integers from 0.
         dwell: `[N]` seconds, NaN where missing.
         conversion: `[N]` bool.
-        num_groups: G.
     """
+    from sklearn.linear_model import LogisticRegression
+
     known = ~np.isnan(dwell)
-    x, cell = np.log1p(dwell[known].astype(np.float64)), group[known].astype(np.int64)
-    width = max(float(x.max(initial=0.0)), 1e-9) / (_GRID - 1)
-    cell = cell * _GRID + (x / width).astype(np.int64)
-    shape = num_groups, _GRID
-    n = np.bincount(cell, minlength=num_groups * _GRID).reshape(shape).astype(np.float64)
-    x = np.bincount(cell, weights=x, minlength=num_groups * _GRID).reshape(shape) / np.maximum(n, 1)
-    y = np.bincount(cell[conversion[known]], minlength=num_groups * _GRID).reshape(shape)
-    total, ones = n.sum(1), y.sum(1)
-    fits = (ones > 0) & (ones < total)
-    rate = np.where(fits, ones / np.maximum(total, 1), 0.5)
-    intercept, slope = np.log(rate / (1 - rate)), np.zeros(num_groups)
-
-    def loss(a: np.ndarray, w: np.ndarray) -> np.ndarray:
-        score = a[:, None] + w[:, None] * x
-        return (n * np.logaddexp(0, score) - y * score).sum(1) + w * w / 2
-
-    for _ in range(_ITERATIONS):  # Newton's method for all groups at once
-        p = 1 / (1 + np.exp(-(intercept[:, None] + slope[:, None] * x)))
-        rest, spread = y - n * p, n * p * (1 - p)
-        da, dw = rest.sum(1), (rest * x).sum(1) - slope
-        aa, aw, ww = spread.sum(1) + 1e-9, (spread * x).sum(1), (spread * x * x).sum(1) + 1
-        size = aa * ww - aw * aw
-        step_a, step_w = (ww * da - aw * dw) / size, (aa * dw - aw * da) / size
-        scale, before = np.ones(num_groups), loss(intercept, slope)
-        for _ in range(20):  # halved where it would overshoot
-            worse = loss(intercept + scale * step_a, slope + scale * step_w) > before + 1e-9 * np.abs(before)
-            if not worse[fits].any():
-                break
-            scale = np.where(worse, scale / 2, scale)
-        intercept, slope = intercept + scale * step_a, slope + scale * step_w
-        if np.abs(np.stack([step_a, step_w])[:, fits]).max(initial=0.0) < 1e-10:
-            break
-    return np.where(fits, intercept, np.nan), np.where(fits, slope, np.nan)
+    x, y = np.log1p(dwell[known].astype(np.float64)), conversion[known]
+    if not 0 < y.sum() < len(y):
+        return None, None
+    middle = x.mean()  # centred, Newton's method converges
+    model = LogisticRegression(C=1.0, solver="newton-cholesky", tol=1e-6).fit((x - middle)[:, None], y)
+    slope = float(model.coef_[0, 0])
+    return float(model.intercept_[0]) - slope * float(middle), slope

@@ -1,17 +1,17 @@
 """Segments of users by what they do, without labels: k-means on six statistics of a range of a user's events.
 
 Every statistic follows from counts, so the same function gives those of all of a user's events, for fitting, and of the
-events before a moment, for applying.
+events before a moment, for applying: of a log, of a dataset and of a request.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta, Struct
 
-from jfi.history_policies.log import OrderedLog
+from jfi.history_policies.log import OrderedEvents
+from jfi.history_policies.relevance import bins_of
 
 #: What a segment's centre consists of, in this order.
 STATISTICS = (
@@ -25,122 +25,83 @@ STATISTICS = (
 #: Seconds; a shorter dwell is short.
 SHORT = 3.0
 _DAY = 86400.0
+#: Fewer days count as a week: who came once, for an hour, has no more events a day than who comes daily.
+_MIN_DAYS = 7.0
 #: Quantiles of dwell come from counts between these edges, in seconds, a factor of 1.33 apart.
 EDGES = np.geomspace(0.5, 7200.0, 34).astype(np.float32)
 #: The log dwell that stands for each of these bins.
 _MIDDLES = np.concatenate([np.log(EDGES[:1]), np.log(EDGES[:-1] * EDGES[1:]) / 2, np.log(EDGES[-1:])])
+#: Dwell is cut at these edges and where it is no longer short: of each bin between EDGES the last part, and of short.
+_BORDERS = np.sort(np.append(EDGES, np.float32(SHORT)))
+_ENDS = np.append(np.searchsorted(_BORDERS, EDGES), len(_BORDERS))
+_SHORT = int(np.searchsorted(_BORDERS, np.float32(SHORT)))
 #: Users that centres are fitted to, and that silhouettes are computed of; more are sampled.
 _FITTED, _COMPARED = 50_000, 2_000
-_RESTARTS, _ITERATIONS = 5, 100
+_RESTARTS = 5
+#: Ranges whose statistics are computed together, and the most flags that are counted together.
+_RANGES, _FLAGS = 1 << 18, 1 << 22
 
 
-class Counts(NamedTuple):
-    """Counts of R ranges of events, each of one user: the statistics follow from it.
-
-    Args:
-        events: `[R]`.
-        seconds: `[R]`, from the first event to the last.
-        sessions: `[R]`.
-        known: `[R]`, events whose dwell is known.
-        short: `[R]`, those of them that are short.
-        bins: by bin of `EDGES`, in their order, the events in it, in parts `[any, R]`.
-        surfaces: the same by surface.
-    """
-
-    events: np.ndarray
-    seconds: np.ndarray
-    sessions: np.ndarray
-    known: np.ndarray
-    short: np.ndarray
-    bins: Iterable[np.ndarray]
-    surfaces: Iterable[np.ndarray]
-
-
-def statistics_of(log: OrderedLog, num_surfaces: int, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+def statistics_of(log: OrderedEvents, num_surfaces: int, first: np.ndarray, end: np.ndarray) -> np.ndarray:
     """`[6, R]` float32: the statistics of R ranges of events, each of one user; NaN where a range has no such value.
 
     Args:
         log: the events.
         num_surfaces: of the log.
-        first, end: `[R]`, ranges `first:end` of the ordered events.
+        first, end: `[R]`, ranges `first:end` of the ordered events, ascending.
     """
-
-    def counted(chosen: np.ndarray) -> np.ndarray:
-        sums = np.zeros(len(chosen) + 1, np.int32 if len(chosen) < 2**31 else np.int64)
-        np.cumsum(chosen, out=sums[1:])
-        return sums[end] - sums[first]
-
-    some = end > first
-    if not some.any():
-        return np.full((len(STATISTICS), len(first)), np.nan, np.float32)
-    begin, last = np.where(some, first, 0), np.where(some, end - 1, 0)
-    missing = np.isnan(log.dwell)
-    bins = np.searchsorted(EDGES, log.dwell, side="right").astype(np.int8)
-    bins[missing] = len(EDGES) + 1
-    counts = Counts(
-        events=end - first,
-        seconds=log.time[last] - log.time[begin],
-        sessions=counted(log.starts) + ~log.starts[begin],  # a range may begin within a session
-        known=end - first - counted(missing),
-        short=counted(log.dwell < SHORT),
-        bins=(counted(bins == one)[None] for one in range(len(EDGES))),
-        surfaces=(counted(log.surface == one)[None] for one in range(num_surfaces)),
-    )
-    result = statistics_from(counts)
-    result[:, ~some] = np.nan
+    result = np.full((len(STATISTICS), len(first)), np.nan, np.float32)
+    for begin in range(0, len(first), _RANGES):
+        part = slice(begin, begin + _RANGES)
+        (some,) = (end[part] > first[part]).nonzero()
+        if len(some):
+            low, high = first[part][some], end[part][some]
+            events = log.part(int(low.min()), int(high.max()))
+            result[:, begin + some] = _statistics(events, num_surfaces, low - low.min(), high - low.min())
     return result
 
 
-def statistics_from(counts: Counts) -> np.ndarray:
-    """`[6, R]` float32, the statistics of ranges that have an event."""
-    known, result = counts.known, np.empty((len(STATISTICS), len(counts.events)), np.float32)
-    result[0] = np.log1p(counts.events / np.maximum(counts.seconds / _DAY, 1.0))
-    result[1] = np.log1p(counts.events / np.maximum(counts.sessions, 1))
-    places, below = np.zeros((2, len(known)), np.int8), np.zeros_like(known)[None]
-    for of in counts.bins:
-        below = below[-1:] + of.cumsum(axis=0)
-        for row, share in enumerate((0.5, 0.9)):
-            places[row] += (below < share * known).sum(axis=0, dtype=np.int8)
-    nothing = known == 0
-    result[2:4] = _MIDDLES[places]
-    result[4] = counts.short / np.maximum(known, 1)
-    result[2:5, nothing] = np.nan
-    total, information = np.zeros(len(known), np.int64), np.zeros(len(known))
-    for of in counts.surfaces:
-        total += of.sum(axis=0)
-        information += (of * np.log(np.maximum(of, 1))).sum(axis=0)
-    total = np.maximum(total, 1)
+def _statistics(log: OrderedEvents, num_surfaces: int, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """`[6, R]`, the same of ranges that have an event."""
+    below = _counts(bins_of(log.dwell, _BORDERS), len(_BORDERS) + 1, first, end).cumsum(0)
+    by_surface = _counts(log.surface + 1, num_surfaces + 1, first, end)[1:]
+    begins = np.ones(len(log.time), np.int8)
+    begins[1:] = log.session[1:] != log.session[:-1]
+    sessions = _counts(begins, 2, first, end)[1] + (1 - begins[first])  # a range may begin within a session
+    events, seconds, known = end - first, log.time[end - 1] - log.time[first], below[-1]
+    result = np.empty((len(STATISTICS), len(first)), np.float32)
+    result[0] = np.log1p(events / np.maximum(seconds / _DAY, _MIN_DAYS))
+    result[1] = np.log1p(events / sessions)
+    for row, share in ((2, 0.5), (3, 0.9)):
+        result[row] = _MIDDLES[(below[_ENDS] < share * known).sum(0)]
+    result[4] = below[_SHORT] / np.maximum(known, 1)
+    result[2:5, known == 0] = np.nan
+    # cumsum adds in the same order however many ranges there are, so that one range has the bits of many.
+    information = (by_surface * np.log(np.maximum(by_surface, 1))).cumsum(0)[-1]
+    total = np.maximum(by_surface.sum(0), 1)
     result[5] = np.maximum(np.log(total) - information / total, 0)
     return result
 
 
-def statistics_of_one(
-    events: int, seconds: float, sessions: int, below: np.ndarray, short: int, surfaces: np.ndarray
-) -> np.ndarray:
-    """`[6, 1]` float32, bit for bit what `statistics_from` gives for one range that has an event, in fewer NumPy calls.
-
-    Args:
-        events, seconds, sessions, short: as in `Counts`.
-        below: by bin of `EDGES` the events in it and in those before; the last is the number of known ones.
-        surfaces: by surface the events.
-    """
-    known, result = int(below[-1]), np.empty((len(STATISTICS), 1), np.float32)
-    result[:2, 0] = np.log1p([events / max(seconds / _DAY, 1.0), events / max(sessions, 1)])
-    if known:
-        result[2:4, 0] = _MIDDLES.take(below.searchsorted((0.5 * known, 0.9 * known)))
-        result[4] = short / known
-    else:
-        result[2:5] = np.nan
-    # The last one is their total.
-    counted = np.maximum(np.append(surfaces, surfaces.sum()), 1)
-    logs = np.log(counted)
-    information = (surfaces * logs[:-1]).cumsum()[-1]
-    result[5] = max(logs[-1] - information / counted[-1], 0)
-    return result
+def _counts(codes: np.ndarray, count: int, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """`[count, R]`, how many events of each range have the codes 0 to count - 1."""
+    if len(first) == 1:  # of a request
+        return np.bincount(codes[first[0] : end[0]], minlength=count)[:count, None]
+    found = np.empty((count, len(first)), np.int64)
+    step = max(1, _FLAGS // (len(codes) + 1))
+    for begin in range(0, count, step):
+        own = np.arange(begin, min(begin + step, count))
+        sums = np.zeros((len(own), len(codes) + 1), np.int32 if len(codes) < 2**31 else np.int64)
+        np.cumsum(codes == own[:, None], axis=1, out=sums[:, 1:])
+        found[own] = sums[:, end] - sums[:, first]
+    return found
 
 
-@dataclass(frozen=True)
-class Segments:
+Six = tuple[float, float, float, float, float, float]
+_Scale = Annotated[float, Meta(gt=0)]
+
+
+class Segments(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """K segments of users; the first is the least active one, by events a day.
 
     Args:
@@ -151,15 +112,19 @@ class Segments:
     """
 
     names: tuple[str, ...]
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-    centers: tuple[tuple[float, ...], ...]
+    mean: Six
+    scale: tuple[_Scale, _Scale, _Scale, _Scale, _Scale, _Scale]
+    centers: tuple[Six, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.names) == len(self.centers):
+            raise ValueError("segments must have a center for each name")
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means and scales `[6, 1]` and centers `[K, 6]`."""
+        """Means and scales `[6, 1]` and centers `[6, K, 1]`."""
         mean, scale, centers = (np.array(of, np.float32) for of in (self.mean, self.scale, self.centers))
-        return mean[:, None], scale[:, None], centers
+        return mean[:, None], scale[:, None], centers.T[:, :, None]
 
     def standardize(self, statistics: np.ndarray) -> np.ndarray:
         """`[6, R]` of statistics `[6, R]`."""
@@ -169,15 +134,17 @@ class Segments:
         return z
 
     def assign(self, statistics: np.ndarray) -> np.ndarray:
-        """`[R]` int8, the segment of each column of statistics `[6, R]`; 0 where there was no event."""
-        nobody = np.isnan(statistics[0])
-        found = _nearest(self.standardize(statistics), self._arrays[2]).astype(np.int8)
-        found[nobody] = 0
+        """`[R]` int8, the nearest segment to each column of statistics `[6, R]`; 0 where there was no event."""
+        distances = np.zeros((len(self.names), statistics.shape[1]), np.float32)
+        for row, centers in zip(self.standardize(statistics), self._arrays[2], strict=True):
+            distances += (row - centers) ** 2
+        found = distances.argmin(0).astype(np.int8)
+        found[np.isnan(statistics[0])] = 0
         return found
 
 
 def names_of(count: int) -> tuple[str, ...]:
-    """The names of so many segments, the least active first."""
+    """Returns the names of so many segments, the least active first."""
     known = {1: ("all",), 2: ("passive", "active")}
     return known.get(count) or tuple(f"activity {i + 1} of {count}" for i in range(count))
 
@@ -195,88 +162,39 @@ def learn_segments(
     Raises:
         ValueError: there are fewer different users than segments.
     """
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import silhouette_score
+    from threadpoolctl import threadpool_limits  # of scikit-learn
+
     rng = np.random.default_rng(seed)
-    with np.errstate(invalid="ignore"):
-        known = ~np.isnan(statistics)
-        count = np.maximum(known.sum(1), 1)
-        mean = np.where(known, statistics, 0).sum(1, dtype=np.float64) / count
-        spread = np.sqrt((np.where(known, statistics - mean[:, None], 0) ** 2).sum(1, dtype=np.float64) / count)
-    scale = np.where(spread > 1e-6, spread, 1.0)
-    base = Segments(names_of(1), tuple(mean.tolist()), tuple(scale.tolist()), ((0.0,) * len(STATISTICS),))
-    points = _sample(base.standardize(statistics), _FITTED, rng)
-    distinct = len(np.unique(points, axis=1).T)
+    known = ~np.isnan(statistics)
+    count = np.maximum(known.sum(1), 1)
+    mean = np.where(known, statistics, 0).sum(1, dtype=np.float64) / count
+    spread = np.sqrt((np.where(known, statistics - mean[:, None], 0) ** 2).sum(1, dtype=np.float64) / count)
+    scale = tuple(np.where(spread > 1e-6, spread, 1.0).tolist())
+    mean = tuple(mean.tolist())
+    points = Segments(names_of(1), mean, scale, ((0.0,) * len(STATISTICS),)).standardize(statistics).T
+    points = _sample(points, _FITTED, rng).astype(np.float64)
+    distinct = len(np.unique(points, axis=0))
     if num_segments is None:
         tried = [k for k in range(2, 9) if k <= distinct] or [1]
     elif num_segments > distinct:
         raise ValueError(f"num_segments is {num_segments}, but there are only {distinct} users with different habits")
     else:
         tried = [num_segments]
-    compared = _sample(points, _COMPARED, rng)
-    centers = {k: _k_means(points, k, rng) for k in tried}
-    silhouettes = {k: silhouette(compared, _nearest(compared, centers[k])) for k in tried}
+    compared, found, silhouettes = _sample(points, _COMPARED, rng), {}, {}
+    for k in tried:
+        with threadpool_limits(1):  # threads add in another order each time
+            model = KMeans(k, n_init=_RESTARTS, random_state=seed).fit(points)
+            labels = model.predict(compared)
+        centers = model.cluster_centers_
+        centers = centers[np.lexsort(centers.T[::-1])].astype(np.float32).tolist()
+        found[k] = Segments(names_of(k), mean, scale, tuple(map(tuple, centers)))
+        several = 1 < len(np.unique(labels)) < len(labels)
+        silhouettes[k] = float(silhouette_score(compared, labels)) if several else None
     best = max(tried, key=lambda k: (silhouettes[k] if silhouettes[k] is not None else -2.0, -k))
-    found = tuple(tuple(row.tolist()) for row in centers[best])
-    return Segments(names_of(best), base.mean, base.scale, found), silhouettes
+    return found[best], silhouettes
 
 
-def silhouette(points: np.ndarray, segment: np.ndarray) -> float | None:
-    """Mean silhouette of points `[D, R]` in their segments `[R]`; None with fewer than two segments.
-
-    >>> silhouette(np.array([[0.0, 0.0, 4.0, 4.0]]), np.array([0, 0, 1, 1]))
-    1.0
-    """
-    sizes = np.bincount(segment)
-    if (sizes > 0).sum() < 2:
-        return None
-    squares = (points * points).sum(0)
-    distance = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * points.T @ points, 0))
-    sums = np.stack([distance[:, segment == one].sum(1) for one in range(len(sizes))])
-    rows = np.arange(len(segment))
-    own = sums[segment, rows] / np.maximum(sizes[segment] - 1, 1)
-    mean = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], np.inf)
-    mean[segment, rows] = np.inf
-    other = mean.min(0)
-    value = np.where(sizes[segment] > 1, (other - own) / np.maximum(np.maximum(own, other), 1e-12), 0.0)
-    return float(value.mean())
-
-
-def _sample(points: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
-    count = points.shape[1]
-    return points if count <= most else points[:, np.sort(rng.choice(count, most, replace=False))]
-
-
-def _nearest(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
-    """`[R]`, the nearest of the centers `[K, D]` to each of the points `[D, R]`, the first of equally near ones."""
-    if points.shape[1] == 1:  # as of a request: all centers at once, added up in the same order
-        return ((points[:, 0] - centers) ** 2).cumsum(1)[:, -1].argmin(keepdims=True)
-    best, found = np.full(points.shape[1], np.inf, np.float32), np.zeros(points.shape[1], np.int64)
-    for number, center in enumerate(centers):
-        distance = np.zeros(points.shape[1], np.float32)
-        for row, value in zip(points, center, strict=True):
-            distance += (row - value) ** 2
-        nearer = distance < best
-        best[nearer], found[nearer] = distance[nearer], number
-    return found
-
-
-def _k_means(points: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
-    """`[k, D]` float32, centers of the points `[D, R]`, by the first statistic: the best of a few starts."""
-    best, least = None, np.inf
-    for _ in range(_RESTARTS):
-        centers = points[:, rng.integers(points.shape[1])][None]
-        while len(centers) < k:  # k-means++
-            far = np.min([((points - c[:, None]) ** 2).sum(0) for c in centers], axis=0).astype(np.float64)
-            chosen = rng.choice(points.shape[1], p=far / far.sum())
-            centers = np.append(centers, points[:, chosen][None], axis=0)
-        segment = None
-        for _ in range(_ITERATIONS):
-            before, segment = segment, _nearest(points, centers)
-            if before is not None and (before == segment).all():
-                break
-            size = np.bincount(segment, minlength=k)
-            sums = np.stack([np.bincount(segment, weights=row, minlength=k) for row in points], axis=1)
-            centers = np.where(size[:, None] > 0, sums / np.maximum(size, 1)[:, None], centers).astype(np.float32)
-        error = float(((points - centers[segment].T) ** 2).sum())
-        if error < least:
-            best, least = centers, error
-    return best[np.lexsort(best.T[::-1])]
+def _sample(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    return points if len(points) <= count else points[np.sort(rng.choice(len(points), count, replace=False))]

@@ -9,8 +9,10 @@ from itertools import repeat
 
 import numpy as np
 
+from jfi.history_policies.log import OrderedEvents
 from jfi.history_policies.policy import Policy
-from jfi.history_policies.single import SingleHistory
+from jfi.history_policies.segments import statistics_of
+from jfi.history_policies.select import select_events
 from jfi.serving.schema import PolicyFields
 
 #: The surface of a policy without surfaces, and of events without one.
@@ -34,7 +36,7 @@ class RequestPolicy:
         self.policy, self.fields = policy, fields
         self._places = {name: place for place, name in enumerate(policy.surfaces)}
         self._places[None] = self._places.get(_UNKNOWN, -1)
-        self._keeps_all, self._choose = policy.keeps_all, SingleHistory(policy)
+        self._keeps_all, self._has_segments = policy.keeps_all, len(policy.segments.names) > 1
 
     def __call__(
         self,
@@ -59,7 +61,23 @@ class RequestPolicy:
             surface = np.full(count, self._places.get(_ONLY, -1))
         else:
             surface = np.fromiter(map(self._places.get, surface, repeat(-1)), np.int64, count)
-        return self._choose(ages, seconds, surface, None if session is None else _codes(session))
+        return self.choose(ages, seconds, surface, None if session is None else _codes(session))
+
+    def choose(
+        self, ages: np.ndarray, dwell: np.ndarray, surface: np.ndarray, session: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The same for `[S]` seconds of dwell, indices of the policy's surfaces, and numbers of sessions."""
+        cells = self.policy.cells(surface, dwell)
+        segment = self._segment(ages, dwell, surface, session) if self._has_segments else 0
+        found = select_events(self.policy.tables, cells, np.array([segment]), np.array([len(cells)]))
+        return found.rows, found.weights
+
+    def _segment(self, ages: np.ndarray, dwell: np.ndarray, surface: np.ndarray, session: np.ndarray | None) -> int:
+        order = (-ages).argsort(kind="stable")
+        parts = (None if of is None else of[order] for of in (-ages, surface, dwell, session))
+        whole = np.array([0]), np.array([len(ages)])
+        statistics = statistics_of(OrderedEvents.of(*parts), len(self.policy.surfaces), *whole)
+        return int(self.policy.segments.assign(statistics)[0])
 
 
 def _codes(values: Sequence[str | int | None]) -> np.ndarray:

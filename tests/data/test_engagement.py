@@ -15,7 +15,7 @@ from jfi.data.batches.chunks import timeline_ranges
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import EventLog, Policy, fit
-from jfi.history_policies.select import first_seen, select_events
+from jfi.history_policies.device import DeviceTables, first_seen, select_on_device
 from jfi.utils.ranges import ranges
 
 SURFACES = ["feed", "search", "story"]
@@ -225,7 +225,8 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
         times = (torch.from_numpy(one) for one in (events.time[history_rows], offsets, events.time[rows]))
         seen_by = first_seen(of, *times)
         packed = torch.from_numpy(cells[history_rows]), torch.tensor(segments)
-        wanted = select_events(policy.tables, *packed, of, seen_by)
+        arrays = (None if one is None else torch.from_numpy(one) for one in policy.tables[:3])
+        wanted = select_on_device(DeviceTables(*arrays, policy.tables.newest), *packed, of, seen_by)
         found = dataset.chooser.timelines(rows, offsets)
         assert np.array_equal(found.events, history_rows[wanted.rows.numpy()])
         assert np.array_equal(found.lengths, wanted.lengths.numpy())

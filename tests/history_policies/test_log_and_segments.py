@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.history_policies import EventLog, Policy, fit
-from jfi.history_policies.segments import STATISTICS, Segments, learn_segments, silhouette, statistics_of
+from jfi.history_policies.segments import STATISTICS, Segments, learn_segments, statistics_of
 
 
 def loop_sessions(rows: list[tuple], session: list[int] | None) -> list:
@@ -33,7 +33,7 @@ def loop_sessions(rows: list[tuple], session: list[int] | None) -> list:
 
 def loop_statistics(rows: list[tuple], keys: list) -> list[float]:
     """The six statistics of the events of one user in the order of time; quantiles exactly."""
-    days = max(1.0, (max(r[1] for r in rows) - min(r[1] for r in rows)) * 600 / 86400)
+    days = max(7.0, (max(r[1] for r in rows) - min(r[1] for r in rows)) * 600 / 86400)
     dwell = sorted(min(max(r[3], 0.0), 86400.0) for r in rows if r[3] == r[3])
     surfaces = [r[2] for r in rows if r[2] >= 0]
     shares = [surfaces.count(s) / len(surfaces) for s in {*surfaces}]
@@ -128,16 +128,6 @@ def test_who_has_no_event_is_in_the_first_segment():
     assert segments.assign(missing).tolist() == [0, 1]
 
 
-def test_only_events_count(policy):
-    rows = [(0, t, t % 3, 5.0 + t, False) for t in range(30)]
-    is_event = np.arange(30) % 3 > 0
-    found = policy.segments_before(make_log(rows), is_event)
-    for i in range(1, 30):
-        past = [row for row, counts in zip(rows[:i], is_event[:i], strict=True) if counts]
-        expected = policy.segments_of(make_log(past))[1][0] if past else 0
-        assert found[i] == expected
-
-
 def test_segments_are_the_planted_ones(policy):
     events, _, active = planted()
     users, of = policy.segments_of(events)
@@ -160,11 +150,15 @@ def test_the_silhouette_finds_the_number_of_segments():
     assert (np.bincount(segments.assign(points)) == 100).all()
 
 
-def test_the_silhouette_is_that_of_scikit_learn():
-    metrics = pytest.importorskip("sklearn.metrics")
-    rng = np.random.default_rng(0)
-    points, segment = rng.normal(size=(3, 60)), rng.integers(0, 4, 60)
-    assert silhouette(points, segment) == pytest.approx(metrics.silhouette_score(points.T, segment), rel=1e-9)
+def test_who_came_once_is_passive():
+    """20 visitors of one hour with 20 events each, and 20 users with 3 events a day for a month."""
+    user = np.repeat(np.arange(40), [20] * 20 + [90] * 20)
+    time = np.concatenate([np.tile(np.arange(20) * 180.0, 20), np.tile(np.arange(90) * 28800.0, 20)])
+    dwell = np.random.default_rng(0).lognormal(3, 1, len(user))
+    policy = fit(EventLog(user, time, np.zeros(len(user), int), dwell, ["feed"]), dwell > 30)
+    assert policy.segments_of(EventLog(user, time, np.zeros(len(user), int), dwell, ["feed"]))[1].tolist() == (
+        [0] * 20 + [1] * 20
+    )
 
 
 @pytest.mark.parametrize(

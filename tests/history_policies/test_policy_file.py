@@ -1,11 +1,11 @@
 """The file of a policy: what is read is what was written, edits count, and damage is refused by name."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from history_policies.logs import planted
+from msgspec.structs import replace
 
 from jfi.history_policies import EventLog, Policy, fit
 from jfi.utils.files import DamagedFileError
@@ -44,8 +44,8 @@ def test_a_table_edited_by_hand_counts(policy, tmp_path):
     path = tmp_path / "policy.json"
     policy.save(path)
     tree = json.loads(path.read_text())
-    tree["segments"]["reports"][1]["cap"] = 12
-    tree["surfaces"][0]["weight"][0] = 2
+    tree["segment_reports"][1]["cap"] = 12
+    tree["surface_reports"][0]["weight"][0] = 2
     path.write_text(json.dumps(tree))
     edited = Policy.load(path)
     assert edited.segment_reports[1].cap == 12 and edited.tables.cap.tolist() == [40, 12]
@@ -66,27 +66,27 @@ def damaged(tree: dict, *keys: object, value: object = None) -> dict:
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["format"], "jfi history policy 9", "'format' must be 'jfi history policy 1'"),
-        (["newest"], None, "no 'newest'"),
-        (["newest"], -1, "newest must be at least 0, got -1"),
-        (["newest"], "3", "newest must be int, got '3'"),
+        (["format"], "jfi history policy 9", "format is 'jfi history policy 9', must be 'jfi history policy 2'"),
+        (["newest"], None, "missing required field `newest`"),
+        (["newest"], -1, r"expected `int` >= 0 - at `\$.newest`"),
+        (["newest"], "3", r"expected `int`, got `str` - at `\$.newest`"),
         (["newest"], 41, "cap of 'passive' must be at least newest"),
-        (["surfaces", 0, "keep"], [True], "must have 11 bins"),
-        (["surfaces", 0, "keep", 0], 1, "keep in SurfaceReport must be bool, got 1"),
-        (["surfaces", 0, "weight", 0], -1.0, "must be finite and at least 0"),
-        (["surfaces", 0, "wieght"], 1, "unknown 'wieght' in SurfaceReport; did you mean 'weight'"),
-        (["surfaces", 0, "surface"], "other", "one report for each segment and surface"),
-        (["surfaces", 1], None, "one report for each segment and surface"),
-        (["segments", "statistics", 0], "other", "statistics must be"),
-        (["segments", "scale", 0], 0, "scale must be above 0"),
-        (["segments", "mean"], [0.0], "must have 6 numbers"),
-        (["segments", "reports", 0, "name"], "lively", "reports are of"),
-        (["edges", "日本"], [2.0, 1.0], "edges of '日本' must be finite and ascend"),
-        (["edges", "日本"], None, "one report for each segment and surface"),
-        (["segments"], [], r"segments must be an object, got \[\]"),
-        (["edges"], 3, "edges must be an object, got 3"),
-        (["surfaces", 0], 3, "an entry of surfaces must be an object, got 3"),
-        (["surfaces"], 3, "surfaces must be a list, got 3"),
+        (["surface_reports", 0, "keep"], [True], "must have 11 bins"),
+        (["surface_reports", 0, "keep", 0], 1, r"expected `bool`, got `int` - at `\$.surface_reports\[0\].keep\[0\]`"),
+        (["surface_reports", 0, "weight", 0], -1.0, "expected `float` >= 0.0"),
+        (["surface_reports", 0, "wieght"], 1, r"unknown field `wieght` - at `\$.surface_reports"),
+        (["surface_reports", 0, "surface"], "other", "one report for each segment and surface"),
+        (["surface_reports", 1], None, "one report for each segment and surface"),
+        (["segments", "scale", 0], 0, r"expected `float` > 0.0 - at `\$.segments.scale"),
+        (["segments", "mean"], [0.0], r"expected `array` of length 6 - at `\$.segments.mean`"),
+        (["segments", "centers"], [[0.0] * 6], r"a center for each name - at `\$.segments`"),
+        (["segment_reports", 0, "name"], "lively", "reports are of"),
+        (["edges", 2], [2.0, 1.0], "edges of '日本' must ascend"),
+        (["edges", 2], None, "edges must have a list for each surface"),
+        (["segments"], [], r"expected `object`, got `array` - at `\$.segments`"),
+        (["edges"], 3, "expected `array`, got `int`"),
+        (["surface_reports", 0], 3, "expected `object`, got `int`"),
+        (["surface_reports"], 3, "expected `array`, got `int`"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(policy, tmp_path, keys, value, message):
@@ -94,15 +94,15 @@ def test_a_damaged_file_is_refused_by_name(policy, tmp_path, keys, value, messag
     policy.save(path)
     tree = damaged(json.loads(path.read_text()), *keys, value=value)
     path.write_text(json.dumps(tree))
-    with pytest.raises(DamagedFileError, match=f"policy.json: .*{message}"):
+    with pytest.raises(DamagedFileError, match=f"policy.json is .*{message}"):
         Policy.load(path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"format": NaN}', "\xff"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"format": NaN}', "\xff"])
 def test_what_is_no_policy_is_refused(tmp_path, content):
     path = tmp_path / "policy.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(DamagedFileError, match=r"policy\.json: not "):
+    with pytest.raises(DamagedFileError, match=r"policy\.json is (damaged|not a policy)"):
         Policy.load(path)
     with pytest.raises(DamagedFileError, match=r"gone\.json: no such file or directory"):
         Policy.load(tmp_path / "gone.json")

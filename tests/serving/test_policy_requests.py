@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from history_policies.logs import planted
+from msgspec import structs
 
 from jfi.history_policies import EventLog, Policy, fit
 from jfi.serving.history_policy import RequestPolicy, _codes
@@ -136,9 +137,9 @@ EVENT = {"item": 1, "kind": "k", "surface": "feed", "dwell": 9, "session": 2, "a
 )
 def test_a_fault_of_an_event_is_named_by_its_place(rows, message):
     policy = removing(SHORT)
-    gone = replace(
+    gone = structs.replace(
         policy,
-        surface_reports=tuple(replace(one, keep=(False,) * len(one.keep)) for one in policy.surface_reports),
+        surface_reports=tuple(structs.replace(one, keep=(False,) * len(one.keep)) for one in policy.surface_reports),
     )
     read = reader(gone, ALL)
     request = {"user": {}, "history": rows, "candidates": [{"item": 3}]}

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_configs import replace_data
+from msgspec import structs
 
 import jfi
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
@@ -163,7 +164,7 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     assert resume(tmp_path / "run").test is not None
     path = tmp_path / "run/data/policy.json"
-    replace(run.policy, newest=3).save(path)
+    structs.replace(run.policy, newest=3).save(path)
     warm = run.config.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"))
     warm = replace(warm, data=replace(warm.data, policy=str(folder / "moved.json")))
     given, log = ["--run", tmp_path / "run"], folder / "log.parquet"
@@ -199,7 +200,7 @@ def test_weights_need_a_model_that_reads_them(folder, run, tmp_path):
         (run.model, boosted, r"^the policy has weights of events, but no feature of the model reads weights$"),
         (reads, run.policy, r"^feature 'history' reads weights of events, .* have: this policy has none$"),
         (reads, None, r"^feature 'history' reads weights of events, .* have: a policy of histories gives weights$"),
-        (run.model, replace(run.policy, newest=0), r"^data\.policy has newest 0"),
+        (run.model, structs.replace(run.policy, newest=0), r"^data\.policy has newest 0"),
     ):
         with pytest.raises(ValueError, match=message):
             export(tmp_path / "artifact", model, schema, Limits(3, MAX_HISTORY), policy=policy)

@@ -8,27 +8,25 @@ In a batch by user the samples of a timeline share its events, so the policy is 
 timeline's first sample, which knows the least. An event that is among the newest ones of any of the samples stays for
 all of them; the later ones see no more of their future by it, since it is older than they are. A cap counts back from
 the first sample that sees an event. A sample reads the newest `max_history` of what stays of its timeline, which may be
-older than what it would choose among by itself.
+older than what it would choose among alone.
 """
-
-from functools import cached_property
 
 import numpy as np
 
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, Histories, index_type, user_blocks
+from jfi.data.batches.events import Events, Histories, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.coded import blocks
-from jfi.history_policies import Policy, PolicyIndex
+from jfi.history_policies import Policy
 from jfi.history_policies.segments import statistics_of
+from jfi.history_policies.select import select_events
 from jfi.utils.files import DamagedFileError
+from jfi.utils.ranges import ranges
 
 
 class EventChooser:
-    """Applies a policy to packed histories; the same events stay as with `Policy.select`.
-
-    It is `PolicyIndex`, which reads no event that goes.
+    """Applies a policy to packed histories: the events stay that `Policy.select` keeps.
 
     Args:
         policy: what stays.
@@ -54,13 +52,11 @@ class EventChooser:
         for begin, end in blocks(len(events)):
             self._cells[begin:end] = policy.cells(known.surface[begin:end], np.asarray(known.dwell[begin:end]))
         self._segments = _segments(policy, events, known, max_history)
-        self._index = PolicyIndex(policy, self._cells if events.rows is None else self._cells[events.rows])
 
     def histories(self, owners: np.ndarray) -> Histories:
         """Returns what stays of the histories of samples `[B]` int64."""
         start, length = self._events.histories(owners, self._max_history)
-        index, counts, weights = self._index.select(start, length, self._segments[owners])
-        return Histories(counts, events=self._events.rows_at(index), weights=weights)
+        return self._select(start, length, self._segments[owners])
 
     def timelines(self, rows: np.ndarray, offsets: np.ndarray) -> Histories:
         """Returns what stays of the events of U timelines.
@@ -69,38 +65,26 @@ class EventChooser:
             rows: `[R]` int64, the samples, by timeline and time.
             offsets: `[U + 1]` int64, the samples of each timeline, at least one.
         """
-        owners, (firsts, ends) = offsets[:-1], self._ends
-        end = ends.take(rows)
-        # Each sample adds the events that it sees and those before it do not. The newest of them stay, since those of
-        # later samples are no older, and a cap counts back from their end. Where no more than these are added all stay:
-        # only the others, and the first of a timeline, are histories to choose from, with what follows them.
-        chooses = np.empty(len(rows), bool)
-        np.greater(end[1:] - end[:-1], self.policy.newest, out=chooses[1:])
-        chooses[owners] = True
-        (at,) = chooses.nonzero()
-        first = at.searchsorted(owners)  # of each timeline
-        last = np.empty(len(at), np.int64)
-        last[:-1], last[-1] = at[1:] - 1, len(rows) - 1
-        start, stop, end, of = end.take(at - 1, mode="wrap"), end.take(last), end.take(at), rows.take(owners)
-        start[first] = np.maximum(end.take(first) - self._max_history, firsts.take(self._events.user.take(of)))
-        count = np.empty(len(of), np.int64)  # of histories to choose from
-        count[:-1], count[-1] = first[1:] - first[:-1], len(at) - first[-1]
-        segments = self._segments.take(of).repeat(count)
-        index, counts, weights = self._index.select(start, end - start, segments, stop - end)
-        return Histories(np.add.reduceat(counts, first), events=self._events.rows_at(index), weights=weights)
+        owners = offsets[:-1]
+        start, length = self._events.histories(rows, self._max_history)
+        ends = start + length
+        # What each sample sees and those before it do not; the first of a timeline sees its whole history.
+        new = np.diff(ends, prepend=0)
+        new[owners] = length[owners]
+        lengths = np.add.reduceat(new, owners)
+        return self._select(start[owners], lengths, self._segments[rows[owners]], np.cumsum(new).repeat(new))
 
-    @cached_property
-    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[U]` and `[E]` integers, where among the events of histories a user's begin and a row's history ends."""
-        events, ends = self._events, np.empty(len(self._events), index_type(len(self._events)))
-        for begin, end in blocks(len(ends)):
-            ends[begin:end] = np.add(*events.histories(np.arange(begin, end), 1))
-        firsts = events.first[:-1]
-        return firsts if events.rows is None else np.searchsorted(events.rows, firsts.astype(events.rows.dtype)), ends
+    def _select(
+        self, start: np.ndarray, lengths: np.ndarray, segments: np.ndarray, seen_by: np.ndarray | None = None
+    ) -> Histories:
+        """Returns what stays of histories that are ranges of the rows of histories."""
+        rows = self._events.rows_at(ranges(start, lengths))
+        found = select_events(self.policy.tables, self._cells.take(rows), segments, lengths, seen_by)
+        return Histories(found.lengths, events=rows.take(found.rows), weights=found.weights)
 
 
 def load_policy(config: DataConfig) -> Policy | None:
-    """The policy that a config names.
+    """Returns the policy that a config names.
 
     Raises:
         DataError: the file is missing or damaged.

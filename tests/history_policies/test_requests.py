@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.history_policies import EventLog, Policy, fit
-from jfi.history_policies.segments import EDGES, Counts, statistics_from, statistics_of_one
-from jfi.history_policies.single import SingleHistory
+from jfi.history_policies.segments import statistics_of
+from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.schema import PolicyFields
+
+FIELDS = PolicyFields("dwell", "surface", "session", 1.0)
 
 
 @cache
@@ -38,7 +41,7 @@ def test_a_single_history_keeps_what_the_log_of_it_keeps(rows, is_sorted, sessio
     rows = [(0, *row[1:]) for row in rows]
     rows = sorted(rows, key=lambda row: row[1]) if is_sorted else rows
     log = make_log(rows, session and session[: len(rows)])
-    found, weights = SingleHistory(policy)(50 * 600.0 - log.time, log.dwell, log.surface, log.session)
+    found, weights = RequestPolicy(policy, FIELDS).choose(50 * 600.0 - log.time, log.dwell, log.surface, log.session)
     _, expected, expected_weights = by_log(policy, log)
     assert found.tolist() == expected
     assert (None if weights is None else weights.tolist()) == expected_weights
@@ -47,7 +50,7 @@ def test_a_single_history_keeps_what_the_log_of_it_keeps(rows, is_sorted, sessio
 def test_every_user_of_a_log_is_in_the_same_segment_and_keeps_the_same():
     log, _, _ = planted()
     for policy in (fitted(2, True, 3), fitted(4, False, 1)):
-        choose, segments, ordered = SingleHistory(policy), set(), log.ordered
+        choose, segments, ordered = RequestPolicy(policy, FIELDS).choose, set(), log.ordered
         for first, end in zip(ordered.first[:-1], ordered.first[1:], strict=True):
             rows = ordered.order[first:end]
             user = np.zeros(len(rows), np.int64)
@@ -58,29 +61,16 @@ def test_every_user_of_a_log_is_in_the_same_segment_and_keeps_the_same():
         assert segments == {*range(len(policy.segments.names))}
 
 
-@given(
-    bins=st.lists(st.integers(0, 5), min_size=len(EDGES) + 1, max_size=len(EDGES) + 1),
-    missing=st.integers(0, 3),
-    seconds=st.floats(0, 1e8),
-    sessions=st.integers(1, 9),
-    cuts=st.lists(st.integers(0, 200), max_size=12),
-)
-def test_the_statistics_of_one_range_have_the_bits_of_those_of_many(bins, missing, seconds, sessions, cuts):
-    known = sum(bins)
-    events, short = max(1, known + missing), bins[0]
-    surfaces = np.diff([0, *sorted(min(cut, events) for cut in cuts), events])
-    of_many = Counts(
-        events=np.array([events, 5]),
-        seconds=np.array([seconds, 7.0]),
-        sessions=np.array([sessions, 2]),
-        known=np.array([known, 1]),
-        short=np.array([short, 0]),
-        bins=(np.array([[one, 1]]) for one in bins[:-1]),
-        surfaces=(np.array([[one, 3]]) for one in surfaces),
-    )
-    found = statistics_of_one(events, seconds, sessions, np.cumsum(bins), short, surfaces)
-    assert found.dtype == np.float32
-    assert found[:, 0].tobytes() == statistics_from(of_many)[:, 0].tobytes()
+@given(rows=EVENTS, data=st.data())
+def test_the_statistics_of_one_range_have_the_bits_of_those_of_many(rows, data):
+    log = make_log([(0, *row[1:]) for row in rows]).ordered
+    index = st.integers(0, len(rows))
+    drawn = data.draw(st.lists(st.tuples(index, index).map(sorted), min_size=2, max_size=6))
+    first, end = np.array(sorted(drawn)).T
+    end = np.maximum.accumulate(end)
+    found = statistics_of(log, 3, first, end)
+    alone = [statistics_of(log, 3, first[i : i + 1], end[i : i + 1]) for i in range(len(first))]
+    assert found.tobytes() == np.concatenate(alone, axis=1).tobytes()
 
 
 def parts(log: EventLog) -> tuple[np.ndarray, ...]:
