@@ -36,7 +36,14 @@ def main(arguments: Sequence[str]) -> None:
         result = resume(options.resume, prepared=config.data.prepared, **changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
-    print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")
+    best = f"best epoch {result.best_epoch:.4g} of {result.epochs:.4g}"
+    print(f"{best}, {result.train_seconds:.0f} s of training")
     for split, metrics in (("validation", result.validation), ("test", result.test)):
-        print(f"{split:10s} " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        _print_metrics(split, metrics)
+        if split in result.start:
+            _print_metrics("  at start", result.start[split])
     print(f"run folder {result.run_dir}")
+
+
+def _print_metrics(name: str, metrics: dict[str, float]) -> None:
+    print(f"{name:10s} " + "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items()))

@@ -82,7 +82,9 @@ class TrainingConfig:
             are means over the labels. `auto` is `auc`, or `r2` where no label is binary.
         positive_weight: weight of the samples with label 1 in the loss, for each binary label but auxiliary ones. With
             another than 1 the predicted probabilities are not calibrated. Metrics do not read it.
-        patience: training stops after this number of epochs without a better `monitor`; null never stops early.
+        eval_every: steps between evaluations on the validation split within an epoch, in addition to the one after each
+            epoch; 0 for none. The parameters of the best evaluation are those of the run.
+        patience: training stops after this number of evaluations without a better `monitor`; null never stops early.
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.
         precision: of the matrix products in training and in the run's own evaluation: `float32`, or `bfloat16`, under
@@ -106,6 +108,9 @@ class TrainingConfig:
         warm_start: folder of a run to start from, or null: the parameters are those of its best epoch. A value that it
             knows keeps its row of the embedding table, a new one gets a fresh row. The columns, the model and the
             encoder must be the same. The optimizers start anew.
+        rows_after: training samples are those newer than this time, in seconds since 1970; older rows are only events
+            of histories. Null takes all. `auto` is null, or with `warm_start` the time of the newest row that the other
+            run has trained on, so that no row is trained on twice.
         ranking: of implicit feedback, what HR@k and NDCG@k rank a held-out positive among: `sampled` items
             (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
         ranking_k: k of HR@k and NDCG@k.
@@ -120,6 +125,7 @@ class TrainingConfig:
     eval_batch_size: int = 4096
     monitor: str = "auto"
     positive_weight: float = 1.0
+    eval_every: int = 0
     patience: int | None = 2
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -131,6 +137,7 @@ class TrainingConfig:
     log_every: int = 50
     checkpoint_every: int = 0
     warm_start: str | None = None
+    rows_after: float | Literal["auto"] | None = "auto"
     ranking: Literal["none", "sampled", "full"] = "sampled"
     ranking_k: int = 10
     ranking_positives: int | None = 1000
@@ -155,7 +162,10 @@ class TrainingConfig:
         )
         self._check_logger()
         require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
-        require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
+        for name in ("checkpoint_every", "eval_every"):
+            require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
+        after = self.rows_after
+        require(after in (None, "auto") or math.isfinite(after), "training.rows_after", after, "a time, auto or null")
         norm = self.max_grad_norm
         require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
         weight = self.positive_weight

@@ -38,6 +38,8 @@ def settled_as(config: Config, known: Config) -> Config:
     training, optimizer = config.training, config.optimizer
     if training.batch_size is None:
         training = dataclasses.replace(training, batch_size=known.training.batch_size)
+    if training.rows_after == "auto":
+        training = dataclasses.replace(training, rows_after=known.training.rows_after)
     if optimizer.ema_decay == "auto":
         optimizer = dataclasses.replace(optimizer, ema_decay=known.optimizer.ema_decay)
     return with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))

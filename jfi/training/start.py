@@ -10,7 +10,6 @@ from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import save_config
-from jfi.training.defaults import settle
 from jfi.training.distributed.processes import World, join_world
 from jfi.training.distributed.sharding import check_sharded
 from jfi.training.loop.captured_steps import check_graphs
@@ -52,26 +51,24 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
     with join_world(config.training.device) as world:
         _check_processes(world, config, {"--resume": None})
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
-        if not begun:
-            world.on_first(lambda: _check_before_reading(config))
         if begun:
             run, config = RunFolder.open(run_dir)
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
+        config = config.with_training(rows_after=world.on_first(lambda: _check_before_reading(config)))
         if dataset is None:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
         _check_weights(config, dataset)
-        config, chosen = settle(config, dataset, world)
-        if chosen is not None and world.is_first:
-            print(chosen, flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
+        if trainer.chosen is not None and world.is_first:
+            print(trainer.chosen, flush=True)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
         with writing_run(path, world):
-            return _fit(trainer, world.on_first(lambda: _create(config, path, dataset)), logger)
+            return _fit(trainer, world.on_first(lambda: _create(trainer.config, path, dataset)), logger)
 
 
 def resume(
@@ -142,15 +139,19 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
     check_graphs(config, world)
 
 
-def _check_before_reading(config: Config) -> None:
-    """Checks what can be checked of a new run before the tables are read, which may take long."""
+def _check_before_reading(config: Config) -> float | Literal["auto"] | None:
+    """Checks what can be checked of a new run before tables are read; returns the value of `training.rows_after`."""
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or new_run_dir()))
     check_packages(config.training)
+    after = config.training.rows_after
     if config.training.warm_start is not None:
-        for line in check_warm_start(config.training.warm_start, config):
+        changed, newest = check_warm_start(config.training.warm_start, config)
+        for line in changed:
             print(line, flush=True)
+        after = newest if after == "auto" else after
+    return after
 
 
 def _check_weights(config: Config, dataset: InteractionDataset) -> None:
@@ -205,6 +206,7 @@ def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     trainer.progress.unknown = trainer.world.on_first(
         lambda: expected_shares(trainer.dataset, trainer.config.model.item_id)
     )
+    trainer.progress.newest = trainer.dataset.newest()
     anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
     if anew is not None and trainer.world.is_first:
         print(anew, flush=True)

@@ -89,7 +89,7 @@ def test_one_step_of_many_parts_is_the_step_of_the_batch():
         made = config(parts, embeddings="adam")
         trainer = Trainer(made, load_dataset(made.data), _WORLD)
         trainer.model.train()
-        for _ in trainer._outputs("train", 64, 0, "train"):
+        for _ in trainer._outputs("train", 64, "train"):
             trainer.progress.step += 1
         models.append(trainer.model.state_dict())
     for name, tensor in models[0].items():

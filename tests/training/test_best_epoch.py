@@ -39,7 +39,7 @@ def test_auc_is_best_at_its_highest_and_ne_at_its_lowest(tmp_path, monkeypatch, 
     [
         ([0.9, 0.8], 2, []),
         ([1.2, 1.1], 2, ["the validation NE of epoch 2, the best by ne, is 1.1000: above 1 "]),
-        ([0.8, 0.9], 1, ["the best of 2 epochs is the first: try lower learning rates, "]),
+        ([0.8, 0.9], 1, ["the best of 2 epochs is epoch 1: try lower learning rates, "]),
         ([0.8], 1, []),
     ],
 )

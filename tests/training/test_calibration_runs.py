@@ -73,12 +73,12 @@ def test_a_resumed_run_has_the_calibration_of_the_best_epoch(folder, tmp_path, m
     """It dies after an epoch is saved, between its evaluation and that, or before the test."""
     # All epochs have other logits, and AUCs that are set here.
     chosen = {epoch: 0.5 + 0.1 * (epoch == best) for epoch in (1, 2, 3)}
-    old = Progress.end_epoch
+    old = Progress.end_evaluation
 
-    def end_epoch(self, metrics, *arguments):
-        return old(self, metrics | {"auc": chosen[self.epoch + 1]}, *arguments)
+    def end_evaluation(self, epoch, metrics, *arguments):
+        return old(self, epoch, metrics | {"auc": chosen[epoch]}, *arguments)
 
-    monkeypatch.setattr(Progress, "end_epoch", end_epoch)
+    monkeypatch.setattr(Progress, "end_evaluation", end_evaluation)
     whole = folder / f"best{best}"
     if not whole.exists():
         with without_pictures():

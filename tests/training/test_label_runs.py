@@ -193,7 +193,7 @@ def test_weights_reach_the_step_and_no_metric(folder):
         dataset = load_dataset(made.data)
         trainer = Trainer(made, dataset, World(device=torch.device("cpu")))
         trainer.model.train()
-        list(itertools.islice(trainer._outputs("train", 32, 0, "train"), 3))
+        list(itertools.islice(trainer._outputs("train", 32, "train"), 3))
         states.append(trainer.model.over_arch.state_dict())
         outputs.append(trainer.window.tolist())
     first, *others = ([value for value in state.values()] for state in states)
@@ -211,7 +211,7 @@ def test_parts_of_a_batch_have_its_weights(folder):
         made.data.interactions = str(folder / "weighted.csv")
         trainer = Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
         trainer.model.train()
-        list(itertools.islice(trainer._outputs("train", 32, 0, "train"), 3))
+        list(itertools.islice(trainer._outputs("train", 32, "train"), 3))
         states.append(trainer.model.state_dict())
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-5, msg=name)

@@ -175,7 +175,7 @@ def test_products_have_the_precision_in_training_and_evaluation(monkeypatch, lau
         seen = widths(trainer)
         for training in (True, False):
             trainer.model.train(training)
-            logits, *_ = next(trainer._outputs("train" if training else "test", 64, 0, "a step"))
+            logits, *_ = next(trainer._outputs("train" if training else "test", 64, "a step"))
             assert seen == {dtype} and logits.dtype == torch.float32
             seen.clear()
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

@@ -1,5 +1,6 @@
 """A new run from the parameters of an old one: by value, not by id."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from jfi.training.config_parser import load_config, save_config
 from jfi.training.distributed.processes import World
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
+from jfi.training.run.recorder import read_metrics
 from jfi.training.run.saved_run import load_run
 
 ITEMS = "embedding_collection.embeddings.item_id.weight"
@@ -87,19 +89,64 @@ def test_quantile_tables_are_copied_by_id_where_they_have_as_many_rows(old, grow
 
 def test_a_warm_run_begins_where_the_old_one_was(old, tmp_path, monkeypatch, capsys):
     """On the same data, its first validation after hardly any learning is that of the old run's best epoch."""
-    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start="run")
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start="run", rows_after=None)
     config.optimizer.dense.learning_rate = config.optimizer.embeddings.learning_rate = 1e-9
     monkeypatch.chdir(old.parent)
     result = train(config)
     saved = load_config(tmp_path / "run/config.yaml")
     assert saved.training.warm_start == str(old)
     assert f"warm start from {old}: rows of known ids: user_id 7/7" in capsys.readouterr().out
-    wanted = resume(old).validation
-    assert result.validation == pytest.approx(wanted, abs=1e-5)
+    wanted = resume(old)
+    assert result.validation == pytest.approx(wanted.validation, abs=1e-5)
+    assert result.start["test"] == pytest.approx(wanted.test, abs=1e-5)
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[0]["auc"] == result.start["validation"]["auc"]
+
+
+def test_a_warm_run_trains_on_rows_that_the_old_one_has_not_trained_on(old, tmp_path, monkeypatch, capsys):
+    """Also one that starts from it, and with a resume after the old run has vanished."""
+    rows = [row(i) for i in range(400)]
+    write_table(tmp_path / "grown.csv", rows)
+    shutil.copytree(old, tmp_path / "old")
+    seen, forward = [], Trainer._forward
+
+    def spy(trainer, batch):
+        seen.append(len(batch.labels) if trainer.model.training else 0)
+        return forward(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_forward", spy)
+    config = config_of(tmp_path / "grown.csv", tmp_path / "run", epochs=1, warm_start=str(tmp_path / "old"))
+    config.optimizer.dense.learning_rate = config.optimizer.embeddings.learning_rate = 1e-9
+    result = train(config)
+    # The old run has trained on 160 of its 200 rows, this one's training split has 320 of 400.
+    assert sum(seen) == 160
+    date = "1970-01-01T02:39:00+00:00"
+    out = capsys.readouterr().out
+    assert (
+        f"training.rows_after: 160 of 320 training samples are newer than {date}, the newest row that the run of "
+        "training.warm_start has trained on; older rows are only events of histories" in out
+    )
+    assert "training has not improved on the run of training.warm_start" in out
+    assert load_config(tmp_path / "run/config.yaml").training.rows_after == rows[159][2]
+    old_metrics = load_run(old).evaluate(str(tmp_path / "grown.csv"))  # of all rows, most of which it has seen
+    assert old_metrics["overall"]["samples"] == 400 and result.start.keys() == {"validation", "test"}
+    shutil.rmtree(tmp_path / "old")
+    seen.clear()
+    saved = load_config(tmp_path / "run/config.yaml").with_training(epochs=2)
+    save_config(saved, tmp_path / "run/config.yaml")
+    again = resume(tmp_path / "run", config_changed="accept")
+    assert sum(seen) == 160 and again.start == result.start
+    write_table(tmp_path / "later.csv", [row(i) for i in range(500)])
+    later = config_of(tmp_path / "later.csv", tmp_path / "later", epochs=1, warm_start=str(tmp_path / "run"))
+    seen.clear()
+    train(later)
+    assert sum(seen) == 80
+    with pytest.raises(ConfigError, match=r"training\.rows_after: 0 of 320 training samples are newer than .*; name a"):
+        train(config_of(tmp_path / "grown.csv", tmp_path / "none", warm_start=str(tmp_path / "later")))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):
-    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old), rows_after=None)
     train(config)
     config = load_config(tmp_path / "run/config.yaml").with_training(epochs=2, warm_start=str(tmp_path / "vanished"))
     save_config(config, tmp_path / "run/config.yaml")
@@ -131,7 +178,7 @@ def without(**lists):
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(old, tmp_path, change, message):
-    config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old))
+    config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old), rows_after=None)
     change(config)
     with pytest.raises(ConfigError, match=f"^training.warm_start: .*{message}.*$"):
         train(config)
@@ -150,7 +197,7 @@ def test_another_model_is_refused_before_the_tables_are_read(old, tmp_path, sect
 
 
 def test_a_warm_run_that_died_before_its_first_checkpoint_begins_warm(old, tmp_path, monkeypatch):
-    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old), rows_after=None)
     begun = []
 
     def die(trainer, *_):

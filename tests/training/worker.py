@@ -40,13 +40,13 @@ def do(job: dict) -> dict:
     arrays belong to something else, such as the map of a file.
     """
     outcome, reads = {}, []
-    forward, end_epoch = Trainer._forward, Trainer._end_epoch
+    forward, end = Trainer._forward, Trainer._end_evaluation
 
     def summing_end(trainer: Trainer, *arguments) -> None:
         state = trainer.model.state_dict()
         parts = {name: shards_of(state[name]) for name in state if "embedding" in name}
         outcome.setdefault("sums", {name: sum(part[0].sum().item() for part in parts[name]) for name in parts})
-        end_epoch(trainer, *arguments)
+        end(trainer, *arguments)
 
     def stopping_forward(trainer: Trainer, batch):
         if not outcome:
@@ -67,7 +67,7 @@ def do(job: dict) -> dict:
 
     counted = mock.patch("jfi.training.run.shared_data.prepare_into", read)
     stand_in = stand_in_graphs(outcome) if job.get("stand_in") else nullcontext()
-    hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_epoch=summing_end)
+    hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_evaluation=summing_end)
     with hooks, counted, stand_in, without_pictures():
         try:
             if "config" in job:

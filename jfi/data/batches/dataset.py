@@ -1,6 +1,9 @@
 """Samples with histories, assembled into batches."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,6 +106,19 @@ class InteractionDataset:
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""
         return len(self._rows(split)) * self._samples_per_row
+
+    def newer_than(self, time: float) -> "InteractionDataset":
+        """Returns the dataset with the training samples after a time alone; all events stay in histories."""
+        rows, times = self._rows("train"), self._arrays.events.time
+        first = bisect_right(range(len(rows)), time, key=lambda place: times[rows[place]])
+        newer = copy(self)
+        newer._arrays = replace(self._arrays, samples={**self._arrays.samples, "train": rows[first:]})
+        newer._chunks, newer._order = {}, None
+        return newer
+
+    def newest(self) -> float:
+        """Returns the time of the newest training sample."""
+        return float(self._arrays.events.time[self._rows("train")[-1]])
 
     def mean_events(self, split: str = "train", probed: int = 4096) -> float:
         """Mean length of the histories of a split's samples, of at most so many of them."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jfi.data.errors import DataError
@@ -77,6 +78,14 @@ class Summary:
             lines.append(f"missing: {_shares(self.missing)}")
         lines += [f"unseen in {split}: {_shares(shares)}" for split, shares in self.unseen.items()]
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+
+
+def date_of(seconds: float) -> str | None:
+    """Returns seconds since 1970 as a date in UTC, by ISO 8601; None if they are no date of this calendar."""
+    try:
+        return datetime.fromtimestamp(float(seconds), UTC).isoformat()
+    except (OverflowError, ValueError, OSError):
+        return None
 
 
 def _shares(shares: dict[str, float]) -> str:

@@ -193,11 +193,21 @@ def metrics_of_label(label: LabelSpec, outputs: Tensor, targets: Tensor, users: 
 
 @dataclass
 class Result:
-    """The result of a run: metrics of the best epoch on both held-out splits, and the time spent in training steps."""
+    """The result of a run; `jfi.load_run(result.run_dir)` has its model.
+
+    Args:
+        run_dir: the run folder.
+        best_epoch: epochs trained at the best evaluation, such as 2, or 1.25 with `training.eval_every`.
+        epochs: epochs trained in all.
+        validation, test: metrics of the best parameters.
+        train_seconds: time spent in training steps.
+        start: by split the metrics before the first step of a run with `training.warm_start`; else {}.
+    """
 
     run_dir: str
-    best_epoch: int
-    epochs: int
+    best_epoch: float
+    epochs: float
     validation: dict[str, float]
     test: dict[str, float]
     train_seconds: float
+    start: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -74,7 +74,7 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:  # AUC per user is NaN if no user has both labels
             axes.legend()
     figure.suptitle(
-        f"best epoch by validation {monitor}: {test['epoch']} (dashed); the star is the test split with its parameters"
+        f"best epoch by validation {monitor}: {test['epoch']:.4g} (dashed); the star is the test with its parameters"
     )
     save_figure(figure, path)
 

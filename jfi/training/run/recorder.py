@@ -51,7 +51,7 @@ class Recorder:
         if self._tracker is not None:
             self._tracker.close(fault is not None)
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
+    def metrics(self, split: str, epoch: float, step: int, metrics: dict[str, float], speed: float) -> None:
         """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1), DATA: self._data}
@@ -86,7 +86,7 @@ class SilentRecorder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
+    def metrics(self, split: str, epoch: float, step: int, metrics: dict[str, float], speed: float) -> None:
         pass
 
     def length(self) -> int:
@@ -97,13 +97,13 @@ class SilentRecorder:
 
 
 def open_recorder(
-    run: RunFolder, data: str, config: Config, length: int, step: int, logger: Logger | None, is_first: bool
+    run: RunFolder, data: str, config: Config, start: tuple[int, int], logger: Logger | None, is_first: bool
 ) -> Recorder | SilentRecorder:
-    """Returns what records the metrics of a run from a length of its log and a step on, in the process that writes."""
+    """Returns what records the metrics of a run, in the process that writes; `start` is of a length and a step on."""
     if not is_first:
         return SilentRecorder()
     tracker = Tracker(config.training, config.as_dict(), logger)
-    return Recorder(run, length, step, data, tracker)
+    return Recorder(run, *start, data, tracker)
 
 
 def read_metrics(path: Path, length: int | None = None) -> list[dict]:
@@ -137,7 +137,7 @@ def describe_earlier(log: list[dict], data: str) -> str | None:
         >>> print(describe_earlier(log, "b"))
         the data has changed: the metrics of epochs 1, 2 are of the data before, not comparable with others or a test
     """
-    epochs = [str(line["epoch"]) for line in log if line["split"] == "validation" and line.get(DATA, data) != data]
+    epochs = [f"{line['epoch']:.4g}" for line in log if line["split"] == "validation" and line.get(DATA, data) != data]
     if not epochs:
         return None
     which = f"epoch{'s' * (len(epochs) > 1)} {', '.join(epochs)}"

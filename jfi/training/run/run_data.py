@@ -116,6 +116,7 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "data.batching": config.data.batching,
         **(_describe_timelines(known, config.data) if config.data.batching == "user" else {}),
         "training.seed": training.seed,
+        **({} if training.rows_after in (None, "auto") else {"training.rows_after": training.rows_after}),
         **({"the fingerprint of data.policy": known.policy} if known.policy else {}),
     }
 

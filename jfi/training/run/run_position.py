@@ -28,27 +28,38 @@ class Progress:
 
     Args:
         epoch: finished epochs.
-        batch: finished batches of the next epoch, those before it was started anew included.
-        first_batch: of these, the ones before it was started anew.
+        batch: finished batches of the next epoch, those before it was started anew and evaluations within it included.
+        first_batch: of these, evaluations and the batches before the epoch was started anew.
         step: finished steps.
-        best_epoch: the epoch with the best validation metric, counted from 1; 0 before the first.
-        best: its metric, with the sign that makes a larger value better.
+        evaluated_epoch: number of epochs trained at the last evaluation on the validation split, such as 1.25.
+        evaluated_step: finished steps then.
+        best_epoch, best_batch, best_step: epochs, `batch` and `step` at the evaluation with the best metric; 0 before
+            the first one.
+        since_best: evaluations since then.
+        best: the best metric, with the sign that makes a larger value better.
         log_length: bytes of metrics.jsonl.
         log_sha256: SHA-256 of these bytes.
         train_seconds: time spent in training steps.
         world_size: number of processes; 0 for a run without torchrun.
         config: all fields of the config.
-        calibration: of the best epoch, see `jfi.training.metrics.calibration`.
+        calibration: of the best evaluation, see `jfi.training.metrics.calibration`.
         batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
         files: see `run_data.learnt_files`.
         unknown: by column the share of the test split without a known value, see `jfi.training.metrics.unknown_values`.
+        start: by split the metrics of a warm start before its first step.
+        newest: time of the newest training sample.
     """
 
     epoch: int = 0
     batch: int = 0
     first_batch: int = 0
     step: int = 0
-    best_epoch: int = 0
+    evaluated_epoch: float = 0
+    evaluated_step: int = 0
+    best_epoch: float = 0
+    best_batch: int = 0
+    best_step: int = 0
+    since_best: int = 0
     best: float = -math.inf
     log_length: int = 0
     log_sha256: str = hashlib.sha256().hexdigest()
@@ -59,54 +70,102 @@ class Progress:
     batches: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
     unknown: dict = field(default_factory=dict)
+    start: dict = field(default_factory=dict)
+    newest: float = -math.inf
 
     @property
     def position(self) -> int:
         """The number of the next batch of the epoch."""
         return self.batch - self.first_batch
 
+    @property
+    def best_checkpoint(self) -> str:
+        """The name of the checkpoint with the best parameters; there is none if `best_step` is 0."""
+        return checkpoint_name(int(self.best_epoch), self.best_batch)
+
+    def next_evaluation(self, every: int, num_batches: int) -> int:
+        """Returns the position in an epoch of this number of batches where the next evaluation is due.
+
+        Args:
+            every: steps between evaluations within an epoch, or 0 for none.
+            num_batches: of the epoch.
+
+        Example:
+            >>> Progress(batch=3, step=103).next_evaluation(50, 60), Progress(batch=3, step=103).next_evaluation(0, 60)
+            (50, 60)
+        """
+        if not every or self.position == num_batches:
+            return num_batches
+        ahead = -self.step % every
+        if not ahead and self.evaluated_step == self.step:  # else a signal came before the evaluation
+            ahead = every
+        return min(num_batches, self.position + ahead)
+
+    def epochs_at(self, position: int, num_batches: int) -> float:
+        """Returns how many epochs are trained at a position in the next one: an int at its end.
+
+        Example:
+            >>> Progress(epoch=2).epochs_at(3, 4), Progress(epoch=2).epochs_at(4, 4)
+            (2.75, 3)
+        """
+        return self.epoch + (1 if position == num_batches else math.floor(1e6 * position / num_batches) / 1e6)
+
     def finished(self, training: TrainingConfig) -> str | None:
         """Returns why there is nothing to train, and which field to change; None if there is."""
         if self.epoch >= training.epochs:
             return f"epoch {self.epoch} was the last one; for more, raise training.epochs"
-        if training.patience is not None and self.epoch - self.best_epoch >= training.patience:
-            return f"training.patience has ended the run after epoch {self.epoch}; for more, raise it"
+        if training.patience is not None and self.since_best >= training.patience:
+            return f"training.patience has ended the run after epoch {self.evaluated_epoch:.4g}; for more, raise it"
         return None
 
     def warn_of_best_epoch(self, metrics: dict[str, float], monitor: str) -> list[str]:
-        """Warns of a best epoch that is the first of several, or whose NE of a single binary label is above 1.
+        """Warns of a best epoch that is in the first of several, or whose NE of a single binary label is above 1.
 
         Args:
             metrics: those of the best epoch on the validation split.
             monitor: the metric that selected it.
 
         Example:
-            >>> for line in Progress(epoch=3, best_epoch=1).warn_of_best_epoch({"auc": 0.7, "ne": 1.2}, "auc"):
+            >>> progress = Progress(evaluated_epoch=3, best_epoch=1)
+            >>> for line in progress.warn_of_best_epoch({"auc": 0.7, "ne": 1.2}, "auc"):
             ...     print(line)
             warning: the validation NE of epoch 1, the best by auc, is 1.2000: above 1 the probabilities are worse \
 than a constant; try lower learning rates or training.monitor: ne
-            warning: the best of 3 epochs is the first: try lower learning rates, a larger model.dropout or min_count
+            warning: the best of 3 epochs is epoch 1: try lower learning rates, a larger model.dropout or min_count
         """
         lines, other = [], "" if monitor == "ne" else " or training.monitor: ne"
         # Of several labels "ne" is a mean, beside "ne_<label>" of each one.
         if metrics.get("ne", 0) > 1 and not any(name.startswith("ne_") for name in metrics):
+            epoch = f"epoch {self.best_epoch:.4g}, the best by {monitor},"
             lines.append(
-                f"warning: the validation NE of epoch {self.best_epoch}, the best by {monitor}, is {metrics['ne']:.4f}:"
+                f"warning: the validation NE of {epoch} is {metrics['ne']:.4f}:"
                 f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
             )
-        if self.best_epoch == 1 < self.epoch:
+        if self.best_epoch <= 1 < self.evaluated_epoch:
             lines.append(
-                f"warning: the best of {self.epoch} epochs is the first: try lower learning rates, a larger "
-                "model.dropout or min_count"
+                f"warning: the best of {self.evaluated_epoch:.4g} epochs is epoch {self.best_epoch:.4g}: try lower "
+                "learning rates, a larger model.dropout or min_count"
+            )
+        before = self.start.get("validation", {}).get(monitor, math.nan)
+        if _score({monitor: before}, monitor) >= self.best:
+            lines.append(
+                f"warning: the validation {monitor} was {before:.4f} at the start, and is {metrics[monitor]:.4f}: "
+                "training has not improved on the run of training.warm_start"
             )
         return lines
 
-    def end_epoch(self, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
-        """Goes on to the next epoch, and remembers the one that ends if it is the best so far."""
-        self.epoch, self.batch, self.first_batch = self.epoch + 1, 0, 0
-        score = -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
-        if self.epoch == 1 or score > self.best:
-            self.best, self.best_epoch, self.calibration = score, self.epoch, calibration
+    def end_evaluation(self, epoch: float, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
+        """Counts an evaluation after so many epochs, as the best if it is; at the end of one, goes on to the next."""
+        if epoch > self.epoch and isinstance(epoch, int):
+            self.epoch, self.batch, self.first_batch = epoch, 0, 0
+        else:  # another checkpoint than one that a signal made before the evaluation
+            self.batch, self.first_batch = self.batch + 1, self.first_batch + 1
+        self.evaluated_epoch, self.evaluated_step = epoch, self.step
+        score = _score(metrics, monitor)
+        self.since_best += 1
+        if not self.best_step or score > self.best:
+            self.best, self.calibration, self.since_best = score, calibration, 0
+            self.best_epoch, self.best_batch, self.best_step = epoch, self.batch, self.step
 
     def use_batches(self, batches: dict) -> str | None:
         """Sets `batches`; an epoch that has begun with other ones starts anew, and the result is a line that says so.
@@ -122,6 +181,11 @@ than a constant; try lower learning rates or training.monitor: ne
         line = f"epoch {self.epoch + 1} starts anew after {self.position} batches, with the weights so far: {what}"
         self.first_batch = self.batch
         return line
+
+
+def _score(metrics: dict[str, float], monitor: str) -> float:
+    """Returns the metric with the sign that makes a larger value better."""
+    return -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
 
 
 def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
@@ -198,7 +262,10 @@ def load_progress(checkpoint: Path) -> Progress:
         if not fits or (kind is int and value < 0):
             raise DamagedCheckpointError(f"{path} is damaged: {name} is {value!r}, must be of type {kind.__name__}")
     progress = Progress(**values)
-    if checkpoint_name(progress.epoch, progress.batch) != path.parent.name or progress.best_epoch > progress.epoch:
+    if (
+        checkpoint_name(progress.epoch, progress.batch) != path.parent.name
+        or not progress.best_epoch < progress.epoch + 1
+    ):
         raise DamagedCheckpointError(f"{path} is damaged: it is not of a checkpoint of this name")
     return progress
 

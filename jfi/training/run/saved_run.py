@@ -1,5 +1,6 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,6 @@ from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
-    checkpoint_name,
     latest_checkpoint,
     load_checkpoint,
 )
@@ -61,6 +61,7 @@ class BestEpoch:
         name: of the run, for messages.
         calibration: see `jfi.training.metrics.calibration`; empty if the run has none.
         unknown: by column the share of the test split without a known value.
+        newest: time of the newest row that the parameters were trained on.
     """
 
     path: Path
@@ -71,6 +72,7 @@ class BestEpoch:
     name: str
     calibration: Calibration = field(default_factory=dict)
     unknown: dict[str, float] = field(default_factory=dict)
+    newest: float = -math.inf
 
     @classmethod
     def of(cls, path: str | Path, setting: str = "run") -> "BestEpoch":
@@ -93,10 +95,10 @@ class BestEpoch:
             raise ConfigError(f"{name}: the run has no checkpoint yet")
         try:
             progress = load_progress(last)
-            best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
+            best = run.checkpoints / progress.best_checkpoint
             is_finished = best.is_dir()
             if is_finished:
-                load_progress(best)  # a folder of the name of another checkpoint is refused
+                newest = load_progress(best).newest  # a folder of the name of another checkpoint is refused
             calibration = {
                 label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
                 for label, one in progress.calibration.items()
@@ -116,7 +118,7 @@ class BestEpoch:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name, calibration, progress.unknown)
+        return cls(best, module, prefix, config, schema, name, calibration, progress.unknown, newest)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
 from jfi.data import InteractionDataset
+from jfi.data.prepared.summary import date_of
 from jfi.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     checkpoint_name,
@@ -54,9 +55,12 @@ class RunState:
     """
 
     def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
-        config, _ = settle(config, dataset, world)
+        #: The line is about what the config has left open.
+        config, self.chosen = settle(config, dataset, world)
         self.config = config
-        self.dataset = dataset
+        #: Whether a new run starts from another one.
+        self.warm = warm is not None
+        self.dataset = dataset = self._newer_samples(dataset, world)
         self.world = world
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
@@ -100,6 +104,21 @@ class RunState:
             self.modules["average"] = ModelAverage(self.model, config.optimizer.ema_decay)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def _newer_samples(self, dataset: InteractionDataset, world: World) -> InteractionDataset:
+        """Returns the dataset with the training samples that `training.rows_after` leaves."""
+        after = self.config.training.rows_after
+        if after in (None, "auto"):
+            return dataset
+        newer = dataset.newer_than(after)
+        counts = " of ".join(f"{one.num_samples('train'):,}" for one in (newer, dataset))
+        line = f"training.rows_after: {counts} training samples are newer than {date_of(after) or after}"
+        line += ", the newest row that the run of training.warm_start has trained on" if self.warm else ""
+        if not newer.num_samples("train"):
+            raise ConfigError(f"{line}; name a table with newer rows, or set training.rows_after: null")
+        if world.is_first:
+            tqdm.write(f"{line}; older rows are only events of histories")
+        return newer
 
     def load_pretrained(self) -> None:
         """Fills the tables of a new run with the embeddings of `model.pretrained`, but for rows that started warm.
@@ -148,8 +167,8 @@ class RunState:
                 f"--resume {run.path}: {fault}; if another version of jfi has written it, start a new run with "
                 "training.warm_start"
             ) from None
-        best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
-        if progress.best_epoch and best != path:
+        best = run.checkpoints / progress.best_checkpoint
+        if progress.best_step and best != path:
             verify_checkpoint(best, self.world)  # now, rather than at the end of the training
             self.world.on_first(lambda: load_progress(best))
         try:
@@ -192,7 +211,7 @@ class RunState:
         """
         self.check_data()
         best = self._module_state()
-        load_checkpoint(run.checkpoints / checkpoint_name(self.progress.best_epoch, 0), best, self.world)
+        load_checkpoint(run.checkpoints / self.progress.best_checkpoint, best, self.world)
         self._load_modules(best)
 
     def save(self, run: RunFolder, recorder: Recorder | SilentRecorder) -> None:
@@ -215,7 +234,7 @@ class RunState:
                 save_checkpoint(run.checkpoints, name, state, asdict(progress), self.world)
             except FloatingPointError as fault:  # the last step's update, which no loss has shown yet
                 self.check_finite(math.nan, str(fault))
-        best = checkpoint_name(progress.best_epoch, 0)
+        best = progress.best_checkpoint
         self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))
 
     def check_finite(self, loss: float, fault: str = "") -> None:

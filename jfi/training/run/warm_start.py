@@ -73,11 +73,12 @@ def warm_start(
     return copied
 
 
-def check_warm_start(path: str | Path, config: Config) -> list[str]:
+def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], float]:
     """Checks what the config alone tells of a warm start, before any table is read; `warm_start` checks the rest.
 
     Returns:
-        A line for each label that is another rule or column than in the other run.
+        A line for each label that is another rule or column than in the other run, and the time of the newest row that
+        the other run has trained on.
 
     Raises:
         ConfigError, DataError: as `warm_start`.
@@ -88,7 +89,7 @@ def check_warm_start(path: str | Path, config: Config) -> list[str]:
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
     model, _, _ = _meta_model(config, best.schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
-    return changed
+    return changed, best.newest
 
 
 def _meta_model(config: Config, schema: DataSchema) -> tuple[SequenceDLRM, dict[str, tuple[int, ...]], dict[str, str]]:

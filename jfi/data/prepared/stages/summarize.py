@@ -1,7 +1,6 @@
 """The summary of a dataset, computed a block of its rows at a time."""
 
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,7 @@ from jfi.data.batches.events import Events, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import SPLITS
-from jfi.data.prepared.summary import Summary
+from jfi.data.prepared.summary import Summary, date_of
 from jfi.data.schema.coded import CodedColumn, blocks
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
@@ -54,8 +53,8 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
         rows=len(events),
         users=columns.count("user"),
         items=columns.count("item"),
-        first_time=_date(events.time.min()),
-        last_time=_date(events.time.max()),
+        first_time=date_of(events.time.min()),
+        last_time=date_of(events.time.max()),
         samples={name: len(rows) for name, rows in samples.items()},
         label_shares=shares,
         history_lengths=describe_lengths(*count_lengths(events, samples), config.max_history),
@@ -156,13 +155,6 @@ def _counts(column: np.ndarray | CodedColumn) -> Callable[[np.ndarray], np.ndarr
     if isinstance(column, CodedColumn):
         return column.counts
     return lambda rows: np.isfinite(column[rows]).astype(np.int64)
-
-
-def _date(seconds: float) -> str | None:
-    try:
-        return datetime.fromtimestamp(float(seconds), UTC).isoformat()
-    except (OverflowError, ValueError, OSError):
-        return None
 
 
 def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
