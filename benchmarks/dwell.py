@@ -44,7 +44,7 @@ from jfi.training.config_parser import parse_config
 from jfi.training.metrics.label_metrics import Predictions
 from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.files import write_file
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 ROOT = Path(__file__).parents[1]
 #: Events of a short history, and of a long one.

@@ -18,7 +18,7 @@ import torch
 
 from jfi.data import DataConfig, InteractionDataset, SyntheticConfig, load_dataset
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 _SURFACES, _DAYS = 5, 30
 

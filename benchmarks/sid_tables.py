@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import report
 from benchmarks.table import as_markdown, by_case, measured
-from jfi.utils.integers import ceil_div
+from jfi.utils.operands import ceil_div
 
 
 def digits(results: dict) -> str:

@@ -26,7 +26,7 @@ from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionB
 from jfi.cuda_graphs import captured_step as module
 from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, UnsupportedBatch, describe, to_device
-from jfi.utils.padding import padding_state
+from jfi.utils.context import padding_state
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

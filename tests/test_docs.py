@@ -19,8 +19,8 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks import readme
 from jfi.cli import COMMANDS, options, run
+from jfi.cli.options import OptionParser
 from jfi.training import config_parser as settings
-from jfi.utils.options import OptionParser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import cut, encode, learn_edges, learn_vocabulary, moments
 from jfi.utils.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 
 def test_a_vocabulary_counts_from_one():

@@ -20,7 +20,7 @@ FORBIDDEN = {
     "jfi": {"torch", "torchrec", "triton", "fbgemm_gpu"},
     "jfi.cli": {"torch", "numpy", "pyarrow"},
     "jfi.utils.encoding": {"torch", "pyarrow"},
-    "jfi.utils.suggest": {"torch", "numpy"},
+    "jfi.utils.errors": {"torch", "numpy"},
     "jfi.ops": {
         "torchrec",
         "fbgemm_gpu",

@@ -21,9 +21,9 @@ from benchmarks.quality.page import RESULTS
 from benchmarks.quality.results import Results
 from benchmarks.quality.run import run_table
 from benchmarks.quality.tables import DATA, TABLES
+from jfi.cli.options import OptionError, OptionParser
+from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import run_command
-from jfi.utils.options import OptionError, OptionParser
-from jfi.utils.suggest import suggest
 
 
 def main(arguments: list[str] | None = None) -> None:

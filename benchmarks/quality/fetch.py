@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks.quality import convert
 from benchmarks.quality.sources import SOURCES, Source
+from jfi.cli.options import OptionError, OptionParser
+from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import writing_folder
-from jfi.utils.options import OptionError, OptionParser
-from jfi.utils.suggest import suggest
 
 MOVIELENS = "ml-100k"
 #: The files of MovieLens-100K that the config reads.

@@ -31,11 +31,11 @@ from benchmarks.quality.results import Results, chosen, final_runs, of_model
 from benchmarks.quality.run import Task, run_table, train_ours
 from benchmarks.quality.tables import DATA, TABLES, Table
 from benchmarks.sid_tables import draw_gains
+from jfi.cli.options import OptionError, OptionParser
 from jfi.data import DataError, InteractionDataset
 from jfi.training.metrics.label_metrics import Predictions
+from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import run_command
-from jfi.utils.options import OptionError, OptionParser
-from jfi.utils.suggest import suggest
 
 NAME = "semantic_ids"
 _OFFICE = TABLES["amazon_office"]

@@ -8,10 +8,10 @@ from types import ModuleType
 
 from jfi import __version__
 from jfi.cli import options
+from jfi.cli.options import OptionError
 from jfi.cli.settings import ALL, describe_settings
+from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import begin_command, run_command
-from jfi.utils.options import OptionError
-from jfi.utils.suggest import suggest
 
 #: By command, the module that runs it and what it does. Those without a parser in `options` take all settings of a
 #: config.

@@ -4,8 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from jfi.utils.errors import InputError
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import InputError, suggest
 
 #: The configs that come along.
 FOLDER = Path(__file__).parents[1] / "configs"

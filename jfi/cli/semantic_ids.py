@@ -31,8 +31,16 @@ from jfi.training import ConfigError
 from jfi.training.run.scores import check_place, check_results
 from jfi.utils.display import Display
 from jfi.utils.exit_codes import raise_on_sigterm
-from jfi.utils.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
-from jfi.utils.lock import locking_folder
+from jfi.utils.files import (
+    DamagedFileError,
+    check_sum,
+    locking_folder,
+    read_sums,
+    sha256_of,
+    write_file,
+    write_sums,
+    writing_folder,
+)
 
 CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"

@@ -29,7 +29,7 @@ from jfi.cuda_graphs.static_batch import (
 )
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
-from jfi.utils.padding import padded_to_capacity
+from jfi.utils.context import padded_to_capacity
 
 
 class StagingBlock:

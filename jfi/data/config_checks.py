@@ -7,7 +7,7 @@ from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureCo
 from jfi.data.errors import DataError
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 MAX_COUNT = 2**31 - 1
 #: By setting its least and its greatest value.

@@ -20,8 +20,8 @@ from jfi.distributed.fixed_shapes import DistributedBuffers, FixedShapes
 from jfi.distributed.input_dist import SortedIds, check_ids, counts_for_owners, payload_of, sort_by_owner
 from jfi.distributed.planning import TableGroup
 from jfi.ops import partition_ids as kernels
+from jfi.utils.context import padded_to_capacity
 from jfi.utils.operands import MAX_SHARDS
-from jfi.utils.padding import padded_to_capacity
 
 #: Batches that are on their way while a step runs.
 AHEAD = 2

@@ -22,7 +22,7 @@ from jfi.modules import KeyBias, PositionBias, lookups
 from jfi.modules.events import position_buckets
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
-from jfi.utils.padding import padding_state
+from jfi.utils.context import padding_state
 
 
 class SortedIds(NamedTuple):
@@ -158,7 +158,7 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> SortedIds:
     """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
 
-    Where jagged tensors may be padded (`jfi.utils.padding`), the padding comes last.
+    Where jagged tensors may be padded (`jfi.utils.context`), the padding comes last.
     """
     sequences = [by_key[key] for key in group.keys]
     is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)

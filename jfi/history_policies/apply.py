@@ -16,7 +16,7 @@ from jfi.history_policies.device import (
     take,
 )
 from jfi.history_policies.policy import Policy
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines
 
 
 class PolicyModule(nn.Module):

@@ -6,7 +6,7 @@ from math import isfinite
 import numpy as np
 
 from jfi.history_policies.log import EventLog
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 _MOST_SEGMENTS, _MOST_BINS = 8, 64
 

@@ -15,9 +15,9 @@ from jfi.history_policies.log import EventLog, check_range, check_surfaces
 from jfi.history_policies.relevance import Cells
 from jfi.history_policies.segments import Segments, statistics_of
 from jfi.history_policies.select import Selected, Tables, select_events
+from jfi.utils.errors import suggest
 from jfi.utils.files import DamagedFileError, reading_file, write_file
 from jfi.utils.json_files import decode_json
-from jfi.utils.suggest import suggest
 
 _FORMAT = "jfi history policy 2"
 #: Rows whose statistics are computed together.

@@ -30,7 +30,7 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import INTERPRET
 from jfi.kernels.common.spec import spec_of
 from jfi.kernels.plan import precision_of
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 #: Side of a tile of a product.
 SIDE = tl.constexpr(64)

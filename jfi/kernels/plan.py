@@ -15,8 +15,7 @@ from functools import cache, cached_property
 import torch
 
 from jfi.utils.context import interprets
-from jfi.utils.integers import ceil_div, power_of_two
-from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, is_packed
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, ceil_div, is_packed, power_of_two
 
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
 #: The cost of a sample in addition to its rows, in rows.  Kernels are compiled with it.

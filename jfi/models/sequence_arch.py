@@ -22,10 +22,9 @@ from jfi.modules.events import as_dict
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import DigitRows, own_rows, parts_of
 from jfi.ops import jagged_dense_bmm
-from jfi.utils.arguments import MAX_LAYERS, check_int
-from jfi.utils.module_names import module_name
-from jfi.utils.padding import padding_state
-from jfi.utils.timelines import Timelines
+from jfi.utils.arguments import MAX_LAYERS, check_int, module_name
+from jfi.utils.context import padding_state
+from jfi.utils.jagged import Timelines
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from jfi.utils.arguments import (
     check_type,
 )
 from jfi.utils.context import not_scriptable
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines
 
 Pooling = Literal["attention", "mean", "sum", "none"]
 

@@ -40,8 +40,7 @@ from jfi.modules.table_rows import (
 from jfi.ops.gather_rows import bound_ids, read_rows
 from jfi.ops.rows_by_id import RowsById, join_rows, sum_rows
 from jfi.ops.target_attention import table_bias
-from jfi.utils.context import without_autocast
-from jfi.utils.padding import padding_state
+from jfi.utils.context import padding_state, without_autocast
 
 
 @dataclass

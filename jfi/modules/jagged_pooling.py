@@ -12,7 +12,7 @@ from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
 from jfi.utils.arguments import check_choice, check_int
-from jfi.utils.padding import padding_state
+from jfi.utils.context import padding_state
 
 torch.fx.wrap("read_events")
 

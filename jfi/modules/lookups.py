@@ -19,8 +19,7 @@ from jfi.modules.validation import check_aligned, input_key, jagged_of, require_
 from jfi.ops.checks import may_read
 from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
-from jfi.utils.context import is_traced
-from jfi.utils.padding import padding_state
+from jfi.utils.context import is_traced, padding_state
 
 Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
 

@@ -20,8 +20,8 @@ from jfi.modules.events import Events, is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
 from jfi.ops import jagged_attention, jagged_softmax
+from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_BUCKETS
-from jfi.utils.padding import padding_state
 
 
 def pays_to_project(events: Events, weights: tuple[Tensor, ...], num_heads: int) -> bool:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from jfi.ops.checks import check_device, check_dim, check_index, check_size, may_read
 from jfi.ops.gather_rows import check_indices
-from jfi.utils.integers import ceil_div
-from jfi.utils.operands import DIGITS_PER_WORD
+from jfi.utils.operands import DIGITS_PER_WORD, ceil_div
 
 
 def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
 from jfi.ops.gather_rows import Lookup, bound_ids, check_indices, rows_without_memory
+from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_TABLES
-from jfi.utils.padding import padding_state
 
 
 class RowsById(NamedTuple):

@@ -5,8 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from jfi.utils.integers import ceil_div
-from jfi.utils.operands import DIGITS_PER_WORD
+from jfi.utils.operands import DIGITS_PER_WORD, ceil_div
 
 #: The ID of an item without content; all of its bytes are 255, which no digits give.
 _UNKNOWN = -1

@@ -34,7 +34,7 @@ from jfi.modules.jagged_pooling import Mode
 from jfi.modules.stacked_attention import linear
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
-from jfi.utils.module_names import module_name
+from jfi.utils.arguments import module_name
 
 
 class ScoringModel(nn.Module):

@@ -12,7 +12,7 @@ from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.serving.known import KnownValues
 from jfi.serving.schema import MAX_VALUES, TYPES, Field
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 #: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
 Values = Sequence[object] | np.ndarray

@@ -24,8 +24,8 @@ from jfi.training.model_config import (
     event_width,
     require,
 )
+from jfi.utils.errors import suggest
 from jfi.utils.operands import MAX_BUCKETS
-from jfi.utils.suggest import suggest
 
 __all__ = [
     "Config",

@@ -21,9 +21,9 @@ from jfi.data import DataError
 from jfi.data.prepared.manifest import CHOICES, prepared_config
 from jfi.data.removed_settings import REMOVED, check_removed
 from jfi.training.config import Config, ConfigError
+from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import EXIT_CODES, shorten
 from jfi.utils.files import is_storage_fault, write_file
-from jfi.utils.suggest import suggest
 
 if TYPE_CHECKING:
     import jsonargparse

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 #: Widths, heads and rows of a table beyond these are mistakes, which would end in an overflow or an endless loop.
 MAX_WIDTH, MAX_LAYERS, MAX_ROWS = 2**20, 2**10, 2**31 - 1
+_MODULES = nn.ModuleDict()
 
 
 def shown(value: object) -> str:
@@ -100,3 +101,13 @@ def check_ascending(name: str, times: Tensor, offsets: Tensor, row: str) -> None
         at = int(falls.nonzero()[0])
         got = f"{times[at].item()} then {times[at + 1].item()} at {row} {at + 1}"
         raise ValueError(f"{name} must not decrease within a sample, got {got}")
+
+
+def module_name(name: str) -> str:
+    """Returns the name itself if a module in an nn.ModuleDict can have it, else an escaped one of its own.
+
+    >>> module_name("genre"), module_name("type"), module_name("a.b")
+    ('genre', '%type', 'a%2Eb')
+    """
+    escaped = name.replace("%", "%25").replace(".", "%2E")
+    return f"%{escaped}" if hasattr(_MODULES, escaped) else escaped

@@ -1,7 +1,13 @@
-"""Compilers, tracers, interpreter, autocast and TorchScript around a call."""
+"""State around a call: compilers, tracers, interpreter, autocast, TorchScript, and whether its batch is padded.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+The batches of a captured step are padded to a capacity: the values of a key are followed by padding, which its lengths
+do not count.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -40,3 +46,65 @@ def interprets() -> bool:
     except ImportError:  # a platform without Triton
         return False
     return bool(knobs.runtime.interpret)
+
+
+class _Batch(NamedTuple):
+    is_padded: bool = False
+    fixed_length_keys: frozenset[str] = frozenset()
+
+
+_UNPADDED = _Batch()
+
+
+class PaddingState:
+    """State of the calling thread, or, in a backward pass, of the newest `padded_to_capacity` block of all threads.
+
+    A backward pass runs in threads of its own, and activation checkpointing runs a part of the forward pass there.
+    """
+
+    def __init__(self) -> None:
+        #: The open `padded_to_capacity` blocks of all threads.
+        self.blocks: list[_Batch] = []
+        self.of_thread = threading.local()
+
+    def _batch(self) -> _Batch:
+        if not self.blocks:
+            return _UNPADDED
+        if torch.compiler.is_compiling():  # its guards see a change of `blocks`, not one of a thread's state
+            return self.blocks[-1]
+        default = self.blocks[-1] if compat.current_backward() != -1 else _UNPADDED
+        return getattr(self.of_thread, "batch", default)
+
+    @property
+    def is_padded(self) -> bool:
+        """Returns whether jagged tensors may have padding behind their last sample."""
+        return self._batch().is_padded
+
+    @property
+    def fixed_length_keys(self) -> frozenset[str]:
+        """Returns the keys that have one value a sample, though their lengths are not read; they are not padded."""
+        return self._batch().fixed_length_keys
+
+
+padding_state = PaddingState()
+
+
+@contextmanager
+def padded_to_capacity(fixed_length_keys: frozenset[str] = frozenset()) -> Iterator[None]:
+    """Declares that jagged tensors within the block may be padded, but for keys with one value a sample.
+
+    Backward passes and compiled functions of other threads see the block as well: they cannot be told from its own.
+    """
+    state, batch = padding_state, _Batch(True, fixed_length_keys)
+    outer = getattr(state.of_thread, "batch", None)
+    state.blocks.append(batch)
+    state.of_thread.batch = batch
+    try:
+        yield
+    finally:
+        if outer is None:
+            del state.of_thread.batch
+        else:
+            state.of_thread.batch = outer
+        last = max(i for i, block in enumerate(state.blocks) if block is batch)
+        del state.blocks[last]

@@ -13,9 +13,8 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from jfi.utils.errors import InputError
+from jfi.utils.errors import InputError, memory_cause, memory_line
 from jfi.utils.files import naming
-from jfi.utils.memory import memory_cause, memory_line
 
 
 class ExitCode(IntEnum):

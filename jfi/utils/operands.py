@@ -18,6 +18,17 @@ PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
 MAX_STEPPED_WIDTH = 2048
 
 
+def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
+    """Returns the power of two that covers width, but at least the 16 that tensor cores take, and at most ``most``."""
+    size = max(least, 1 << (width - 1).bit_length())
+    return size if most is None else min(size, most)
+
+
+def ceil_div(number: int, size: int) -> int:
+    """Returns how many tiles of a size cover the number."""
+    return -(-number // size)
+
+
 class TargetAttentionInputs(NamedTuple):
     """The operands of `jfi.ops.target_attention`; a plan reads no content."""
 

@@ -12,8 +12,8 @@ from benchmarks.quality.models import MODELS, TRIALS, Model, grid
 from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
 from benchmarks.quality.tables import TABLES, Table
 from jfi.baselines import run_baselines
+from jfi.cli.options import OptionError
 from jfi.training.config_parser import parse_config
-from jfi.utils.options import OptionError
 
 #: The AUC of a stand-in's training, by its only setting; the third is best on the validation rows.
 VALIDATION = {1: 0.60, 2: 0.70, 3: 0.72, 4: 0.71}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
 from jfi.data.batches.balance import assign_samples
 from jfi.data.schema.columns import Categorical
-from jfi.utils.ranges import ranges, repeat
+from jfi.utils.jagged import ranges, repeat
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import EventLog, Policy, fit
 from jfi.history_policies.device import DeviceTables, first_seen, select_on_device
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 SURFACES = ["feed", "search", "story"]
 FIELDS = {"dwell": "seconds", "surface": "tab"}

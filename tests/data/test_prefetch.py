@@ -12,7 +12,7 @@ import torch
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ from jfi import KeyBias, SequenceFeatureConfig
 from jfi.distributed.fixed_input_dist import partition
 from jfi.distributed.planning import TableGroup, row_shardings
 from jfi.ops import partition_ids as kernels
-from jfi.utils.padding import padded_to_capacity
+from jfi.utils.context import padded_to_capacity
 
 RANKS, BATCH = 2, 6
 

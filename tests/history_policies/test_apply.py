@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
 from jfi.history_policies.device import DeviceTables, find_cells, first_seen, select_on_device
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines
 
 HISTORY = ["history_item", "history_rating"]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,8 +16,8 @@ from jfi.modules.table_rows import DigitRows
 from jfi.ops import checks
 from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA
 from jfi.semantic_ids.packing import pack_trits
-from jfi.utils.padding import padded_to_capacity
-from jfi.utils.timelines import Timelines
+from jfi.utils.context import padded_to_capacity
+from jfi.utils.jagged import Timelines
 
 WIDTH, ROOM = 8, 30
 LENGTHS = [3, 0, 17, 1]

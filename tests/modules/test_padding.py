@@ -10,7 +10,7 @@ import jfi
 from jfi.modules import PositionBias
 from jfi.modules.events import position_buckets
 from jfi.modules.table_rows import own_rows
-from jfi.utils.padding import padded_to_capacity, padding_state
+from jfi.utils.context import padded_to_capacity, padding_state
 
 #: In an order that has empty samples in front, behind and between.
 LENGTHS, PADDING, D = [0, 3, 0, 17, 64, 1, 0], 30, 16

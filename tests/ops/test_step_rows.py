@@ -8,8 +8,7 @@ from ops.row_optimizers import CLASSES, states_of, torch_step
 from jfi.kernels import plan
 from jfi.kernels.tables import step as kernels
 from jfi.ops.step_rows import RowOptimizer, flush_average, sort_rows, step_rows
-from jfi.utils.integers import power_of_two
-from jfi.utils.operands import MAX_STEPPED_WIDTH
+from jfi.utils.operands import MAX_STEPPED_WIDTH, power_of_two
 
 SIZES = [7, 1, 40]
 IMPLS = ["triton", "torch"]

@@ -109,7 +109,7 @@ def test_a_fault_is_named_by_its_place(path, value, reason):
 
 def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
     looked = []
-    monkeypatch.setattr("jfi.utils.suggest.get_close_matches", lambda name, *_, **__: looked.append(len(name)))
+    monkeypatch.setattr("jfi.utils.errors.get_close_matches", lambda name, *_, **__: looked.append(len(name)))
     for length in (100, 101, 10**6):
         with pytest.raises(BadRequestError, match=r"user has an unknown field 'a+\.\.\.; known: city, income$"):
             READ(changed(["user", "a" * length], 1))

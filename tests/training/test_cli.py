@@ -8,11 +8,11 @@ import commands
 import pytest
 import yaml
 
+from jfi.cli.options import OptionError, OptionParser, at_least_zero
 from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.training import Config, ConfigError
 from jfi.training.config_parser import load_config, parse_config, save_config
 from jfi.utils.exit_codes import run_command
-from jfi.utils.options import OptionError, OptionParser, at_least_zero
 
 ROOT = Path(__file__).parents[2]
 

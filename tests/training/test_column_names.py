@@ -19,7 +19,7 @@ from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
 from jfi.training.model.build_model import build_model
-from jfi.utils.module_names import module_name
+from jfi.utils.arguments import module_name
 
 NAMES = ["type", "items", "values", "keys", "update", "to", "pop", "training", "a.b", "forward", "50%", "_modules", "T"]
 ROLES = [

@@ -18,8 +18,7 @@ from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.utils.encoding import UNKNOWN, age_buckets
-from jfi.utils.ranges import repeat
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines, repeat
 
 #: Events that are gathered together. Smaller blocks take less time alone, larger ones take Python's lock less often.
 _BLOCK = 1 << 18

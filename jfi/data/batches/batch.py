@@ -9,7 +9,7 @@ from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from jfi.utils.timelines import Timelines
+from jfi.utils.jagged import Timelines
 
 
 @dataclass

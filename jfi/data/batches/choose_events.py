@@ -22,7 +22,7 @@ from jfi.history_policies import Policy
 from jfi.history_policies.segments import statistics_of
 from jfi.history_policies.select import select_events
 from jfi.utils.files import DamagedFileError
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 
 class EventChooser:

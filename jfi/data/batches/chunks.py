@@ -8,7 +8,7 @@ from jfi.data.batches.balance import assign_timelines
 from jfi.data.batches.events import Events, index_type
 from jfi.data.batches.order import BatchPart, Order
 from jfi.data.schema.coded import blocks
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 
 @dataclass(frozen=True)

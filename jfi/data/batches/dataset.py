@@ -21,7 +21,7 @@ from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
 from jfi.data.schema.schema import DataSchema
 from jfi.history_policies import Policy
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 if TYPE_CHECKING:
     from jfi.data.prepared.checksums import Verification

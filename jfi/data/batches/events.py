@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jfi.data.batches.events import Histories
 from jfi.data.features.past import Past
 from jfi.data.features.point_in_time import PastIndex
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 #: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
 _AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24

@@ -10,7 +10,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_text
 from jfi.data.io.paths import File, is_url, open_file
 from jfi.data.io.table import BLOCK, Reading, Table, columns_in, first_fault
-from jfi.utils.memory import memory_cause
+from jfi.utils.errors import memory_cause
 
 _T = TypeVar("_T")
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, as_float64, as_text, as_type, common_type, flatten, is_list, text_lists
 from jfi.utils.encoding import text_of
-from jfi.utils.suggest import suggest
+from jfi.utils.errors import suggest
 
 _log = logging.getLogger(__name__)
 

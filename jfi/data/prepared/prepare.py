@@ -43,8 +43,7 @@ from jfi.data.prepared.store import write_prepared
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.utils.display import Display
-from jfi.utils.files import naming, sha256_of, sync, temporary_folder
-from jfi.utils.lock import locking_folder
+from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
 

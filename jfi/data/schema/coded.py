@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from jfi.data.io.arrays import is_list
 from jfi.utils.encoding import mix
-from jfi.utils.ranges import ranges
+from jfi.utils.jagged import ranges
 
 #: Rows that are in memory together.
 BLOCK = 1 << 20

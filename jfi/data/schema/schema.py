@@ -46,7 +46,7 @@ class FeatureSpec:
             the target was shown; "history" keys are the aligned fields of the events; "bucket" is the aligned age of
             the events, whose ids do not index an embedding table.
         column: the table column it comes from.
-        table: name of the embedding table, `jfi.utils.module_names.module_name` of the column, "" for a bucket. The
+        table: name of the embedding table, `jfi.utils.arguments.module_name` of the column, "" for a bucket. The
             sample's and the history's keys of a column share one.
         num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
         multi_valued: a sample may have any number of ids. Other user, item and context keys have one per

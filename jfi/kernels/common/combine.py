@@ -23,7 +23,7 @@ from jfi.kernels.common.online_softmax import combine_weights, finish, no_sums, 
 from jfi.kernels.common.primitives import LN2, LOG2E
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.common.tiles import load_rows, store_rows
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 #: A chunk longer than any sample: nothing is split.
 UNSPLIT = 2**30

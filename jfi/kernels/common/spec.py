@@ -14,7 +14,7 @@ from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import AttentionProblem, KernelPlan, Split, cached
-from jfi.utils.integers import power_of_two
+from jfi.utils.operands import power_of_two
 
 
 class Constant(tl.constexpr, dict):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.utils.integers import ceil_div
+from jfi.utils.operands import ceil_div
 
 #: Samples per program of the scheduling kernel.
 SAMPLES = 32

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
-from jfi.utils.integers import ceil_div
-from jfi.utils.operands import DIGITS_PER_WORD
+from jfi.utils.operands import DIGITS_PER_WORD, ceil_div
 
 _BLOCK = 512
 

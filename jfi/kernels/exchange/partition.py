@@ -12,7 +12,7 @@ from torch import Tensor
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
 from jfi.utils import operands
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 #: Events of a sample that a program counts at a time, and events that a program collects.
 COUNTED_EVENTS, COLLECTED_EVENTS = 256, 1024

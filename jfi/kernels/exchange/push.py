@@ -7,7 +7,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
-from jfi.utils.integers import ceil_div
+from jfi.utils.operands import ceil_div
 
 #: Words that a program writes to another GPU, and its warps.
 PUSHED_WORDS, PUSH_WARPS = 2048, 8

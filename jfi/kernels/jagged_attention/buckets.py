@@ -16,7 +16,7 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.plan import cached
 from jfi.utils import operands
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 MAX_BUCKETS = tl.constexpr(operands.MAX_BUCKETS)
 #: Elements of a program's tile of searches: a warp, so that a few hundred rows fill a GPU too. One size for any number

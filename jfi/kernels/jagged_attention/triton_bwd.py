@@ -32,8 +32,7 @@ from jfi.kernels.jagged_attention.visibility import (
     visible_keys,
 )
 from jfi.kernels.plan import AttentionPlan
-from jfi.utils.integers import ceil_div
-from jfi.utils.operands import JaggedAttentionInputs
+from jfi.utils.operands import JaggedAttentionInputs, ceil_div
 
 
 @triton.jit(do_not_specialize=["rows"])

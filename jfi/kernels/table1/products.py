@@ -10,7 +10,7 @@ from torch import Tensor
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_tile, load_tile, max_tiles, store_tile, widen
 from jfi.kernels.plan import precision_of
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_sample, max_tiles
 from jfi.kernels.table1.products import pair_offsets
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 #: Elements of a program of `jagged2_softmax`.
 CHUNK = 4096

@@ -9,8 +9,7 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_columns, load_rows, store_rows
 from jfi.kernels.plan import cached
-from jfi.utils.integers import ceil_div, power_of_two
-from jfi.utils.operands import MAX_TABLES
+from jfi.utils.operands import MAX_TABLES, ceil_div, power_of_two
 
 #: Ids that a program bounds.
 _BOUNDED_IDS = 1024

@@ -23,8 +23,7 @@ from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
 from jfi.kernels.plan import cached
-from jfi.utils.integers import ceil_div, power_of_two
-from jfi.utils.operands import MAX_STEPPED_WIDTH, RowOptimizer
+from jfi.utils.operands import MAX_STEPPED_WIDTH, RowOptimizer, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
 MAX_GRADS = 8

@@ -31,8 +31,7 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     split_into_chunks,
     sum_heads,
 )
-from jfi.utils.integers import ceil_div
-from jfi.utils.operands import TargetAttentionInputs
+from jfi.utils.operands import TargetAttentionInputs, ceil_div
 
 
 # --- The sweep over the history ---------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from jfi.kernels.common.combine import UNSPLIT, ChunkPartials
 from jfi.kernels.common.primitives import find_sample
 from jfi.kernels.common.tiles import load_head, query_rows
 from jfi.kernels.plan import AttentionProblem
-from jfi.utils.integers import ceil_div, power_of_two
-from jfi.utils.operands import TargetAttentionInputs
+from jfi.utils.operands import TargetAttentionInputs, ceil_div, power_of_two
 
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATISTICS = tl.constexpr(64)

@@ -19,7 +19,7 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import no_sums
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
 from jfi.kernels.plan import cached
-from jfi.utils.integers import ceil_div, power_of_two
+from jfi.utils.operands import ceil_div, power_of_two
 
 
 def fits_message(width: int, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jfi.training.config import ConfigError
 from jfi.training.distributed.processes import World
-from jfi.utils.lock import lock
+from jfi.utils.files import lock
 
 LOCK = ".lock"
 #: Seconds that a restarted process waits for the one that it replaces to be gone.

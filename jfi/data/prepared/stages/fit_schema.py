@@ -10,8 +10,8 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
+from jfi.utils.arguments import module_name
 from jfi.utils.encoding import UNKNOWN, HashBuckets
-from jfi.utils.module_names import module_name
 
 
 def learn_schema(columns: Columns) -> DataSchema:
