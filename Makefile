@@ -2,7 +2,7 @@
 # make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
 # make test-trackers  metrics read back from Weights & Biases and MLflow, which it installs
-# make docs      build the documentation as a site in site/; a warning fails
+# make docs      build the documentation as a site in site/, without torch; a warning fails
 # make bench     measure speed and memory beside the peers
 # Each target first creates .venv and installs into it; a second call installs nothing.
 
@@ -12,6 +12,7 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
 # The first that runs and is 3.11 or 3.12: a name on the PATH may be a version manager's stand-in for one not installed.
 FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 BASE_PYTHON := $(shell for p in python3 python3.12 python3.11; do $$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
+NEEDS_PYTHON = $(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
 BUILD := $(if $(shell command -v nvidia-smi),cuda,cpu)
 TORCHREC := torchrec==1.8.0
 
@@ -49,7 +50,7 @@ lint: $(VENV)/.installed
 # editable_mode: otherwise the checkout's own folder, where it is called jfi, hides the package from its parent folder.
 # For a CPU, TorchRec is installed without its requirements, which the cpu extra lists: they would pull fbgemm's CUDA build.
 $(VENV)/.installed: pyproject.toml
-	$(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
+	$(NEEDS_PYTHON)
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[$(BUILD),train,serve,test]' --config-settings editable_mode=compat
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
@@ -59,8 +60,11 @@ $(VENV)/.installed-trackers: $(VENV)/.installed
 	$(PIP) --editable '.[trackers]' --config-settings editable_mode=compat
 	touch $@
 
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) --editable '.[docs]' --config-settings editable_mode=compat
+# The site reads the code and does not import it, so torch is not needed.
+$(VENV)/.installed-docs: docs/site/requirements.txt
+	$(NEEDS_PYTHON)
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PIP) --requirement $<
 	touch $@
 
 clean:

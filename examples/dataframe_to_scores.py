@@ -13,12 +13,13 @@ from jfi.data import DataConfig, FeatureConfig
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 
 rng = np.random.default_rng(0)
-users, items, rows = 2000, 400, 60_000
+users, items, rows = 1000, 200, 30_000
 category = rng.integers(0, 8, items)
 likes = rng.random((users, 8)) < 0.25
 user, item = rng.integers(0, users, rows), rng.integers(0, items, rows)
 clicked = rng.random(rows) < np.where(likes[user, category[item]], 0.7, 0.2)
-log = pd.DataFrame({"user": user, "item": item, "time": np.arange(rows), "clicked": clicked.astype(int)})
+time = pd.date_range("2026-01-01", periods=rows, freq="min", tz="UTC")
+log = pd.DataFrame({"user": user, "item": item, "time": time, "clicked": clicked.astype(int)})
 catalogue = pd.DataFrame({"item": np.arange(items), "category": [f"category {c}" for c in category]})
 
 data = DataConfig(
@@ -34,7 +35,9 @@ config = Config(data=data, model=ModelConfig(embedding_dim=16), training=Trainin
 result = train(config)
 
 run = jfi.load_run(result.run_dir)
-tomorrow = pd.DataFrame({"user": np.repeat([0, 1], items), "item": np.tile(np.arange(items), 2), "time": rows})
+tomorrow = pd.DataFrame(
+    {"user": np.repeat([0, 1], items), "item": np.tile(np.arange(items), 2), "time": time[-1] + time.freq}
+)
 scores = run.predict(tomorrow, history=log, items=catalogue).to_pandas()
 best = scores.sort_values("probability", ascending=False).groupby("user").head(3)
 print(best.merge(catalogue, on="item").sort_values(["user", "probability"], ascending=[True, False]))

@@ -6,6 +6,7 @@ among the page's ```python blocks.
 
 import argparse
 import importlib
+import inspect
 import re
 import runpy
 import shlex
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+import jfi
 from benchmarks import readme
 from jfi.cli import COMMANDS, options, run
 from jfi.cli.options import OptionParser
@@ -98,6 +100,8 @@ def test_commands_are_known(page, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    elif words[0] == "." or words[:3] == ["python", "-m", "venv"]:
+        assert words[-1] == ("venv/bin/activate" if words[0] == "." else "venv")
     elif words[0] == "torchrun":
         start = words.index("-m")
         get_args_parser().parse_args([*words[1:start], "script.py"])
@@ -110,6 +114,7 @@ def test_commands_are_known(page, command, monkeypatch):
         extras = re.findall(r"\[([\w,]+)\]", command)
         known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
         assert {extra for names in extras for extra in names.split(",")} <= set(known)
+        assert set(re.findall(r"jfi-([\d.]+)-", command)) <= {jfi.__version__}
         versions = re.findall(r"\w+==[\d.]+", command)
         assert all(version in (ROOT / "Makefile").read_text() for version in versions)
     elif words[0] in ("ln", "kill"):  # of an operator: a link that is replaced, a signal that the server takes
@@ -189,15 +194,26 @@ def test_site_has_every_page_and_every_name():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     expected = {page.removeprefix("docs/") for page in PAGES} - {"README.md"}
     assert set(pages(config["nav"])) == expected
-    names = [name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)]
-    assert names
-    for name in names:
+    assert documented()
+    for name in documented():
         module, _, attribute = name.rpartition(".")
         try:
             owner = importlib.import_module(module)
         except ModuleNotFoundError:
             owner = None
         assert hasattr(owner, attribute), name
+
+
+def documented() -> list[str]:
+    return [name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", documented())
+def test_a_docstring_on_the_site_has_a_line_for_each_argument(name):
+    """The site refuses `a, b: what both are`."""
+    module, _, attribute = name.rpartition(".")
+    arguments = (inspect.getdoc(getattr(importlib.import_module(module), attribute)) or "").partition("\nArgs:\n")[2]
+    assert re.findall(r"^    [\w*]+, [\w*, ]+: ", arguments.split("\n\n")[0], flags=re.MULTILINE) == []
 
 
 def test_the_options_of_the_server_are_those_of_the_command():

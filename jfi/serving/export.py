@@ -62,7 +62,8 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
-        run, trained: name of the model's run and the versions that it has recorded, which the server says, or None.
+        run: name of the model's run, which the server says, or None.
+        trained: versions that the run has recorded, which the server says, or None.
 
     Returns:
         The artifact's SHA-256, by which a server can know it again.

@@ -27,7 +27,8 @@ def export_module(
 
     Args:
         module: on the device to serve on, in eval mode.
-        args, kwargs: an example of its arguments. Sizes that vary must not be 0 or 1 there.
+        args: example of its positional arguments. Sizes that vary must not be 0 or 1 there.
+        kwargs: example of its arguments by name, as `args`.
         path: of the package, ends in ".pt2" and does not exist.
         dynamic_shapes: which sizes vary, as `torch.export.export` takes it.
 

@@ -78,7 +78,9 @@ class Schema:
     """All fields of a request.
 
     Args:
-        user, candidate, event: the fields of each; no event field for a model that reads no history.
+        user: fields of the user.
+        candidate: fields of each candidate.
+        event: fields of each event; empty for a model that reads no history.
         vocabularies: by column the known values; their ids count from 1 in this order.
         policy: what a history policy reads of an event, or None without one.
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.

@@ -1,12 +1,8 @@
-"""The `jfi` command: its help is quick and true, the configs come along, and the wheel is all that it needs."""
+"""The `jfi` command: its help is quick and true, and the configs come along."""
 
-import csv
-import json
-import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import commands
@@ -95,36 +91,3 @@ def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: quickstart.yaml: exists already; name a new file\n"
     assert commands.call("config", "copy", "quickstart", "other.yaml") == 0
     assert Path("other.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
-
-
-def test_the_wheel_has_the_command_the_configs_and_its_types(tmp_path):
-    """It trains on a small table and scores it, in a folder without this repository."""
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    built = subprocess.run([*wheel, tmp_path, ROOT], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    (path,) = tmp_path.glob("jfi-*.whl")
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        assert "jfi/py.typed" in names and "jfi/configs/quickstart.yaml" in names
-        assert [name for name in names if name.startswith(("tests", "configs", "benchmarks"))] == []
-        (entry,) = [name for name in names if name.endswith("entry_points.txt")]
-        assert "jfi = jfi.cli:main" in archive.read(entry).decode()
-        archive.extractall(tmp_path / "site")
-    with open(tmp_path / "clicks.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["who", "what", "when", "clicked"])
-        writer.writerows([i % 20, i * 7 % 30, i * 60, i * 7 % 3 // 2] for i in range(600))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-
-    def jfi(*arguments: object) -> str:
-        command = [sys.executable, "-m", "jfi", *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    columns = ["--data.user", "who", "--data.item", "what", "--data.timestamp", "when", "--data.label", "clicked"]
-    small = ["--training.epochs", "1", "--training.run_dir", "run", "--training.device", "cpu"]
-    assert "run folder run" in jfi("train", "--data.interactions", "clicks.csv", *columns, *small)
-    said = jfi("evaluate", "--run", "run", "--interactions", "clicks.csv", "--out", "metrics.json")
-    assert said.splitlines()[1].split()[0] == "all"
-    assert json.loads((tmp_path / "metrics.json").read_text())["overall"]["samples"] == 600
