@@ -30,7 +30,7 @@ Weight = Annotated[float, Meta(ge=0)]
 class SegmentReport(Struct, frozen=True, forbid_unknown_fields=True):
     """A segment of users and what was seen of it.
 
-    Args:
+    Attributes:
         name: of the segment.
         users: in the log that the policy was fitted to.
         events: of these users.
@@ -57,7 +57,7 @@ class SurfaceReport(Struct, frozen=True, forbid_unknown_fields=True):
 
     Lists are by bin of dwell; the last entry is that of events whose dwell is not known.
 
-    Args:
+    Attributes:
         segment: its name.
         surface: its name.
         events: counts by bin.
@@ -92,7 +92,7 @@ class SurfaceReport(Struct, frozen=True, forbid_unknown_fields=True):
 class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """Which events stay in a user's history, and as how many each counts. `fit` makes one; its file has these fields.
 
-    Args:
+    Attributes:
         surfaces: G names.
         edges: by surface, ascending, seconds: bin b has `edges[b - 1] <= dwell < edges[b]`.
         newest: how many of a history's newest events stay whatever their cell.

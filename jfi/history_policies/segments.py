@@ -104,7 +104,7 @@ _Scale = Annotated[float, Meta(gt=0)]
 class Segments(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """K segments of users; the first is the least active one, by events a day.
 
-    Args:
+    Attributes:
         names: "all" of one segment, "passive" and "active" of two, else by activity.
         mean: of each of the 6 statistics; a missing one counts as the mean.
         scale: their standard deviations, 1 where all users are alike.
