@@ -105,7 +105,7 @@ def padding_ids(model: nn.Module) -> dict[str, int]:
 
     The padding's gradients are zeros.
     """
-    padding = {}
+    padding: dict[str, int] = {}
     for module in model.modules():
         tables = []
         if isinstance(module, FusedEmbeddingCollection):

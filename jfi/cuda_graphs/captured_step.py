@@ -38,13 +38,14 @@ class StagingBlock:
     def __init__(self, block: Tensor) -> None:
         self.block = block
         #: On a GPU, the events that the block is filled, and that it was copied.
-        self.filled, self.copied = (torch.cuda.Event() if block.is_cuda else None for _ in range(2))
+        self.filled: Any = torch.cuda.Event() if block.is_cuda else None
+        self.copied: Any = torch.cuda.Event() if block.is_cuda else None
 
 
 class CapacityBucket:
     """Buffers of one capacity, and its graph once it is captured."""
 
-    def __init__(self, buffers: Buffers, staging: int) -> None:
+    def __init__(self, buffers: Any, staging: int) -> None:
         self.buffers, self.block = buffers, buffers.new_block()
         self.staging = [StagingBlock(buffers.new_block()) for _ in range(staging)]
         self.loads = self.eager_steps = 0
@@ -110,17 +111,14 @@ class StepGraphs:
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _new_buffers(self, capacities: tuple[int, ...]) -> Buffers:
-        raise NotImplementedError
-
-    def _bucket(self, capacities: tuple[int, ...]) -> CapacityBucket:
+    def _bucket(self, graphs: "CudaGraphs", capacities: tuple[int, ...], new_buffers: Callable) -> CapacityBucket:
         # A graph captures dropout and the like as they are in this mode.
         key = self._model.training, *capacities
         if key not in self._buckets:
-            self._buckets[key] = self._graphs.new_bucket(self._new_buffers(capacities))
+            self._buckets[key] = graphs.new_bucket(new_buffers())
         return self._buckets[key]
 
-    def _run(self, bucket: CapacityBucket) -> Any:
+    def _run(self, graphs: "CudaGraphs", bucket: CapacityBucket) -> Any:
         """Runs a step on the batch in the block of a bucket."""
 
         def step() -> Any:
@@ -132,14 +130,14 @@ class StepGraphs:
             return outputs
 
         if bucket.replay is None:
-            graphs = sum(other.replay is not None for other in self._buckets.values())
-            if bucket.eager_steps < self._warmup_steps or graphs == self._max_graphs:
+            captured = sum(other.replay is not None for other in self._buckets.values())
+            if bucket.eager_steps < self._warmup_steps or captured == self._max_graphs:
                 is_warm = bucket.eager_steps >= self._warmup_steps
-                outputs = self._graphs.run(step)
+                outputs = graphs.run(step)
                 bucket.eager_steps += 1  # a step that raises does not count
                 self.eager[f"beyond {self._max_graphs} graphs" if is_warm else "as warm-up"] += 1
                 return outputs
-            bucket.replay, bucket.outputs = self._graphs.capture(step)
+            bucket.replay, bucket.outputs = graphs.capture(step)
         bucket.replay()
         self.captured += 1
         return bucket.outputs
@@ -233,25 +231,27 @@ class CapturedStep(StepGraphs):
             The result of the step. Its tensors are valid until the next call, which may overwrite them: clone those
             that you keep.
         """
-        if self._graphs is None:
+        graphs, buckets = self._graphs, self._capacities
+        if graphs is None:
             return self._run_eagerly(batch, "without a GPU")
         try:
             described = describe(batch)
-            if self._capacities is None:
-                self._begin(batch)
+            if buckets is None:
+                buckets = self._begin(batch)
         except UnsupportedBatch as unsupported:
             reason = str(unsupported)
             if reason not in self.eager:
                 warnings.warn(f"steps run eagerly and are not captured: {reason}", stacklevel=2)
             return self._run_eagerly(batch, reason)
-        capacities = self._capacities.fit(described)
+        capacities = buckets.fit(described)
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
-        bucket = self._bucket(capacities)
-        self._graphs.load(bucket, described)
-        return self._run(bucket)
+        structure = buckets.structure
+        bucket = self._bucket(graphs, capacities, lambda: Buffers(structure, capacities, self._padding, self._device))
+        graphs.load(bucket, described)
+        return self._run(graphs, bucket)
 
-    def _begin(self, first: Any) -> None:
+    def _begin(self, first: Any) -> CapacityBuckets:
         reference = first if self._reference is None else self._reference
         described = describe(reference)
         reason = why_not_captured(self._model, reference)
@@ -260,9 +260,7 @@ class CapturedStep(StepGraphs):
         self._capacities, self._padding = CapacityBuckets(described), padding_ids(self._model)
         self._fixed_length_keys = self._capacities.fixed_length_keys
         self._reference = None
-
-    def _new_buffers(self, capacities: tuple[int, ...]) -> Buffers:
-        return Buffers(self._capacities.structure, capacities, self._padding, self._device)
+        return self._capacities
 
 
 class CudaGraphs:
@@ -280,7 +278,7 @@ class CudaGraphs:
         # Gradients may still lie in the old pool, to which no further graph can be captured.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def new_bucket(self, buffers: Buffers) -> CapacityBucket:
+    def new_bucket(self, buffers: Any) -> CapacityBucket:
         bucket = CapacityBucket(buffers, self._staging)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         return bucket
@@ -315,7 +313,7 @@ class CudaGraphs:
         """Captures a step; returns its replay and its outputs, which each replay overwrites."""
         graph, fault = torch.cuda.CUDAGraph(), None
         # Other threads may pin memory meanwhile.
-        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        options: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(graph, **options):
                 try:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
@@ -272,7 +272,7 @@ class DataConfig:
 
     def targets(self) -> list[LabelConfig]:
         """`labels`, or the only label as one named "label"."""
-        return self.labels or [LabelConfig("label", self.label, self.task)]
+        return self.labels or [LabelConfig("label", self.label, self.task)]  # type: ignore[arg-type] # None: no label
 
     def trained_labels(self) -> list[LabelConfig]:
         """`targets()`, and behind them `auxiliary_labels`, which only the loss of the training rows reads."""
@@ -324,8 +324,11 @@ class DataConfig:
 
     def defaults(self) -> dict[str, str | float]:
         """The text or the number that stands for a missing value, by column."""
-        given = [one for one in self.features if one.default is not None]
-        return {one.name: float(one.default) if one.type == "number" else text_of(one.default) for one in given}
+        return {
+            one.name: float(one.default) if one.type == "number" else str(text_of(one.default))
+            for one in self.features
+            if one.default is not None
+        }
 
     def rules(self) -> list[tuple[str, str]]:
         """The settings `label` and `history` that are rules, each with its rule."""
@@ -359,7 +362,7 @@ class DataConfig:
         return dataclasses.replace(self, **{name: name_tables(source) for name, source in named.items()})
 
 
-def _absolute(path: str | list[str] | None) -> str | list[str] | None:
+def _absolute(path: Any) -> Any:
     if isinstance(path, list | tuple):
         return [_absolute(part) for part in path]
     if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):  # none, a table in memory, or a URL

@@ -117,7 +117,7 @@ class CapturedShardedStep(StepGraphs):
         """Returns the summary of `StepGraphs`, and how rows travel."""
         return super().summary() + "; rows travel through peer memory" * (self._peers is not None)
 
-    def _set_reference(self, batch: Any) -> None:
+    def _set_reference(self, batch: Any) -> FixedShapes:
         """Takes the capacities from a batch."""
         shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
         fixed = shapes.buckets.fixed_length_keys
@@ -129,9 +129,7 @@ class CapturedShardedStep(StepGraphs):
                 raise ValueError(f"the step cannot be captured: {reason}")
         self._shapes, self._fixed_length_keys = shapes, fixed
         self._recent.append(shapes.smallest)
-
-    def _new_buffers(self, capacities: tuple[int, ...]) -> DistributedBuffers:
-        return DistributedBuffers(self._shapes, capacities)
+        return shapes
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Makes a step on the next batch, and sends the second one after it ahead.
@@ -148,33 +146,35 @@ class CapturedShardedStep(StepGraphs):
                 wait for this one.
             ValueError: features that do not fit the collections, likewise.
         """
-        if self._graphs is None:
+        graphs = self._graphs
+        if graphs is None:
             return self._progress_eagerly(InFlightBatch(next(batches)), "without a GPU")
         self._send_next(batches)
-        if not self._in_flight:
+        shapes = self._shapes
+        if shapes is None or not self._in_flight:
             raise StopIteration
         in_flight = self._in_flight.popleft()
-        capacities = OTHER_STRUCTURE if in_flight.sender is None else self._shapes.agree(in_flight.shapes())
+        capacities = OTHER_STRUCTURE if in_flight.sender is None else shapes.agree(in_flight.shapes())
         while not isinstance(capacities, str) and not in_flight.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
             if in_flight.is_counted:
-                self._shapes.discount(in_flight.batch)
-            in_flight = self._input_dist(capacities).send(in_flight.batch)
-            capacities = self._shapes.agree(in_flight.shapes())
+                shapes.discount(in_flight.batch)
+            in_flight = self._input_dist(shapes, capacities).send(in_flight.batch)
+            capacities = shapes.agree(in_flight.shapes())
         if isinstance(capacities, str):
             outputs = self._progress_eagerly(in_flight, capacities)
         else:
             self._recent.append(capacities)
             self._begin_step()
-            bucket = self._bucket(capacities)
+            bucket = self._bucket(graphs, capacities, lambda: DistributedBuffers(shapes, capacities))
             in_flight.sender.load(in_flight.slot, capacities, bucket.buffers, bucket.block)
-            outputs = self._run(bucket)
+            outputs = self._run(graphs, bucket)
         self._send_next(batches)
         return outputs
 
     def _progress_eagerly(self, in_flight: InFlightBatch, reason: str) -> Any:
         """Makes a step whose forward pass sends the ids."""
-        if in_flight.is_counted:
+        if self._shapes is not None and in_flight.is_counted:
             self._shapes.discount(in_flight.batch)
         self._begin_step()
         return self._run_eagerly(in_flight.batch, reason)
@@ -182,16 +182,15 @@ class CapturedShardedStep(StepGraphs):
     def _send_next(self, batches: Iterator[Any]) -> None:
         """Sends batches until AHEAD of them are on their way, if there are any."""
         while len(self._in_flight) < AHEAD and (batch := next(batches, None)) is not None:
-            if self._shapes is None:
-                self._set_reference(batch)
-            if len(set(self._shapes.samples)) > 1:  # no two ranks' shapes would agree
+            shapes = self._set_reference(batch) if self._shapes is None else self._shapes
+            if len(set(shapes.samples)) > 1:  # no two ranks' shapes would agree
                 self._in_flight.append(InFlightBatch(batch))
             else:
-                self._in_flight.append(self._input_dist(max(self._recent)).send(batch))
+                self._in_flight.append(self._input_dist(shapes, max(self._recent)).send(batch))
 
-    def _input_dist(self, capacities: tuple[int, ...]) -> FixedInputDist:
+    def _input_dist(self, shapes: FixedShapes, capacities: tuple[int, ...]) -> FixedInputDist:
         if capacities not in self._input_dists:
-            self._input_dists[capacities] = FixedInputDist(self._shapes, capacities, self._input_graphs)
+            self._input_dists[capacities] = FixedInputDist(shapes, capacities, self._input_graphs)
         return self._input_dists[capacities]
 
     def _begin_step(self) -> None:
@@ -201,7 +200,7 @@ class CapturedShardedStep(StepGraphs):
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        if not isinstance(batch, DistributedBatch):
+        if self._shapes is None or not isinstance(batch, DistributedBatch):
             with captured_averages(self._pg, None, self._tables):
                 return self._step_on_batch(batch)
         with (

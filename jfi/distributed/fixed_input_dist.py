@@ -163,8 +163,8 @@ class InFlightBatch(NamedTuple):
 
     batch: Any  # as it was given
     is_counted: bool = False  # whether its ids outside of their tables are
-    sender: FixedInputDist | None = None  # None if it is not sent ahead of its step
-    slot: _MemorySlot | None = None
+    sender: Any = None  # the FixedInputDist; None if it is not sent ahead of its step
+    slot: Any = None  # of memory that the sender has filled
 
     def shapes(self) -> list[list[int]]:
         """Waits for the shapes of all ranks, see `FixedShapes.gather`."""

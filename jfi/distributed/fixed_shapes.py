@@ -88,7 +88,7 @@ class FixedShapes:
         self.samples = [row[1] for row in shapes]
         lengths, fixed = self._of_all_ranks(shapes)
         self.buckets = CapacityBuckets(self.reference, fixed, lengths)
-        self.smallest = self.buckets.capacities(lengths, fixed)
+        self.smallest: Any = self.buckets.capacities(lengths, fixed)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from jfi.modules.table_rows import RemoteRows, TableRows, parts_of
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 
 
-class ShardedTables:
+class ShardedTables(nn.Module):
     """The first base of a sharded collection of TorchRec's, whose tables, names and optimizers it leaves as they are.
 
     Ids go to the owner ranks of their rows. A history comes out as `RemoteRows`, rows of other keys are fetched; of an

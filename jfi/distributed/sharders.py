@@ -39,6 +39,7 @@ class ShardedFetchedBags(ShardedTables, ShardedEmbeddingBagCollection):
 class _Sharder:
     _sharded: type[ShardedTables]  # the class that `shard` makes
     _options: tuple
+    fused_params: dict[str, Any] | None  # TorchRec's
 
     def shard(
         self,

@@ -327,7 +327,7 @@ def _gradient_launchers(
 
 
 def gradients(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, ...],
     weights: tuple[Tensor, ...],
     bias_dtype: torch.dtype,
     num_queries: int,

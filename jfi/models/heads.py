@@ -110,6 +110,9 @@ class TaskArch(nn.Module):
 class OutputScale(nn.Module):
     """Multiplies the first L outputs by a deviation and adds a mean; both are buffers, which a saved model has."""
 
+    mean: Tensor
+    deviation: Tensor
+
     def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
         super().__init__()
         means, deviations = zip(*moments, strict=True)

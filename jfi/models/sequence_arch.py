@@ -5,6 +5,7 @@ given to the R samples that are its rows.
 """
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ class SequenceArch(nn.Module):
         widths: dict[str, int],
         embedding_dim: int,
         event_dim: int,
-        pooling: AttentionPooling | str,
+        pooling: AttentionPooling | Literal["mean", "sum", "none"],
         encoder: JaggedEncoder | None,
         user_keys: list[str],
         id_keys: dict[str, str],
@@ -90,21 +91,22 @@ class SequenceArch(nn.Module):
         super().__init__()
         self._id_keys, self.user_keys = id_keys, user_keys
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
-        attends, layers = isinstance(pooling, AttentionPooling), []
+        layers: list[JaggedFeatureInteraction | JaggedPooling] = []
         pooled = features if encoder is None else [feature.encoded() for feature in features]
-        if attends and features:
+        attends = isinstance(pooling, AttentionPooling)
+        if isinstance(pooling, AttentionPooling):
             sizes = embedding_dim, pooling.num_heads, pooling.num_queries
-            options = {"sequence_dim": event_dim, "device": device}
-            layers = [JaggedFeatureInteraction(pooled, *sizes, **options) for _ in range(pooling.layers)]
-        elif features:
-            layers = [JaggedPooling(pooled, event_dim, pooling)]
+            for _ in range(pooling.layers if features else 0):
+                layers.append(JaggedFeatureInteraction(pooled, *sizes, sequence_dim=event_dim, device=device))
+        elif features and pooling != "none":
+            layers.append(JaggedPooling(pooled, event_dim, pooling))
         self.pooling, self.encoder = layers[0] if layers else None, encoder
         #: Layers of attention to the same histories, each with a target refined by what the layers before have found;
         #: the first target of each feature is refined. The sum of all layers is one more entry for each feature.
         further = nn.ModuleList(layers[1:])
         self.refined_keys = list(dict.fromkeys(feature.target_keys[0] for feature in features))
         refined_width = len(self.refined_keys) * embedding_dim
-        refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in further)
+        refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in layers[1:])
         self.further = nn.ModuleDict({"layers": further, "refine": refine})
         keys = bag_keys + single_keys
         others = [key for key in keys if widths[key] != embedding_dim]
@@ -125,7 +127,7 @@ class SequenceArch(nn.Module):
         self,
         ids: KeyedJaggedTensor,
         bags: KeyedTensor | None,
-        embeddings: dict[str, JaggedTensor] | None,
+        embeddings: dict[str, JaggedTensor],
         timelines: Timelines | None = None,
     ) -> Tensor:
         """Returns the entries: those of `bags`, of the single keys of `embeddings`, of the histories."""
@@ -141,22 +143,23 @@ class SequenceArch(nn.Module):
                 targets = refined(targets, self.refined_keys, refine(found))
                 found = self._pool(layer, targets, sequences, timelines)
                 total = total + found
-            pooled += [total] if len(self.further["layers"]) else []
+            pooled += [total] if total is not found else []
         return _stack_entries(singles, pooled, self.embedding_dim)
 
     def attention_weights(
         self,
         ids: KeyedJaggedTensor,
         bags: KeyedTensor | None,
-        embeddings: dict[str, JaggedTensor] | None,
+        embeddings: dict[str, JaggedTensor],
         timelines: Timelines | None = None,
     ) -> dict[str, JaggedTensor]:
         """Returns by sequence feature the attention weights of its events; the arguments are those of `forward`."""
         singles, sequences = self._singles(bags, embeddings, timelines), self._events(embeddings, ids, timelines)
-        return self.pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
+        pooling: Any = self.pooling
+        return pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
 
     def _singles(
-        self, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None, timelines: Timelines | None
+        self, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor], timelines: Timelines | None
     ) -> dict[str, Tensor]:
         """Returns the entries that are not histories, all `embedding_dim` wide."""
         entries = _single_entries(bags, embeddings, self.bag_keys, self.single_keys)
@@ -167,7 +170,7 @@ class SequenceArch(nn.Module):
         return _shared(entries, self.user_keys, timelines)
 
     def _events(
-        self, embeddings: dict[str, JaggedTensor] | None, ids: KeyedJaggedTensor, timelines: Timelines | None
+        self, embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> dict[str, JaggedTensor]:
         sequences = _sequences(embeddings, ids, self.features, self._id_keys, self._not_shared, timelines)
         return sequences if self.encoder is None else self.encoder(sequences)
@@ -193,7 +196,7 @@ def refined(entries: dict[str, Tensor], keys: list[str], changes: Tensor) -> dic
 @torch.fx.wrap
 def _single_entries(
     bags: KeyedTensor | None,
-    embeddings: dict[str, JaggedTensor] | None,
+    embeddings: dict[str, JaggedTensor],
     bag_keys: list[str],
     single_keys: list[str],
 ) -> dict[str, Tensor]:
@@ -283,10 +286,8 @@ def _stack_entries(singles: dict[str, Tensor], pooled: list[Tensor], embedding_d
 
 
 @torch.fx.wrap
-def merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+def merged(embeddings: dict[str, JaggedTensor], others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
     """Merges the output of a collection with `others`, which are converted to its dtype."""
-    if embeddings is None:
-        return others
     together = as_dict(embeddings)
     dtype = next((validation.unread(one).dtype for one in together.values()), None)
     for key, one in others.items():

@@ -187,7 +187,7 @@ class SequenceDLRM(nn.Module):
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
-        self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
+        self._from_times = [feature.bias.key for feature in biased if isinstance(feature.bias, TimeBias)]
         self.dropout = nn.Dropout(dropout)
         self._dense_in_features = dense_in_features
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -250,11 +250,11 @@ class SequenceDLRM(nn.Module):
 
     def _look_up(
         self, ids: KeyedJaggedTensor, timelines: Timelines | None
-    ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
+    ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor]]:
         _check_ids(ids, self._id_keys, self._from_times, self._user_keys, self._sharded(), timelines)
         lookups.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
-        embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
+        embeddings = {} if self.embedding_collection is None else self.embedding_collection(ids)
         if self.semantic_ids is not None:
             embeddings = merged(embeddings, self.semantic_ids(ids))
         return ids, bags, embeddings

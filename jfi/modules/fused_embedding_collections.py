@@ -77,7 +77,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     @property
     def device(self) -> torch.device:
         """Returns the tables' device, where TorchRec's classes return that of the construction."""
-        return next(iter(self._tables.values())).weight.device
+        return next(self._tables.parameters()).device
 
     @property
     def fused_optimizer(self) -> FusedTables:
@@ -228,6 +228,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     """
 
     _attribute, _config = "embeddings", EmbeddingConfig
+    embedding_configs: Callable[[], list[EmbeddingConfig]]
 
     def __init__(
         self,
@@ -301,6 +302,9 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
     """
 
     _attribute, _config = "embedding_bags", EmbeddingBagConfig
+    is_weighted: Callable[[], bool]
+    embedding_bags: nn.ModuleDict
+    embedding_bag_configs: Callable[[], list[EmbeddingBagConfig]]
 
     def __init__(
         self,

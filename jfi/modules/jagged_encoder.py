@@ -20,6 +20,7 @@ al., "Actions Speak Louder than Words" (HSTU, ICML 2024):
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +162,8 @@ class JaggedEncoder(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        for stack in self.stacks.values():
+        stacks: Any = self.stacks
+        for stack in stacks.values():
             for block in stack.blocks:
                 nn.init.zeros_(block.output.weight)
                 nn.init.zeros_(block.feedforward[-2].weight)
@@ -244,6 +246,9 @@ class EncoderBlock(nn.Module):
     Query, key and value are projected separately, so that each is contiguous, as the attention reads it.
     """
 
+    bucket_bias: nn.Parameter | None
+    relative_bias: nn.Parameter | None
+
     def __init__(
         self,
         feature: SequenceFeatureConfig,
@@ -282,7 +287,7 @@ class EncoderBlock(nn.Module):
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
         bias = events.key_bias(self.bucket_bias, self.num_heads, query.dtype)
-        options = {"causal": self.causal, "key_bias": bias}
+        options: dict[str, Any] = {"causal": self.causal, "key_bias": bias}
         if self.by_time:
             options |= {"query_time": events.times, "key_time": events.times}
         if self.relative_bias is not None:

@@ -1,5 +1,7 @@
 """The layer: target-aware attention over the histories of a TorchRec model."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -176,7 +178,8 @@ class JaggedFeatureInteraction(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the parameters of the layer anew; those of a given `embedding_collection` stay as they are."""
-        for feature in self.attention.values():
+        by_name: Any = self.attention
+        for feature in by_name.values():
             feature.reset_parameters()
 
     def forward(
@@ -247,7 +250,7 @@ class JaggedFeatureInteraction(nn.Module):
             events of a sample. Of ragged targets [P, num_queries, num_heads], by candidate: each has a weight for every
             event of its user, 0 for those that it does not see.
         """
-        sequences, weights = lookups.fetched(self._embed(sequences, targets, ids)), {}
+        sequences, weights = lookups.fetched(self._embed(sequences, targets, ids)), dict[str, JaggedTensor]()
         by_group = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         for group, events in zip(self.groups, by_group, strict=True):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
@@ -302,7 +305,7 @@ class JaggedFeatureInteraction(nn.Module):
             if (got is not None) if want is None else got != want:
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
-        own = self.attention[name]
+        own: Any = self.attention[name]
         if attention.in_proj_weight is None:
             weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
         else:
@@ -318,11 +321,11 @@ class JaggedFeatureInteraction(nn.Module):
             own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
-        by_name = self.attention
+        by_name: Any = self.attention
         return [by_name[feature.name].own_parameters() for feature in group.features]
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
-        pooled = {}
+        pooled: dict[str, Tensor] = {}
         for output, group in zip(outputs, self.groups, strict=True):
             rows = output.unbind()  # indexed, since a proxy of torch.fx cannot be iterated
             pooled |= {feature.name: rows[index] for index, feature in enumerate(group.features)}

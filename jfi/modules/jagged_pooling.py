@@ -98,7 +98,7 @@ def _pool(groups: list[Events], mode: Mode) -> Tensor:
     for events in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
         key = events.history.unsqueeze(1)
-        if events.target_offsets is None:
+        if events.target is None or events.target_offsets is None:
             query = key.new_zeros(events.offsets.size(0) - 1, 1, 1, key.size(2))
             mean = target_attention(query, key, offsets=events.offsets)
             counts = events.offsets.diff()
@@ -127,8 +127,9 @@ def count_visible(events: Events, rows: int) -> Tensor:
     The numbers of candidates that pad a batch have no meaning.
     """
     offsets, device = events.offsets, events.offsets.device
-    user = torch.searchsorted(events.target_offsets[1:-1].contiguous(), torch.arange(rows, device=device), right=True)
-    if events.target_times is None:
+    ends = events.target_offsets[1:-1].contiguous()  # type: ignore[index] # targets are ragged
+    user = torch.searchsorted(ends, torch.arange(rows, device=device), right=True)
+    if events.target_times is None or events.times is None:
         return offsets.diff()[user]
     # Events behind the last user's, which pad a batch, belong to nobody.
     index = torch.arange(len(events.times), device=device)

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,10 @@ class SemanticIDEmbedding(nn.Module):
         torch.Size([4, 4])
     """
 
+    fingerprint: Tensor
+    catalogue: Tensor | None
+    catalogue_words: Tensor
+
     def __init__(
         self,
         codec: Codec,
@@ -113,17 +117,15 @@ class SemanticIDEmbedding(nn.Module):
         check_device("device", device)
         self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
         self.layout = codec.layout
-        if read == "digits":
-            self.reader = Digits(self.layout)
-        elif read == "decode":
-            self.reader = Decoder(codec)
-        elif read == "tables":
-            self.reader = Tables(codec, embedding_dim, init, spread, device)
-        else:
-            self.reader = PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
-        self.projection = None
+        self.projection: Any = None  # an nn.Linear of "digits" and "decode", or what a user replaces it with
         if read in ("digits", "decode"):
-            self.projection = nn.Linear(self.reader.width, embedding_dim, device=device)
+            reader = Digits(self.layout) if read == "digits" else Decoder(codec)
+            self.projection = nn.Linear(reader.width, embedding_dim, device=device)
+        elif read == "tables":
+            reader = Tables(codec, embedding_dim, init, spread, device)
+        else:
+            reader = PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
+        self.reader = reader
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         fingerprint = struct.unpack(">4q", bytes.fromhex(codec.fingerprint))
         self.register_buffer("fingerprint", torch.tensor(fingerprint, device="cpu"))
@@ -131,7 +133,8 @@ class SemanticIDEmbedding(nn.Module):
         if catalogue is not None:
             catalogue = _checked_catalogue(catalogue, self.layout)
             words = sid_words(catalogue, self.layout.num_digits) if read == "digits" else None
-        self.outside_ids = () if catalogue is None else (OutsideIds(["catalogue"] * len(feature_names)),)
+        outside = [] if catalogue is None else [OutsideIds(["catalogue"] * len(feature_names))]
+        self.outside_ids = tuple(outside)
         self.register_buffer("catalogue", catalogue, persistent=False)
         self.register_buffer("catalogue_words", words, persistent=False)
         #: What buffers hold, to be written again where they were on the meta device.
@@ -145,10 +148,10 @@ class SemanticIDEmbedding(nn.Module):
         """Draws the parameters anew."""
         for name, buffer in self.named_buffers():
             buffer.copy_(self._constants[name])
-        if self.projection is not None:
-            self.projection.reset_parameters()
-        else:
+        if isinstance(self.reader, Tables | PrefixTables):
             self.reader.reset_parameters()
+        else:
+            self.projection.reset_parameters()
         nn.init.zeros_(self.unknown)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -244,7 +247,7 @@ class SemanticIDEmbedding(nn.Module):
     def extra_repr(self) -> str:
         return f"{', '.join(self.feature_names)}: {self.layout}, read={self.read!r}"
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}fingerprint")
         if given is not None and given.tolist() != self._constants["fingerprint"].tolist():
             errors = args[-1]

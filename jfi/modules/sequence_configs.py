@@ -262,8 +262,8 @@ class FeatureGroup:
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
         self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
         self.reads_weights = self.features[0].reads_weights
-        longest = [feature.max_seqlen for feature in self.features]
-        self.max_seqlen = None if None in longest else max(longest)
+        bounds = [feature.max_seqlen for feature in self.features if feature.max_seqlen is not None]
+        self.max_seqlen = max(bounds) if len(bounds) == len(self.features) else None
         self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
 
 

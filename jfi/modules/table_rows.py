@@ -1,10 +1,10 @@
 """Embeddings of events that have not been read yet: rows of tables, here or on other ranks, and semantic IDs."""
 
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops.gather_rows import bound_ids, check_indices, read_rows
@@ -174,13 +174,14 @@ class DigitRows(UnreadRows):
     def __init__(
         self,
         ids: Tensor,
-        embedding: nn.Module,
+        embedding: Any,
         dtype: torch.dtype,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        self.ids, self.embedding, self._words = ids, embedding, None
+        self.ids, self.embedding = ids, embedding
+        self._words: Tensor | None = None
         rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
         super().__init__(rows, lengths, offsets, weights)
 
@@ -214,7 +215,7 @@ def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:
     """Returns the words and the indices of events of one embedding, concatenated, as `digit_attention` takes them."""
     if events[0].indices is None:
         return join([one.words for one in events]), None
-    return events[0].words, join([one.indices for one in events])
+    return events[0].words, join([one.ids for one in events])
 
 
 def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
@@ -299,7 +300,7 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
 
     Tensors without an element may lie elsewhere.
     """
-    first = end = None
+    first, end = None, 0
     for tensor in tensors:
         if type(tensor) is not Tensor:
             return None

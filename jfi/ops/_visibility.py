@@ -64,7 +64,7 @@ def visibility(
     key_time: Tensor | None,
     time_bias: Tensor | None,
     position_bias: Tensor | None,
-) -> tuple[tuple[Tensor | None, ...], tuple[int | None, int | None, bool]]:
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], tuple[int | None, int | None, bool]]:
     """Returns (edges, table, query_time, key_time) and (left, right, is_causal) of `JaggedAttentionInputs`."""
     left, right = _window(causal, window_size)
     rows = query.shape[0]

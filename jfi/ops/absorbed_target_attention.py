@@ -18,6 +18,8 @@ host's time dominates, and autograd's bookkeeping for a dozen small products and
 or a tracer sees the composition of operators instead.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -126,10 +128,10 @@ def attend_absorbed(
 ) -> Tensor:
     """Computes `absorbed_target_attention` of checked arguments, for a caller that has checked its batch already."""
     by_id = history if isinstance(history, RowsById) else None
-    fields = history if by_id is None else (by_id.rows,)
+    fields = (history.rows,) if isinstance(history, RowsById) else history
     impl = check_impl(impl, fields[0])
     num_queries, in_kernel = _in_kernel(weights, num_heads, impl)
-    if key_bias_index is not None and not in_kernel:
+    if key_bias is not None and key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(fields[0].dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         fields, by_id = (read_rows(by_id),), None
@@ -144,16 +146,16 @@ def attend_absorbed(
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         # Rows by id have no memory to be contiguous in.
-        tensors = [fields[0].contiguous() if by_id is None else fields[0]]
+        first = fields[0].contiguous() if by_id is None else fields[0]
         second = fields[1] if len(fields) == 2 else None
         others = (second, offsets, key_bias, key_bias_index, value_scale)
-        tensors += [None if x is None else x.contiguous() for x in others]
+        others = [None if x is None else x.contiguous() for x in others]
         tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
         settings = (num_heads, scale, max_seqlen, impl, dtype, tables, indices)
         if autocast:  # the node chooses every dtype itself
             with torch.autocast(device, enabled=False):
-                return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
-        return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
+                return _AbsorbedTargetAttention.apply(target, first, *others, *weights, settings)
+        return _AbsorbedTargetAttention.apply(target, first, *others, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     w_qk, b_qk, w_vo = absorb(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
@@ -318,7 +320,8 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             *(attended, lse, needed, impl),
         )
         grads = iter(grads)
-        dquery, dhistory, _, dbias, dsecond = [next(grads) if need else None for need in needed]
+        found: list[Any] = [next(grads) if need else None for need in needed]
+        dquery, dhistory, _, dbias, dsecond = found
         if needs_target:
             dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
         if needs_weights:
@@ -341,18 +344,18 @@ def _prepare_plan(
     scale: float | None,
     max_seqlen: int | None,
     impl: str,
-    **events: Tensor | None,
+    **events: Any,
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """Returns for `explain` the operands of the attention, whether kernels absorb the weights, "triton" or "torch"."""
-    arguments = {"num_heads": num_heads, "scale": scale, "max_seqlen": max_seqlen}
-    history, scale = _check(target, history, weights, indices, **events, **arguments)
+    options: dict[str, Any] = {"num_heads": num_heads, "scale": scale, "max_seqlen": max_seqlen}
+    history, scale = _check(target, history, weights, indices, **events, **options)
     fields = (history.rows,) if isinstance(history, RowsById) else history
     impl = check_impl(impl, fields[0])
     num_queries, in_kernel = _in_kernel(weights, num_heads, impl)
     key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
     query = key.new_empty(target.shape[0] * target.shape[1], num_queries, num_heads, key.shape[1])
     operand = history if isinstance(history, RowsById) else key.unsqueeze(1)
-    settings = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
+    settings: dict[str, Any] = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
     inputs, _ = prepare_target_attention(query, operand, None, indices=None, **events, **settings)
     tensors = (target, *fields, events["key_bias"], *weights)
     absorbs = impl == "triton" and _fits_one_node(tensors, events["value_scale"], impl, in_kernel)

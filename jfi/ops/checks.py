@@ -57,7 +57,7 @@ def may_read(offsets: Tensor) -> bool:
 
 def check_floating(**tensors: Tensor | None) -> None:
     """Checks that tensors are floating, of one dtype and on one device; the first one sets the standard."""
-    first_name = first = None
+    first_name, first = "", None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -246,15 +246,14 @@ def check_times(
     key: Tensor,
 ) -> None:
     """Checks that times come one to a query [R] and to a key [S]; if readable, that none decreases in a sample."""
+    if not (isinstance(query_time, Tensor) and isinstance(key_time, Tensor)):
+        name, odd = ("query_time", query_time) if isinstance(key_time, Tensor) else ("key_time", key_time)
+        raise TypeError(f"query_time and key_time must both be tensors or None, got {name} of {type(odd).__name__}")
     sides = {
         "query_time": (query_time, rows, "R", query_offsets),
         "key_time": (key_time, key.shape[0], "S", key_offsets),
     }
     for name, (time, count, what, offsets) in sides.items():
-        if not isinstance(time, Tensor):
-            raise TypeError(
-                f"query_time and key_time must both be tensors or None, got {name} of {type(time).__name__}"
-            )
         check_dtype(name, time, (*INDICES, torch.float64))
         check_dim(name, time, f"[{what}]")
         check_size(name, time.shape[0], count, what)

@@ -117,15 +117,15 @@ def _prepare(
         raise ValueError(
             f"query must have at most {plan.MAX_DIGITS} digits for impl='triton', got {num_digits}: use impl='torch'"
         )
-    if key_bias_index is not None and impl == "torch":
+    if key_bias is not None and key_bias_index is not None and impl == "torch":
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
-    key, tables, indices = digits, [], [] if indices is None else [indices.contiguous()]
-    if indices:  # rows by id have no memory
-        key, tables = digits.new_zeros(()).expand(events.shape[0], digits.shape[1]), [digits.contiguous()]
-    tensors = (query, None if tables else key, None, offsets, key_bias, key_bias_index, value_scale)
-    query, own, *tensors = [None if x is None else x.contiguous() for x in tensors]
-    key = (key if own is None else own).unsqueeze(1)
-    return TargetAttentionInputs(query, key, *tensors, None, tables, indices, scale, None), impl
+    # Rows by id have no memory.
+    key = digits.contiguous() if indices is None else digits.new_zeros(()).expand(events.shape[0], digits.shape[1])
+    by_id = ([], []) if indices is None else ([digits.contiguous()], [indices.contiguous()])
+    optional = (key_bias, key_bias_index, value_scale)
+    key_bias, key_bias_index, value_scale = [None if x is None else x.contiguous() for x in optional]
+    tensors = (query.contiguous(), key.unsqueeze(1), None, offsets.contiguous(), key_bias, key_bias_index, value_scale)
+    return TargetAttentionInputs(*tensors, None, *by_id, scale, None), impl
 
 
 explains(digit_attention, _prepare, plan.plan_target_attention)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
     return plan(inputs, impl, device)
 
 
-def _on_meta(x: object) -> object:
+def _on_meta(x: Any) -> Any:
     """An argument with its tensors on the meta device, those of a tuple or a NamedTuple too."""
     if isinstance(x, tuple):
         return type(x)(*map(_on_meta, x)) if hasattr(x, "_fields") else tuple(map(_on_meta, x))

@@ -16,6 +16,7 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +44,7 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(*operands_and_impl: object) -> tuple[Tensor, Tensor]:
+def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
     x, impl = JaggedAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "torch":
         from jfi.cpu import jagged_attention
@@ -172,20 +173,19 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    events = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
+    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
     events |= {"key_bias": key_bias, "value_scale": value_scale}
-    seen = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "query_time": query_time}
-    seen |= {"key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
+    seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
+    seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
     inputs, impl = _prepare(query, key, value, **events, **seen, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
-        times = None if query_time is None else (query_time, key_time)
-        relative = (times, max_visible, time_bias, position_bias)
-        window = (causal, window_size, key_bias, inputs.scale)
+        times = None if query_time is None or key_time is None else (query_time, key_time)
+        options = (causal, window_size, key_bias, inputs.scale, times, max_visible, time_bias, position_bias)
         key, value = inputs.key, inputs.value
         if inputs.is_packed:
             key = reference.unpack_digits(key, query.shape[2])[:, None].to(query.dtype)
             value = None if value is None else _scaled(key, value)
-        out, lse = reference.jagged_attention(query, key, value, *inputs[3:5], *window, *relative)
+        out, lse = reference.jagged_attention(query, key, value, inputs.query_offsets, inputs.key_offsets, *options)
     else:
         out, lse = (_exported_fwd() if is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
@@ -204,15 +204,14 @@ def _prepare(
     scale: float | None,
     impl: str,
     return_lse: bool = False,
-    **seen: object,
+    **seen: Any,
 ) -> tuple[JaggedAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch".
 
     ``seen`` are the keyword arguments of `visibility`.
     """
     key_offsets = query_offsets if key_offsets is None else key_offsets
-    packed = is_packed(key)
-    if packed:
+    if packed := is_packed(key):
         key = _packed_keys(query, key, value, indices)
     elif indices is not None:
         check_floating(query=query)
@@ -240,14 +239,16 @@ def _prepare(
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
-    tensors = [None if x is None else x.contiguous() for x in tensors]
-    query_offsets, key_offsets = tensors[3:5]
+    query, key, query_offsets, key_offsets = [x.contiguous() for x in (query, key, query_offsets, key_offsets)]
+    value, key_bias = [None if x is None else x.contiguous() for x in (value, key_bias)]
     buckets, window = visibility(query, key, query_offsets, key_offsets, impl, **seen)
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
     return JaggedAttentionInputs(*tensors, *buckets, scale, *window), impl
 
 
-def _packed_keys(query: Tensor, digits: Tensor, value: Tensor | None, indices: Tensor | None) -> Tensor:
+def _packed_keys(
+    query: Tensor, digits: Tensor, value: Tensor | None, indices: Tensor | tuple[Tensor, ...] | None
+) -> Tensor:
     """The words [S, W] of the events, checked."""
     if value is not None:
         raise ValueError("value must be None where key is packed digits, which are key and value")

@@ -34,7 +34,7 @@ class RowsById(NamedTuple):
 
 
 def rows_by_id(
-    tables: Tensor | tuple[Tensor, ...],
+    tables: Tensor | tuple[object, ...],
     indices: Tensor | tuple[Tensor, ...],
     dtype: torch.dtype,
     name: str = "key",

@@ -17,6 +17,7 @@ of v, and that of p is v (dp - Σ p dp) - dp Σ p v.
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def _operator(
     operator(name, forward, out, save, differentiate, schema[len(name) :])
 
 
-def _call(name: str, impl: str, *args: object, options: tuple = ()) -> Tensor:
+def _call(name: str, impl: str, *args: Any, options: tuple = ()) -> Tensor:
     """Returns the operator of (*args, *options, impl), on a GPU with impl="torch" the plain formula of args."""
     impl = check_impl(impl, args[0])
     if impl == "torch" and args[0].is_cuda:

@@ -12,6 +12,7 @@ If value = key, each direction reads the history once, and the backward writes i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
-def _forward(*operands_and_impl: object) -> tuple[Tensor, Tensor]:
+def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
     x, impl = TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "triton":
         from jfi.kernels.target_attention import execute
@@ -149,15 +150,15 @@ def prepare_target_attention(
     impl: str,
 ) -> tuple[TargetAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
-    by_id = key if isinstance(key, RowsById) else None
+    by_id = None
     if indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[B, T, H, D]")
-        by_id = rows_by_id(key, indices, query.dtype, width=query.shape[3])
-    elif by_id is None and isinstance(key, tuple):
+        key = rows_by_id(key, indices, query.dtype, width=query.shape[3])
+    elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
-    if by_id is not None:
-        key = rows_by_head(by_id.rows, query.shape[-1])
+    if isinstance(key, RowsById):
+        by_id, key = key, rows_by_head(key.rows, query.shape[-1])
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, num_heads, width = query.shape
@@ -169,7 +170,7 @@ def prepare_target_attention(
     scale = check_scale(scale, width)
     check_count("max_seqlen", max_seqlen)
     in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
-    if key_bias_index is not None and not in_kernel:
+    if key_bias is not None and key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         key, by_id = read_rows(by_id).view(key.shape), None
@@ -178,10 +179,12 @@ def prepare_target_attention(
         if by_id is not None and value is None:
             value = read_rows(by_id).view(key.shape)
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
-    tensors = (query, key, value, offsets, key_bias, key_bias_index, value_scale)
-    # Rows by id have no memory to be contiguous in.
-    tensors = [x if x is None or (by_id is not None and x is key) else x.contiguous() for x in tensors]
     tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
+    if by_id is None:  # rows by id have no memory to be contiguous in
+        key = key.contiguous()
+    optional = (value, key_bias, key_bias_index, value_scale)
+    value, key_bias, key_bias_index, value_scale = [None if x is None else x.contiguous() for x in optional]
+    tensors = (query.contiguous(), key, value, offsets.contiguous(), key_bias, key_bias_index, value_scale)
     return TargetAttentionInputs(*tensors, None, tables, indices, scale, max_seqlen), impl
 
 

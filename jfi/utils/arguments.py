@@ -43,8 +43,8 @@ def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
         raise kind(f"{argument} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {shown(value)}")
 
 
-def check_type(argument: str, value: object, kinds: type | tuple[type, ...], must: str) -> None:
-    """Raises unless the value is of one of the types, as `must` says in words."""
+def check_type(argument: str, value: object, kinds: Any, must: str) -> None:
+    """Raises unless the value is of one of the types, as isinstance takes them and `must` says in words."""
     if not isinstance(value, kinds):
         raise TypeError(f"{argument} must be {must}, got {shown(value)}")
 

@@ -1,6 +1,6 @@
 """The operands of operators as plans, kernels and CPU implementations take them, and their limits."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class TargetAttentionInputs(NamedTuple):
     max_seqlen: int | None
 
 
-def is_packed(key: object) -> bool:
+def is_packed(key: object) -> TypeGuard[Tensor]:
     """Returns whether keys are the words of packed digits."""
     return isinstance(key, Tensor) and key.dtype == torch.int32
 

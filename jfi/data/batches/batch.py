@@ -80,7 +80,7 @@ class Batch(Pipelineable):
     def _map(self, change: Callable) -> "Batch":
         dense, sparse, labels, users, samples, *others = map(change, self._tensors())
         weights = None if self.weights is None else others.pop(0)
-        times = self.timelines and Timelines(*others, self.timelines.max_events)
+        times = self.timelines and Timelines(others[0], others[1], others[2], self.timelines.max_events)
         return Batch(dense, sparse, labels, users, samples, self.total, times, weights)
 
     def to_proxy_tuple(self, model: nn.Module) -> dict[str, PHWithMeta]:

@@ -45,7 +45,7 @@ class Batches(Sequence[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         return map(self._make, range(len(self)))  # Sequence's own would end at any IndexError
 
-    def __getitem__(self, number: int) -> Batch:
+    def __getitem__(self, number: int) -> Batch:  # type: ignore[override] # no slices
         if not 0 <= number < len(self):
             raise IndexError(f"batch {number}; there are {len(self)}, from 0 on")
         return self._make(number)
@@ -241,7 +241,7 @@ class InteractionDataset:
         rows, events = rows.astype(np.int64), self._arrays.events
         user, item = events.user[rows].astype(np.int64, copy=False), events.item[rows].astype(np.int64, copy=False)
         positives = rows, user, item, events.time[rows]
-        return Candidates(*positives, self._arrays.negatives, kind, num_sampled)
+        return Candidates(*positives, self._arrays.negatives, kind, num_sampled)  # type: ignore[arg-type] # implicit
 
     def batch_of(self, rows: np.ndarray, item: np.ndarray, pin_memory: bool = False) -> Batch:
         """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0.

@@ -41,7 +41,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
 
 
-def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
+def check_equal(schema: DataSchema, prepared: DataSchema, folder: str | None) -> None:
     """Checks that a dataset was prepared with the schema of a run.
 
     Raises:

@@ -104,7 +104,7 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> str:  # type: ignore[override] # no slices
         return self.array[int(index)].as_py()
 
     def __iter__(self) -> Iterator[str]:
@@ -112,8 +112,6 @@ class Strings(Sequence[str]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self.array.equals(as_array(other))
-
-    __hash__ = None
 
 
 def as_array(values: Sequence[str]) -> pa.Array:
@@ -141,7 +139,8 @@ class Encodings:
 
     def scale(self, column: str) -> tuple[float, float, float | None]:
         """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
-        return (*self.moments[column], self.defaults.get(column))
+        default = self.defaults.get(column)
+        return (*self.moments[column], None if default is None else float(default))
 
     def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
         """Returns what gives the values of a categorical column their ids."""
