@@ -1,5 +1,5 @@
 # make demo      train a DLRM without histories, with their mean, their sum, and attention; compare them with baselines
-# make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
+# make test      ruff, mypy and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
 # make test-trackers  metrics read back from Weights & Biases and MLflow, which it installs
 # make docs      build the documentation as a site in site/, without torch; a warning fails
@@ -46,6 +46,7 @@ docs: $(VENV)/.installed-docs
 lint: $(VENV)/.installed
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 # editable_mode: otherwise the checkout's own folder, where it is called jfi, hides the package from its parent folder.
 # For a CPU, TorchRec is installed without its requirements, which the cpu extra lists: they would pull fbgemm's CUDA build.

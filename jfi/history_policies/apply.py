@@ -59,6 +59,12 @@ class PolicyModule(nn.Module):
         [tensor([1, 7]), tensor([2])]
     """
 
+    _edges: Tensor
+    _keep: Tensor
+    _weight: Tensor | None
+    _cap: Tensor | None
+    left_out: Tensor
+
     def __init__(
         self,
         policy: Policy,
@@ -120,7 +126,7 @@ class PolicyModule(nn.Module):
             ValueError: keys that are missing or not aligned, arguments of another number of events or samples.
         """
         cells = self.cells(*check_events(features, self.keys, surface, dwell))
-        return self._apply(features, cells, segments, None)[0]
+        return self._shorten(features, cells, segments, None)[0]
 
     def timelines(
         self, features: KeyedJaggedTensor, surface: Tensor, dwell: Tensor, segments: Tensor, timelines: Timelines
@@ -151,13 +157,13 @@ class PolicyModule(nn.Module):
             raise ValueError(f"timelines must have {cells.size(0)} event_times, got {timelines.event_times.size(0)}")
         if segments.shape != (timelines.count,):
             raise ValueError(f"segments must be [{timelines.count}], the timelines, got {list(segments.shape)}")
-        found, selected = self._apply(features, cells, segments, timelines)
+        found, selected = self._shorten(features, cells, segments, timelines)
         if selected is None:
             return features, timelines
         event_times = timelines.event_times[selected.rows]
         return found, Timelines(timelines.row_offsets, timelines.target_times, event_times, timelines.max_events)
 
-    def _apply(
+    def _shorten(
         self, features: KeyedJaggedTensor, cells: Tensor, segments: Tensor, timelines: Timelines | None
     ) -> tuple[KeyedJaggedTensor, DeviceSelected | None]:
         stride = features.stride()

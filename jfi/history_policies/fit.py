@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import log
+from typing import Any
 
 import numpy as np
 
@@ -92,10 +93,10 @@ def fit(
         for g, surface in enumerate(surfaces):
             # A surface may have fewer bins than others; that of unknown dwell comes last.
             bins = [*range(len(counts.edges[g]) + 1), -1]
-            columns = (tuple(column[g, bins].tolist()) for column in (own, ones, odds, ~removed, weight))
+            columns: list[Any] = [tuple(column[g, bins].tolist()) for column in (own, ones, odds, ~removed, weight)]
             by_session = counts.sessions[:, members, g].sum(1)
-            relevance = *information(seen[g], hits[g]), *information(*by_session), *counts.model(members, g)
-            surface_reports.append(SurfaceReport(name, surface, *columns, *relevance))
+            columns += [*information(seen[g], hits[g]), *information(*by_session), *counts.model(members, g)]
+            surface_reports.append(SurfaceReport(name, surface, *columns))
     return Policy(
         surfaces,
         tuple(tuple(edges.tolist()) for edges in counts.edges),
@@ -139,7 +140,8 @@ class _Counts:
             self.edges.append(learn_edges(log.dwell[rows], num_bins))
             total = _session_dwell(log.session[rows], log.dwell[rows], log.num_sessions)
             bins = bins_of(total, learn_edges(total, num_bins))
-            for table, chosen in zip(self.sessions, (slice(None), converts), strict=True):
+            selections: tuple[Any, Any] = (slice(None), converts)
+            for table, chosen in zip(self.sessions, selections, strict=True):
                 table[:, g] = _table(of_session[chosen], bins[chosen], num_segments, num_bins + 1)
         cells = Cells(self.edges)(log.surface, log.dwell)
         shape = num_segments, num_surfaces, max(map(len, self.edges)) + 2

@@ -38,7 +38,7 @@ class Cells:
         edges: of each surface, ascending.
     """
 
-    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
+    def __init__(self, edges: Sequence[Sequence[float] | np.ndarray]) -> None:
         bins = max(map(len, edges)) + 2
         # Dwell is cut once, at the edges of all surfaces, and a table has the cell of each surface and part.
         self._borders = np.unique(np.concatenate([np.array(own, np.float32) for own in edges]))

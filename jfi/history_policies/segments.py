@@ -173,7 +173,7 @@ def learn_segments(
     spread = np.sqrt((np.where(known, statistics - mean[:, None], 0) ** 2).sum(1, dtype=np.float64) / count)
     scale = tuple(np.where(spread > 1e-6, spread, 1.0).tolist())
     mean = tuple(mean.tolist())
-    points = Segments(names_of(1), mean, scale, ((0.0,) * len(STATISTICS),)).standardize(statistics).T
+    points = Segments(names_of(1), mean, scale, (mean,)).standardize(statistics).T
     points = _sample(points, _FITTED, rng).astype(np.float64)
     distinct = len(np.unique(points, axis=0))
     if num_segments is None:

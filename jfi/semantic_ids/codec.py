@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Codec(ABC):
     #: By the name in a codec's file, its class.
     kinds: ClassVar[dict[str, type["Codec"]]] = {}
 
-    def __init__(self, settings: Mapping[str, object], seed: int, max_rows: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], seed: int, max_rows: int) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}, must be at least 1")
         self.settings, self.seed, self.max_rows = dict(settings), seed, max_rows

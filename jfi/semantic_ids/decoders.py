@@ -69,7 +69,7 @@ class FusionDecoder(nn.Module):
         weights: of each source the weight and bias of the hidden layer, and those of the output.
     """
 
-    def __init__(self, quantizer: nn.Module, mean: Tensor, scale: Tensor, weights: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, quantizer: Decoder, mean: Tensor, scale: Tensor, weights: Sequence[Sequence[Tensor]]) -> None:
         super().__init__()
         self.quantizer = quantizer
         self.width, self._num_sources = sum(one[2].shape[0] for one in weights), len(weights)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class VQFusion(Codec):
 
     def __init__(
         self,
-        quantizer: Codec | Mapping[str, object] | None = None,
+        quantizer: Codec | Mapping[str, Any] | None = None,
         *,
         latent: int = 64,
         hidden: int = 256,
@@ -111,7 +111,8 @@ class VQFusion(Codec):
         settings["source_weights"] = None if source_weights is None else list(source_weights)
         super().__init__({**settings, "max_rows": max_rows}, seed, max_rows)
         # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
-        self.quantizer, self.network = type(quantizer)(**quantizer.settings), nn.Module()
+        self.quantizer: Codec = type(quantizer)(**quantizer.settings)
+        self.network: Any = nn.Module()  # a _Network once fitted
         #: By label the number of its categories; empty before `fit`.
         self.categories: dict[str, int] = {}
 

@@ -7,6 +7,7 @@ in the exported program, which AOTInductor compiles.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from jfi.serving.export import write_package
 
 
 def export_module(
-    module: nn.Module, args: tuple, path: str | Path, *, dynamic_shapes: object = None, kwargs: dict | None = None
+    module: nn.Module, args: tuple, path: str | Path, *, dynamic_shapes: Any = None, kwargs: dict | None = None
 ) -> list[str]:
     """Writes the AOTInductor package of a module's forward, completely or not at all.
 

@@ -7,7 +7,7 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
@@ -165,7 +165,8 @@ class TrainingConfig:
         for name in ("checkpoint_every", "eval_every"):
             require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
         after = self.rows_after
-        require(after in (None, "auto") or math.isfinite(after), "training.rows_after", after, "a time, auto or null")
+        known = after is None or after == "auto" or math.isfinite(after)
+        require(known, "training.rows_after", after, "a time, auto or null")
         norm = self.max_grad_norm
         require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
         weight = self.positive_weight
@@ -178,7 +179,9 @@ class TrainingConfig:
         name, options = self.logger, self.logger_options
         must = f"{', '.join(TRACKERS)} or null; any other logger is given in code, to jfi.training.train or resume"
         require(name is None or name in TRACKERS, "training.logger", name, must)
-        require(name is not None or not options, "training.logger_options", options, "{} without training.logger")
+        if name is None:
+            require(not options, "training.logger_options", options, "{} without training.logger")
+            return
         if unknown := [option for option in options if option not in TRACKERS[name]]:
             raise ConfigError(
                 f"training.logger_options: {name} takes no '{unknown[0]}' from a config; "
@@ -190,7 +193,9 @@ class TrainingConfig:
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
         """Returns by kind of candidates that `ranking` asks for, how the names of its metrics end."""
-        return {"none": {}, "sampled": {"sampled": ""}, "full": {"sampled": "", "full": "_full"}}[self.ranking]
+        if self.ranking == "none":
+            return {}
+        return {"sampled": ""} if self.ranking == "sampled" else {"sampled": "", "full": "_full"}
 
     def ranking_metrics(self) -> list[str]:
         """The names of the metrics that `ranking` computes for implicit feedback."""
@@ -251,7 +256,7 @@ class Config:
             why = "a divisor of model.embedding_dim and of each width of data.features under column_wise"
             require(fits, "sharding.min_partition", part, why)
 
-    def with_training(self, **changes: object) -> "Config":
+    def with_training(self, **changes: Any) -> "Config":
         """A copy with some fields of `training` changed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, **changes))
 

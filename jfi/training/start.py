@@ -51,7 +51,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
     with join_world(config.training.device) as world:
         _check_processes(world, config, {"--resume": None})
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
-        if begun:
+        if begun and run_dir is not None:
             run, config = RunFolder.open(run_dir)
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
@@ -101,7 +101,7 @@ def resume(
     """
     run, config = RunFolder.open(run_dir)
     run.check_links()
-    options = {"--resume": run.path, "--data.prepared": prepared}
+    options: dict[str, object] = {"--resume": run.path, "--data.prepared": prepared}
     options |= {"--data-changed": data_changed, "--config-changed": config_changed}
     with join_world(config.training.device) as world:
         _check_processes(world, config, options)

@@ -425,7 +425,7 @@ def test_the_layer_reads_the_weights():
 
 
 def test_the_module_has_no_state_and_says_what_it_is():
-    module = PolicyModule(fitted(), HISTORY, capacity=64)
+    module = PolicyModule(fitted(), HISTORY, capacity=64).to("cpu")
     assert not module.state_dict() and not list(module.parameters())
     assert fitted().fingerprint[:12] in repr(module) and "capacity=64" in repr(module)
 

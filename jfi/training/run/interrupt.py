@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jfi.training.distributed.processes import World
 
@@ -34,7 +35,7 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Records the first SIGINT or SIGTERM; the second one has its previous handler."""
     request = StopRequest()
-    previous = {}
+    previous: dict[int, Any] = {}
 
     def ask(signum: int, frame: object) -> None:
         request.signum = signum

@@ -99,7 +99,7 @@ class BestEpoch:
             is_finished = best.is_dir()
             if is_finished:
                 newest = load_progress(best).newest  # a folder of the name of another checkpoint is refused
-            calibration = {
+            calibration: Calibration = {
                 label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
                 for label, one in progress.calibration.items()
             }
@@ -278,14 +278,14 @@ class SavedRun:
         self.check_output(output)
         config = column_settings(self.config.data)
         named = (None, None, config.users, config.items, config.semantic_ids)
-        paths = [_source(given, own) for given, own in zip(tables, named, strict=True)]
+        paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
         folder = None if out is None else out.parent
         sources = Sources(*paths)
         read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
         check_results({"--out": out}, read)
-        options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder, "policy": self.policy}
+        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         options["calibration"] = self.calibration if output == "calibrated" else None
-        options["expected"] = self.unknown
+        options |= {"policy": self.policy, "expected": self.unknown}
         return scored(self.model, sources, self.schema, config, **options)
 
 
