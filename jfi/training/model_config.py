@@ -106,7 +106,7 @@ class ModelConfig:
         pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
     """
 
-    embedding_dim: int = 32
+    embedding_dim: int = 64
     pooling: Pooling = "attention"
     num_heads: int = 4
     num_queries: int = 1

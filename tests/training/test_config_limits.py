@@ -22,7 +22,7 @@ LIMITS = [
     ("model.cross_layers", [0, 3], [-1]),
     ("model.bias", [None, "position", ["position", "history_age"]], ["age", [], ["position", "position"], ["age"]]),
     ("model.embedding_dim", [4, 8], [0, -4]),
-    ("model.num_heads", [1, 32], [0, -1, 3, 64]),
+    ("model.num_heads", [1, 64], [0, -1, 3, 128]),
     ("model.dense_arch", [[], [1], [2, 1]], [[0], [2, 0], [-1, 2]]),
     ("model.over_arch", [[1], [2, 1]], [[], [0], [2, 0]]),
     *((f"{section}.dropout", [0.0, BELOW], [-TINY, 1.0, math.nan]) for section in ("model", "encoder")),
@@ -107,7 +107,7 @@ def test_without_options_nothing_unusual_is_on():
 
 def test_options_that_must_go_together():
     Config(encoder=EncoderConfig(num_layers=0, num_heads=3))  # without an encoder its heads do not matter
-    Config(encoder=EncoderConfig(num_layers=1, num_heads=32))
+    Config(encoder=EncoderConfig(num_layers=1, num_heads=64))
     Config(model=ModelConfig(num_buckets=64), encoder=EncoderConfig(causal=True, relative_bias="distance"))
     Config(model=ModelConfig(num_buckets=65))
     with pytest.raises(ConfigError, match=r"^model\.num_buckets: got 65, must be at most 64 with encoder\."):
@@ -116,10 +116,10 @@ def test_options_that_must_go_together():
         EncoderConfig(relative_bias="distance")
     with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
         Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
-    Config(sharding=ShardingConfig(min_partition=64))
-    Config(sharding=ShardingConfig(type="column_wise", min_partition=32))
-    with pytest.raises(ConfigError, match=r"^sharding\.min_partition: got 64, must be a divisor"):
-        Config(sharding=ShardingConfig(type="column_wise", min_partition=64))
+    Config(sharding=ShardingConfig(min_partition=128))
+    Config(sharding=ShardingConfig(type="column_wise", min_partition=64))
+    with pytest.raises(ConfigError, match=r"^sharding\.min_partition: got 128, must be a divisor"):
+        Config(sharding=ShardingConfig(type="column_wise", min_partition=128))
 
 
 #: Option of `data` with the settings that it needs, accepted values, refused values.
