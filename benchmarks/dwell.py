@@ -226,7 +226,7 @@ def request_bodies(config: Config, dataset: InteractionDataset, scorer: Scorer) 
     """Requests of users of the test split: their newest events and random candidates."""
     tables, draw = open_tables(config.data), random.Random(0)
     items = tables.items.data.to_pylist()
-    names = list(scorer.reader.describe()["history"])
+    names = list(scorer.reader.fields["history"])
     log = [row for part in tables.blocks() for row in part.data.to_pylist()]
     log.sort(key=lambda row: (str(row["user"]), row["timestamp"]))
     by_user: dict[object, list[dict]] = {}

@@ -112,22 +112,15 @@ def milliseconds(value: float) -> str:
 
 
 def serving(name: str) -> str:
-    """Latencies p50 | p99 in ms by what was measured, a line per kind of request."""
+    """Latencies p50 | p99 in ms of the dense part, a column per kind of request."""
     found = read(name)
     by_case: dict[str, dict[str, dict]] = {}
     for row in found["rows"]:
-        measured = row["measured"] + (f", {row['clients']} clients" if row.get("clients", 1) > 1 else "")
-        by_case.setdefault(row["case"], {})[measured] = row
-    names = list(dict.fromkeys(name for rows in by_case.values() for name in rows))
+        by_case.setdefault(row["case"], {})[row["measured"]] = row
     lines = [["p50 \\| p99, ms", *by_case]]
-    for measured in names:
+    for measured in ("dense part", "history read once a candidate"):
         rows = [rows[measured] for rows in by_case.values()]
-        cells = [f"{milliseconds(row['p50_us'])} \\| {milliseconds(row['p99_us'])}" for row in rows]
-        if all(row.get("clients", 1) > 1 for row in rows):
-            cells = [
-                f"{cell}, {row['requests_per_second']:.3g} requests/s" for cell, row in zip(cells, rows, strict=True)
-            ]
-        lines.append([measured, *cells])
+        lines.append([measured, *(f"{milliseconds(row['p50_us'])} \\| {milliseconds(row['p99_us'])}" for row in rows)])
     where = found["environment"]
     threads = f", {where['threads']} threads"
     return f"{table.as_markdown(lines)}\n\n{where['device']}{threads}, commit {where['commit']}, {where['date'][:10]}."

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import re
 import signal
@@ -11,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
@@ -22,7 +24,7 @@ from jfi.utils.files import reading_file
 @contextmanager
 def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
     """Handles SIGHUP within the block, and one that came while the process began; after it, it waits for ever."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
+    signal.signal(signal.SIGHUP, lambda *_: handle())
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     try:
         yield
@@ -63,14 +65,16 @@ def open_stdin() -> BinaryIO:
     return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
-async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
+def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
     from jfi.serving.json_lines import answer_lines
 
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    incoming: SimpleQueue = SimpleQueue()
+    end = partial(incoming.put, None)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    with nullcontext() if is_ignored else handling_hangups(stop.set):
-        await answer_lines(load_artifact(options), open_stdin(), sys.stdout.buffer, stop=stop, **limits)
+    scorer = load_artifact(options)
+    signal.signal(signal.SIGTERM, lambda *_: end())
+    with nullcontext() if is_ignored else handling_hangups(end):
+        answer_lines(scorer, open_stdin(), sys.stdout.buffer, incoming=incoming, **limits)
 
 
 def serve(options: argparse.Namespace, limits: dict) -> int:
@@ -94,7 +98,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
         task.add_done_callback(swaps.discard)
 
     async def swapping(_: web.Application):
-        with handling_hangups(swap):
+        with handling_hangups(partial(asyncio.get_running_loop().call_soon_threadsafe, swap)):
             yield
         for task in swaps:
             task.cancel()
@@ -128,8 +132,10 @@ def main(options: argparse.Namespace) -> int:
         "queue": options.queue,
         "max_body": options.max_body_mb * 2**20,
     }
+    # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
+    gc.set_threshold(100_000)
     with raise_on_sigterm():
         if not options.jsonl:
             return serve(options, limits)
-        asyncio.run(answer_stdin(options, limits))
+        answer_stdin(options, limits)
         return 0

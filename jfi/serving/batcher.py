@@ -20,6 +20,13 @@ Score = Callable[[list[Request]], list[Answer]]
 Observe = Callable[[int, int, float], None]
 
 
+def check_finite(scores: Answer) -> None:
+    """Raises BadRequestError if a score is infinite or NaN."""
+    lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
+    if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
+        raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
+
+
 class LateError(Exception):
     """A request that has waited until its deadline."""
 
@@ -37,7 +44,7 @@ class Batcher:
         score: scores a batch of requests; all calls run in one thread.
         max_batch: most candidates of a batch; a request with more is a batch of its own.
         max_wait: seconds that a call waits for more requests if its batch is not full.
-        observe: is told of each call that succeeded.
+        observe: called after each call that succeeded.
     """
 
     def __init__(self, score: Score, max_batch: int, max_wait: float = 0.0, observe: Observe = lambda *_: None) -> None:
@@ -75,9 +82,7 @@ class Batcher:
                 alarm.cancel()
             if waiting in self._waiting:  # the client has left
                 self._waiting.remove(waiting)
-        lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
-        if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
-            raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
+        check_finite(scores)
         return scores
 
     def _give_up(self, waiting: _Waiting) -> None:

@@ -34,8 +34,8 @@ class RequestPolicy:
         if policy.newest < 1:
             raise ValueError("data.policy has newest 0, so that a request could lose all events; fit it with 1 or more")
         self.policy, self.fields = policy, fields
-        self._places = {name: place for place, name in enumerate(policy.surfaces)}
-        self._places[None] = self._places.get(_UNKNOWN, -1)
+        self._surfaces = {name: number for number, name in enumerate(policy.surfaces)}
+        self._surfaces[None] = self._surfaces.get(_UNKNOWN, -1)
         self._keeps_all, self._has_segments = policy.keeps_all, len(policy.segments.names) > 1
 
     def __call__(
@@ -45,7 +45,7 @@ class RequestPolicy:
         surface: Sequence[str | None] | None,
         session: Sequence[str | int | None] | None,
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The places of the events that stay, ascending, and their weights `[M]` float32, or None where all are 1.
+        """The positions of the events that stay, ascending, and their weights `[M]` float32, or None where all are 1.
 
         Args:
             ages: `[S]` seconds, of the oldest event first.
@@ -58,9 +58,9 @@ class RequestPolicy:
             return np.arange(count), None
         seconds = np.full(count, np.nan, np.float32) if dwell is None else dwell * self.fields.dwell_seconds
         if surface is None:
-            surface = np.full(count, self._places.get(_ONLY, -1))
+            surface = np.full(count, self._surfaces.get(_ONLY, -1))
         else:
-            surface = np.fromiter(map(self._places.get, surface, repeat(-1)), np.int64, count)
+            surface = np.fromiter(map(self._surfaces.get, surface, repeat(-1)), np.int64, count)
         return self.choose(ages, seconds, surface, None if session is None else _codes(session))
 
     def choose(

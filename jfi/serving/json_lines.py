@@ -1,22 +1,21 @@
 """Answers JSON lines: one request per line in, one answer per line out, in the same order."""
 
-import asyncio
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 import orjson
 
-from jfi.serving.batcher import Batcher
-from jfi.serving.requests import BadRequestError
-from jfi.serving.scorer import Scorer
+from jfi.serving.batcher import check_finite
+from jfi.serving.requests import BadRequestError, Request, RequestReader
+from jfi.serving.scorer import Answer, Scorer
 from jfi.utils.files import naming
 
 
-async def answer_lines(
+def answer_lines(
     scorer: Scorer,
     lines: BinaryIO,
     out: BinaryIO,
@@ -25,9 +24,9 @@ async def answer_lines(
     max_wait: float = 0.0,
     queue: int = 64,
     max_body: int = 2**21,
-    stop: asyncio.Event | None = None,
+    incoming: SimpleQueue | None = None,
 ) -> None:
-    """Reads to the end of `lines`, or until `stop` is set, and answers all requests that it has read.
+    """Reads to the end of `lines` and answers all requests; a thread reads while the model scores.
 
     Args:
         scorer: scores the requests.
@@ -36,81 +35,82 @@ async def answer_lines(
         max_batch, max_wait: as in Batcher.
         queue: most requests without an answer; reading waits while there are so many.
         max_body: most bytes of a line; a longer one gets an error, and the rest of it is skipped.
-        stop: stops reading when set.
+        incoming: the queue from the thread that reads, where a None ends the reading; None makes one.
 
     Raises:
         OSError: `out` cannot be written, and no other request is answered; or `lines` cannot be read, and those before
             are answered.
     """
-    loop, batcher = asyncio.get_running_loop(), Batcher(scorer.score, max_batch, max_wait)
-    incoming: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
-    answers: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()
-    room = threading.Semaphore(queue)
-    stop = stop or asyncio.Event()
-
-    async def answer(line: bytes) -> dict:
-        try:
-            if len(line) > max_body:
-                raise BadRequestError(f"a line must be at most {max_body} bytes")
-            return {"scores": await batcher.score(scorer.reader.read(line))}
-        except BadRequestError as fault:
-            return {"error": str(fault)}
-        except Exception as error:
-            return {"error": f"the model failed on this request: {type(error).__name__}"}
-
-    async def accept() -> None:
-        try:
-            while (line := await incoming.get()) is not None:
-                if isinstance(line, Exception):
-                    raise line
-                answers.put_nowait(asyncio.create_task(answer(line)))
-        finally:
-            answers.put_nowait(None)
-
-    async def write() -> None:
-        while (task := await answers.get()) is not None:
-            line = orjson.dumps(await task) + b"\n"
+    incoming, capacity = incoming or SimpleQueue(), threading.Semaphore(queue)
+    arguments = scorer.reader, lines, max_body, capacity, incoming
+    threading.Thread(target=_read, args=arguments, daemon=True).start()  # nothing can interrupt it
+    for batch in _batches(incoming, max_batch, max_wait):
+        scores = iter(_scores(scorer, [one for one in batch if isinstance(one, Request)]))
+        for one in batch:
+            answer = {"error": one} if isinstance(one, str) else next(scores)
             with naming(Path(getattr(out, "name", "the output"))):
-                out.write(line)
+                out.write(orjson.dumps(answer) + b"\n")
                 out.flush()
-            room.release()
-
-    async def end_at_stop() -> None:
-        await stop.wait()
-        incoming.put_nowait(None)
-
-    # A daemon thread, since a blocking read cannot be interrupted. At the process's end it may still read, so it refers
-    # to nothing that has to be released before.
-    hand_over = partial(loop.call_soon_threadsafe, incoming.put_nowait)
-    threading.Thread(target=_read, args=(lines, max_body, room, hand_over), daemon=True).start()
-    accepting, writing = asyncio.create_task(accept()), asyncio.create_task(write())
-    stopping = asyncio.create_task(end_at_stop())
-    try:
-        await asyncio.wait((accepting, writing), return_when=asyncio.FIRST_COMPLETED)
-        await writing  # ends before `accepting` only where it fails
-        await accepting
-        await batcher.close()
-    finally:
-        accepting.cancel()
-        stopping.cancel()
-        while not answers.empty():
-            if (task := answers.get_nowait()) is not None:
-                task.cancel()
+            capacity.release()
 
 
 def _read(
-    lines: BinaryIO, max_body: int, room: threading.Semaphore, hand_over: Callable[[bytes | Exception | None], object]
+    reader: RequestReader, lines: BinaryIO, max_body: int, capacity: threading.Semaphore, incoming: SimpleQueue
 ) -> None:
-    """Hands over the lines, and at the end None or the error that ended the reading."""
-    with suppress(RuntimeError):  # the event loop is closed, and nobody waits for more
-        try:
-            while line := lines.readline(max_body + 1):
-                rest = line
-                while rest and not rest.endswith(b"\n"):
-                    rest = lines.readline(max_body)
-                room.acquire()
-                hand_over(line)
-        except Exception as error:
-            hand_over(error)
-        else:
-            hand_over(None)
+    """Puts the requests into a queue, as texts those that have a fault, and at the end None or the error in reading."""
+    try:
+        while line := lines.readline(max_body + 1):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = lines.readline(max_body)
+            capacity.acquire()
+            try:
+                if len(line) > max_body:
+                    raise BadRequestError(f"a line must be at most {max_body} bytes")
+                incoming.put(reader.read(line))
+            except BadRequestError as fault:
+                incoming.put(str(fault))
+    except Exception as error:
+        incoming.put(error)
+    else:
+        incoming.put(None)
+
+
+def _batches(incoming: SimpleQueue, max_batch: int, max_wait: float) -> Iterator[list[Request | str]]:
+    """Yields what waits in the queue, as many candidates at a time as fit a batch; raises the error in reading."""
+    line, nothing = incoming.get(), object()
+    while line is not None:
+        if isinstance(line, Exception):
+            raise line
+        batch, candidates, until = [], 0, time.monotonic() + max_wait
+        while isinstance(line, Request | str) and (not batch or candidates + _size(line) <= max_batch):
+            batch.append(line)
+            candidates += _size(line)
+            try:
+                line = incoming.get(timeout=max(0.0, until - time.monotonic()) if candidates < max_batch else 0.0)
+            except Empty:
+                line = nothing
+        yield batch
+        line = incoming.get() if line is nothing else line
+
+
+def _size(line: Request | str) -> int:
+    return line.num_candidates if isinstance(line, Request) else 0
+
+
+def _scores(scorer: Scorer, requests: list[Request]) -> list[dict]:
+    """The answers to requests; if the model fails, each is scored alone, so that it fails no other."""
+    try:
+        return [_answer(scores) for scores in scorer.score(requests)] if requests else []
+    except Exception as error:
+        if len(requests) > 1:
+            return [_scores(scorer, [one])[0] for one in requests]
+        return [{"error": f"the model failed on this request: {type(error).__name__}"}]
+
+
+def _answer(scores: Answer) -> dict:
+    try:
+        check_finite(scores)
+    except BadRequestError as fault:
+        return {"error": str(fault)}
+    return {"scores": scores}

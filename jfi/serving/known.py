@@ -44,8 +44,8 @@ class KnownValues(Vocabulary):
         # Linear probing, all at once: in the order of their home each takes it or the next free slot.
         home = self._home(words)
         order = np.argsort(home, kind="stable")
-        places = np.arange(len(words))
-        slot = np.maximum.accumulate(home[order] - places) + places
+        position = np.arange(len(words))
+        slot = np.maximum.accumulate(home[order] - position) + position
         #: A row is the words of a value and its id, which is UNKNOWN in a free slot; the last ones are free.
         self._rows = np.zeros((max(self._size, int(slot[-1]) + 1) + len(_FOLLOWING), self._num_words + 1), np.uint64)
         self._rows[slot, :-1] = words[order]
@@ -129,7 +129,7 @@ def _equal(rows: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def _words_of(values: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the words `[M, words]` uint64 and the places `[M]` int64 of the values that fit a table."""
+    """Returns the words `[M, words]` uint64 and the indices `[M]` int64 of the values that fit a table."""
     encoded = [value.encode("utf-8", "surrogatepass") for value in values]
     fits = [0 < len(value) <= _MOST_BYTES and 0 not in value for value in encoded]
     encoded = [value for value, one in zip(encoded, fits, strict=True) if one]

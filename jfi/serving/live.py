@@ -5,14 +5,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.batcher import Batcher, LateError
+from jfi.serving.batcher import Batcher, LateError, check_finite
 from jfi.serving.metrics import Metrics
 from jfi.serving.scorer import Answer, Scorer
+from jfi.serving.values import BadRequestError
 
-#: Bytes of a body that is read beside the event loop; a smaller one takes less than 5 ms.
+#: Bytes of a body that is read in a thread; a smaller one takes less than 5 ms.
 LARGE = 2**18
 #: Seconds for the model to score a request of one candidate, before the server says that it is not ready.
 PROBE_SECONDS = 5.0
@@ -135,11 +134,12 @@ def check(new: Scorer, old: Scorer) -> None:
     Raises:
         ArtifactError: it does not.
     """
-    if (got := new.reader.fields()) != (want := old.reader.fields()):
+    got, want = ((one.reader.fields, one.reader.schema.codec) for one in (new, old))
+    if got != want:
         raise ArtifactError(f"{new.identity} has other fields of requests, {got} and not {want}; start another server")
     if (got := new.info.schema.labels) != (want := old.info.schema.labels):
         raise ArtifactError(f"{new.identity} answers for other labels, {got} and not {want}; start another server")
-    (scores,) = new.score([new.example()])
-    lists = list(scores.values()) if isinstance(scores, dict) else scores  # by label, of a model of several
-    if not np.isfinite(lists).all():
-        raise ArtifactError(f"{new.identity} gives scores that are not finite")
+    try:
+        check_finite(new.score([new.example()])[0])
+    except BadRequestError:
+        raise ArtifactError(f"{new.identity} gives scores that are not finite") from None

@@ -196,7 +196,7 @@ class ScoringModel(nn.Module):
 
 
 class ByEvent(NamedTuple):
-    """Inputs that attention reads of the S events beside their embeddings."""
+    """Inputs that attention reads of the S events, but for their embeddings."""
 
     buckets: dict[str, Tensor]  # [S] int64 by key
     weights: Tensor | None  # [S] float32

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.json_schema import request_schema
 from jfi.serving.known import KnownValues
-from jfi.serving.schema import TYPES, Field, Limits, Schema
+from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.values import (
     BadRequestError,
     Place,
@@ -79,42 +80,26 @@ class RequestReader:
         for one in schema.user + schema.candidate + schema.event:
             if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
                 self._known[one.name] = HashBuckets(one.num_buckets)
-        #: By part the fields of a row; the policy may read fields that the model reads too.
-        self._names = {
-            part: list(dict.fromkeys(one.name for one in fields if one.kind != "cross"))
-            for part, fields in self._fields().items()
+        parts = {"user": schema.user, "history": schema.event, "candidates": schema.candidate}
+        read = parts | {"history": [*schema.event, *self._of_policy.values()]}
+        #: By part of a request the kinds of its fields by name; the policy may read fields that the model reads too.
+        self.fields = {
+            part: {one.name: one.kind for one in fields if one.kind != "cross"}
+            for part, fields in read.items()
+            if fields or part != "history"
         }
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
-            for part, fields in (("user", schema.user), ("history", schema.event), ("candidates", schema.candidate))
+            for part, fields in parts.items()
             for one in fields
             if one.kind in ("category", "categories") and not one.num_buckets
         }
-        self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
-        self._parts += [] if schema.codec is None else [CODEC]
+        self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
 
-    def _fields(self) -> dict[str, list[Field]]:
-        """Returns by part of the schema the fields of a request, some of them twice."""
-        events = self.schema.event + list(self._of_policy.values())
-        return {"user": self.schema.user, "event": events, "candidate": self.schema.candidate}
-
-    def fields(self) -> dict:
-        """Returns by part of a request its fields and their types."""
-        names = {"user": "user", "event": "history", "candidate": "candidates"}
-        described = {
-            names[part]: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"}
-            for part, fields in self._fields().items()
-        }
-        return described | ({} if self.schema.codec is None else {CODEC: self.schema.codec})
-
-    def describe(self) -> dict:
-        """The fields and limits, for people and clients."""
-        return self.fields() | {
-            "max_candidates": self.limits.max_candidates,
-            "max_history": self.limits.max_history,
-            "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
-        }
+    def json_schema(self) -> dict:
+        """Returns the JSON Schema of a request."""
+        return request_schema(self.fields, self.schema.codec, self.limits, self._answer)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -151,15 +136,15 @@ class RequestReader:
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        candidates = Rows("candidates", request["candidates"], self._names["candidate"])
+        candidates = Rows("candidates", request["candidates"], [*self.fields["candidates"]])
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
         if count > self.limits.max_candidates:
             raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {count}")
-        history = Rows("history", request["history"] if self.schema.event else [], self._names["event"])
+        history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
         history.keep_last(self.limits.max_history)
 
-        user = columns_of([request["user"]], self._names["user"], _place_of_user)
+        user = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
         user = self._encode(self.schema.user, user, _place_of_user)
         candidate = self._encode(self.schema.candidate, candidates.columns(), candidates.place)
         event, num_events, weights = self._encode_history(history)

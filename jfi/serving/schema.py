@@ -5,18 +5,28 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from jfi.utils.encoding import LARGEST_NUMBER
+
 Positive = Annotated[int, Meta(ge=1)]
 #: Most values of a list in a request. Training keeps all values of a user or a target.
 MAX_VALUES = 1000
-#: By kind of field, what a request must have there.
-TYPES = {
-    "category": "a string, a number or a boolean, or null",
-    "categories": f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null",
-    "slots": f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null",
-    "number": "a finite number of float32's range, or null",
-    "quantile": "a finite number, or null",
-    "age": "a number of seconds, at least 0",
-    "sid": "a semantic ID: an integer or its text, or null",
+_VALUE = {"type": ["string", "number", "boolean", "null"]}
+_LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
+_TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
+_FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
+#: By kind of field, the JSON Schema of its values in a request.
+KINDS: dict[str, dict] = {
+    "category": {"description": "a string, a number or a boolean, or null", **_VALUE},
+    "categories": {"description": _TEXT_OF_LIST, **_LIST},
+    "slots": {"description": _TEXT_OF_LIST, **_LIST},
+    "number": {"description": "a finite number of float32's range, or null", "type": ["number", "null"], **_FLOAT32},
+    "quantile": {"description": "a finite number, or null", "type": ["number", "null"]},
+    "age": {"description": "a number of seconds, at least 0", "type": "number", "minimum": 0},
+    "sid": {
+        "description": "a semantic ID: an integer or its text, or null",
+        "type": ["integer", "string", "null"],
+        "pattern": "^(-?[0-9]{1,19})?$",
+    },
 }
 
 
@@ -54,7 +64,7 @@ class Field:
 
 @dataclass(frozen=True)
 class PolicyFields:
-    """The fields of an event, beside its age, that a history policy reads.
+    """The fields of an event, but for its age, that a history policy reads.
 
     Args:
         dwell, surface, session: their names in the request, each None if the policy was fitted without it.

@@ -22,9 +22,9 @@ Answer = list[float] | dict[str, list[float]]
 _ALIGNMENT = 2
 #: Pairs of events and rows that take no longer than the overhead of a call.
 _SMALL_WORK = 2**16
-#: What a score can be.
-OUTPUTS = ("logits", "probabilities", "calibrated")
 _SAID = {"logits": "logit", "probabilities": "probability", "calibrated": "calibrated probability"}
+#: What a score can be.
+OUTPUTS = tuple(_SAID)
 _SEGMENTS = ("offsets", "owner", "positions")
 
 

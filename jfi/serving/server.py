@@ -1,10 +1,10 @@
 """The HTTP server, with aiohttp.
 
 POST /score          a request -> {"scores": [...]}
-GET  /schema         the fields and limits of a request
+GET  /schema         the JSON Schema of a request
 GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use
 GET  /health/live    200 while the process answers at all
-GET  /health/ready   200 if the model scores now, otherwise 503, as from when the server is told to stop
+GET  /health/ready   200 if the model scores now, otherwise 503, from the signal to stop on
 GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
@@ -118,7 +118,7 @@ def make_app(
         return web.json_response({"status": "ok", "artifact": app[LIVE].now.scorer.identity})
 
     async def schema(_: web.Request) -> web.Response:
-        return web.json_response(app[LIVE].now.scorer.reader.describe())
+        return web.json_response(app[LIVE].now.scorer.reader.json_schema())
 
     async def show_metrics(_: web.Request) -> web.Response:
         metrics.artifact.info({"id": app[LIVE].now.scorer.identity})
@@ -137,7 +137,7 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
     Args:
         app: of `make_app`.
         host, port: to listen on.
-        stop: begins the end; set again, it ends `drain_seconds`.
+        stop: begins the end; set again, it ends `drain_seconds`, or after them the wait for bodies and answers.
         drain_seconds: time in which it still accepts requests, but is not ready and closes each connection after an
             answer, so that a load balancer chooses others.
 
@@ -157,9 +157,20 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
             async with asyncio.timeout(drain_seconds):
                 await stop.wait()
         await site.stop()
-        await app[_BODIES].wait()  # aiohttp would drop what arrives after its cleanup has begun
     finally:
+        stop.clear()
+        hurry = asyncio.create_task(_close_connections(runner, stop))
+        await app[_BODIES].wait()  # aiohttp would drop what arrives after its cleanup has begun
         await runner.cleanup()
+        hurry.cancel()
+
+
+async def _close_connections(runner: web.AppRunner, stop: asyncio.Event) -> None:
+    """Ends all requests once `stop` is set."""
+    await stop.wait()
+    for connection in runner.server.connections:
+        if connection.transport is not None:
+            connection.transport.abort()
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.serving.known import KnownValues
-from jfi.serving.schema import MAX_VALUES, TYPES, Field
+from jfi.serving.schema import KINDS, MAX_VALUES, Field
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
 from jfi.utils.errors import suggest
 
@@ -105,11 +105,11 @@ def check_names(place: str, given: dict, known: Iterable[str]) -> None:
             raise BadRequestError(f"{place} lacks the field '{name}'")
 
 
-def take(values: Values, rows: np.ndarray, places: list[int]) -> Values:
+def take(values: Values, rows: np.ndarray, indices: list[int]) -> Values:
     """The values of some rows, at least one, which are given as an array and as a list."""
     if isinstance(values, np.ndarray):
         return values.take(rows)
-    return itemgetter(*places)(values) if len(places) > 1 else [values[places[0]]]
+    return itemgetter(*indices)(values) if len(indices) > 1 else [values[indices[0]]]
 
 
 def texts(
@@ -221,7 +221,7 @@ def _as_int64(value: object) -> int | None:
 def refuse(one: Field, values: Values, place: Place, valid: Sequence[bool]) -> None:
     """Raises BadRequestError for the first value that is not valid."""
     i = list(valid).index(False)
-    raise BadRequestError(f"{place(i, one.name)} must be {TYPES[one.kind]}, got {shown(values[i])}")
+    raise BadRequestError(f"{place(i, one.name)} must be {KINDS[one.kind]['description']}, got {shown(values[i])}")
 
 
 def shown(value: object) -> str:

@@ -113,7 +113,7 @@ def test_requests_get_the_ids_of_training(write, hashed):
     config = config_of(write, event_crosses=[["item_id", "right"]], hash_buckets=hashed)
     dataset = load_dataset(config)
     read = RequestReader(schema_of(config, dataset.schema, True, True), Limits(10, 200))
-    assert "item_id_x_right" not in read.describe()["history"]
+    assert "item_id_x_right" not in read.fields["history"]
     now = 57
     past = [(t, r) for t, r in enumerate(ROWS[:now]) if r["user"] == ROWS[now]["user"]]
     events = [
@@ -261,7 +261,7 @@ def test_a_default_stands_for_null_in_a_request(write, as_bytes):
         city, price, kind, place, seconds, hour = [None] * 6 if null else ("Oslo", 7, 3, "top", 5, 0)
         event = {"item_id": "i1", "price": price, "kind": kind, "seconds": seconds, "age": 5}
         candidate = {"item_id": "i2", "price": price, "kind": kind, "place": place, "hour": hour}
-        events = [{name: event[name] for name in read.describe()["history"]}]
+        events = [{name: event[name] for name in read.fields["history"]}]
         request = {"user": {"city": city}, "history": events, "candidates": [candidate]}
         found.append(read.read(json.dumps(request).encode()) if as_bytes else read(request))
     for key in found[1].ids:

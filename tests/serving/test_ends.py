@@ -154,6 +154,36 @@ def test_a_server_that_drains_still_answers_and_waits_for_bodies(exported, tempo
     assert not list(temporary.iterdir())
 
 
+def test_another_signal_ends_the_wait_for_bodies_and_answers(exported, temporary, request_body):
+    """One body does not arrive, and one request waits an hour for others in its batch."""
+    hour = 3_600_000
+    options = ["--body-seconds", 3600, "--max-wait-ms", hour, "--deadline-ms", hour]
+    with server("--artifact", exported.path, *options, env=environment(temporary)) as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps(request_body).encode()
+        head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        with (
+            socket.create_connection((host, int(port)), timeout=60) as half,
+            socket.create_connection((host, int(port)), timeout=60) as waiting,
+        ):
+            half.sendall(head + body[:9])
+            waiting.sendall(head + body)
+            found = [b"jfi_bodies_arriving 1.0", b"jfi_queue_length 1.0"]
+            wait_until(lambda: all(one in metrics(address) for one in found), process)
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not listens(host, int(port)), process)
+            time.sleep(0.2)
+            assert process.poll() is None  # it waits for both
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+            assert "Traceback" not in process.stderr.read()
+    assert not list(temporary.iterdir())
+
+
+def metrics(address: str) -> bytes:
+    return urllib.request.urlopen(f"{address}/metrics").read()
+
+
 def listens(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port)).close()

@@ -1,6 +1,5 @@
 """An artifact of a run of several labels, with auxiliary ones in its training, from the table to the scores."""
 
-import asyncio
 import io
 import json
 
@@ -86,7 +85,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     requests = {place: request for place, one in enumerate(rows) if (request := request_of(rows, one)) is not None}
     text = "".join(json.dumps(one) + "\n" for one in requests.values())
     out = io.BytesIO()
-    asyncio.run(answer_lines(scorer, io.BytesIO(text.encode()), out, max_batch=64))
+    answer_lines(scorer, io.BytesIO(text.encode()), out, max_batch=64)
     found = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
     assert len(found) > 200 and set(found[0]) == {"clicked", "seconds"}
     for label, column in (("clicked", "score_clicked"), ("seconds", "prediction_seconds")):

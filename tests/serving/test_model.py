@@ -191,9 +191,7 @@ def assert_served(table: SimpleNamespace, trained: SequenceDLRM, reads_history: 
             del request["history"]
         elif not reads_age:
             request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
-    assert list(read.describe()["candidates"]) == [
-        *("item", "genres", "place", "device", "labels", "price", "discount")
-    ]
+    assert list(read.fields["candidates"]) == [*("item", "genres", "place", "device", "labels", "price", "discount")]
     scoring = ScoringModel(trained, [key for one in schema.user for key in one.keys])
     inputs = inputs_of(scoring)
     encoded = [read(json.loads(json.dumps(request))) for request in requests]

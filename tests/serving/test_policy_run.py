@@ -143,7 +143,7 @@ def test_a_request_reads_the_events_that_training_reads(log, dataset, reader):
 
 def test_a_request_names_what_the_policy_reads(reader):
     fields = ["item", "category", "surface", "age", "dwell", "session"]
-    assert list(reader.describe()["history"]) == fields
+    assert list(reader.fields["history"]) == fields
     event = {"item": 1, "category": 1, "surface": "feed", "age": 5.0, "dwell": 3000, "session": 1}
     request = {"user": {}, "history": [event], "candidates": [{"item": 1, "category": 1}]}
     assert reader(request).num_events == 1

@@ -1,6 +1,5 @@
 """Requests that are not as they should be are refused by their place."""
 
-import gc
 import json
 from dataclasses import replace
 
@@ -119,12 +118,6 @@ def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
 def test_a_list_may_be_as_long_as_the_schema_says():
     encoded = READ(changed(["candidates", 1, "tags"], ["c"] * 1000))
     assert encoded.counts["tags"].tolist() == [2, 1000]
-    schema = READ.describe()
-    assert (
-        schema["candidates"]["tags"]
-        == schema["history"]["tags"]
-        == "a list of strings, numbers or booleans, at most 1000, or null"
-    )
 
 
 def test_null_is_a_list_without_values():
@@ -162,12 +155,6 @@ def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
 def test_what_is_no_json_is_refused(body):
     with pytest.raises(BadRequestError, match="not JSON"):
         parse(body)
-    assert gc.isenabled()
-
-
-def test_the_schema_names_every_field():
-    schema = READ.describe()
-    assert list(schema["history"]) == ["item", "tags", "seconds", "age"] and schema["max_candidates"] == 3
 
 
 @pytest.mark.parametrize("row", [[], "", ()])

@@ -117,8 +117,8 @@ def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, mon
     other = Scorer(exported.path, output="probabilities")
     wanted = 1 / (1 + np.exp(-scored(scorer, samples[0][:20])))
     np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
-    said = [one.reader.describe()["answer"]["scores"].split(" for")[0] for one in (scorer, other)]
-    assert said == ["a logit", "a probability"]
+    for one, answer in ((scorer, "a logit for"), (other, "a probability for")):
+        assert answer in one.reader.json_schema()["description"]
     change_info(monkeypatch, schema=replace(scorer.info.schema, tasks=["regression"]))
     with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
         Scorer(exported.path, output="probabilities")
@@ -134,7 +134,7 @@ def test_calibrated_scores(exported, scorer, samples, monkeypatch):
     wanted = 1 / (1 + np.exp(-(0.5 * scored(scorer, samples[0][:20]) - 1)))
     other = Scorer(exported.path, output="calibrated")
     np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
-    assert other.reader.describe()["answer"]["scores"].startswith("a calibrated probability for")
+    assert "a calibrated probability for" in other.reader.json_schema()["description"]
     change_info(monkeypatch, calibration=None)
     with pytest.raises(ArtifactError, match=r"output is calibrated, but .* has no calibration, as of"):
         Scorer(exported.path, output="calibrated")
@@ -173,7 +173,7 @@ def int8(exported, tmp_path_factory) -> Path:
 
 def test_int8_scores_are_near(int8, exported, scorer, samples):
     (info, _), (own, _) = artifact.read(int8), artifact.read(exported.path)
-    assert info == replace(own, quantization="int8", exported=info.exported)
+    assert info == replace(own, quantization="int8", exported=info.exported, versions=info.versions)
     assert (int8 / artifact.TABLES).stat().st_size < (exported.path / artifact.TABLES).stat().st_size
     requests, _ = samples
     small = Scorer(int8)

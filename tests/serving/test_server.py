@@ -8,6 +8,7 @@ import json
 import re
 import threading
 
+import jsonschema
 import pytest
 
 pytest.importorskip("aiohttp")
@@ -74,7 +75,8 @@ def test_it_answers(scorer, request_body):
     ((status, first), again), schema, health = serve(scorer, talk)
     assert status == 200 and (status, first) == again
     assert first["scores"] == scorer.score([scorer.reader(request_body)])[0]
-    assert set(schema["history"]) == {"item", "category", "rating", "age"}
+    jsonschema.validate(request_body, schema)
+    assert set(schema["properties"]["history"]["anyOf"][1]["properties"]) == {"item", "category", "rating", "age"}
     assert health["status"] == "ok"
 
 
@@ -162,9 +164,9 @@ def test_json_lines_are_batched_and_answered_in_order(scorer, request_body, monk
     lines = io.BytesIO("".join(json.dumps(body) + "\n" for body in bodies).encode())
     with monkeypatch.context() as patch:
         patch.setattr(scorer.reader, "read", count)
-        asyncio.run(answer_lines(slow, lines, out, max_batch=4))
-    # The first one alone, then two requests of two candidates at a time.
-    assert slow.batches == [1, 2, 2]
+        answer_lines(slow, lines, out, max_batch=4)
+    # Two requests of two candidates at a time, but for the first or the last.
+    assert sorted(slow.batches) == [1, 2, 2]
     answers = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
     wanted = [scorer.score([scorer.reader(body)])[0] for body in bodies]
     assert len(answers) == 5 and all(a == pytest.approx(w, abs=1e-6) for a, w in zip(answers, wanted, strict=True))
@@ -174,7 +176,7 @@ def test_a_json_line_of_exactly_the_longest_length_is_answered(scorer, request_b
     line, answers = (json.dumps(request_body) + "\n").encode(), []
     for max_body in (len(line), len(line) - 1):
         out = io.BytesIO()
-        asyncio.run(answer_lines(scorer, io.BytesIO(line), out, max_batch=4, max_body=max_body))
+        answer_lines(scorer, io.BytesIO(line), out, max_batch=4, max_body=max_body)
         answers += [json.loads(answer) for answer in out.getvalue().splitlines()]
     assert answers[0].keys() == {"scores"}
     assert answers[1:] == [{"error": f"a line must be at most {len(line) - 1} bytes"}]
@@ -183,7 +185,7 @@ def test_a_json_line_of_exactly_the_longest_length_is_answered(scorer, request_b
 def test_json_lines_whose_end_cannot_be_read_are_answered(scorer, request_body):
     compressed, out = gzip.compress((json.dumps(request_body) + "\n").encode() * 100), io.BytesIO()
     with gzip.open(io.BytesIO(compressed[:-8])) as lines, pytest.raises(EOFError):
-        asyncio.run(asyncio.wait_for(answer_lines(scorer, lines, out, max_batch=1000), 120))
+        answer_lines(scorer, lines, out, max_batch=1000)
     answers = [json.loads(line) for line in out.getvalue().splitlines()]
     assert len(answers) == 100 and all("scores" in answer for answer in answers)
 

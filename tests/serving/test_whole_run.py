@@ -1,6 +1,5 @@
 """A run with crosses of event columns, hash buckets, groups and impressions, from the table to the server."""
 
-import asyncio
 import io
 import json
 
@@ -91,9 +90,9 @@ def test_the_server_scores_rows_as_predict_does(run, rows, tmp_path):
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
     export(tmp_path / "artifact", run.model, schema, Limits(10, MAX_HISTORY))
     scorer = Scorer(tmp_path / "artifact")
-    fields = list(scorer.reader.describe()["history"])
+    fields = list(scorer.reader.fields["history"])
     assert fields == ["item", "genre", "action", "device", "age"]  # not the cross, not the group
-    assert list(scorer.reader.describe()["candidates"]) == ["item", "genre", "slot", "device", "price"]
+    assert list(scorer.reader.fields["candidates"]) == ["item", "genre", "slot", "device", "price"]
     found = answers(scorer, [request for one in rows if (request := request_of(rows, one))])
     has_history = np.array([request_of(rows, one) is not None for one in rows])
     assert has_history.sum() > 200 and np.std(wanted) > 0.01
@@ -107,5 +106,5 @@ def test_the_server_scores_rows_as_predict_does(run, rows, tmp_path):
 
 def answers(scorer: Scorer, requests: list[dict]) -> list[float]:
     lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
-    asyncio.run(answer_lines(scorer, lines, out, max_batch=64))
+    answer_lines(scorer, lines, out, max_batch=64)
     return [json.loads(line)["scores"][0] for line in out.getvalue().splitlines()]

@@ -1,6 +1,5 @@
 """Columns with names that a module cannot have, in every role of a run, with tables of several widths."""
 
-import asyncio
 import csv
 import io
 import json
@@ -115,7 +114,7 @@ def test_the_server_scores_it_as_predict_does(tmp_path):
         requests.append({"user": user, "history": history, "candidates": [fields(names, i, *roles)]})
         chosen.append(i)
     lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
-    asyncio.run(answer_lines(Scorer(tmp_path / "artifact"), lines, out, max_batch=64))
+    answer_lines(Scorer(tmp_path / "artifact"), lines, out, max_batch=64)
     found = [json.loads(line)["scores"][0] for line in out.getvalue().splitlines()]
     wanted = run.predict(tmp_path / "table.csv").column("score").to_numpy()[chosen]
     assert np.std(wanted) > 1e-3

@@ -490,9 +490,8 @@ def test_requests_give_the_scores_of_predict(folder, tmp_path, model):
         if reads_history:
             request["history"] = [item(one, "tags", "seconds") | {"age": now[2] - one[2]} for one in before]
         requests.append(request)
-    described = read.describe()
-    assert described["codec"] == run.schema.codec.fingerprint
-    assert described["candidates"]["sid"] == "a semantic ID: an integer or its text, or null"
+    assert read.json_schema()["properties"]["codec"] == {"const": run.schema.codec.fingerprint}
+    assert read.fields["candidates"]["sid"] == "sid"
     scoring = ScoringModel(run.model, [key for one in schema.user for key in one.keys])
     inputs = inputs_of(scoring)
     assert inputs.semantic == (["history_sid", "item_sid"] if reads_history else ["item_sid"])

@@ -1,0 +1,90 @@
+"""The JSON Schema of requests accepts what the reader accepts, and nothing else."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Field, Schema
+
+from .test_requests import READ, SCHEMA, request
+
+LAYOUT = {"num_digits": 25, "codebook_size": 0}
+ODD = [None, True, 0, 7, -1, 2.5, 1e39, -1e300, 2**63, "", "x", "7", "-7", " 7", [], ["a"], [None, 2, True], [[]], {}]
+ODD += [["a"] * 1000, ["a"] * 1001, {"a": 1}, [{"item": 1, "tags": None}] * 3]
+
+
+def validator(reader: RequestReader) -> Draft202012Validator:
+    schema = json.loads(json.dumps(reader.json_schema()))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def accepts(reader: RequestReader, body: Any) -> bool | None:
+    """Whether the reader does; None where lists differ in length, of which no JSON Schema says anything."""
+    try:
+        reader.read(json.dumps(body).encode())
+    except BadRequestError as fault:
+        return None if "must have as many values of each field" in str(fault) else False
+    return True
+
+
+def by_columns(rows: list[dict]) -> dict[str, list]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def both_forms(whole: dict) -> list[dict]:
+    return [whole, whole | {part: by_columns(whole[part]) for part in ("history", "candidates") if part in whole}]
+
+
+def changed(tree: Any) -> Iterator[Any]:
+    """Yields copies of a tree with an odd value in each place, or without it, or with a field more."""
+    yield from ODD
+    for key in [*tree, "more"] if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        for value in changed(tree[key]) if key != "more" else ODD:
+            copy = deepcopy(tree)
+            copy[key] = value
+            yield copy
+        if isinstance(tree, dict) and key != "more":
+            yield {name: value for name, value in tree.items() if name != key}
+
+
+@pytest.mark.parametrize("form", [0, 1], ids=["rows", "columns"])
+def test_the_schema_accepts_what_the_reader_accepts(form):
+    user = Field("tags", "categories", ["user_tags"])
+    reader = RequestReader(replace(SCHEMA, user=[user, *SCHEMA.user]), READ.limits)
+    valid, whole, outcomes = validator(reader), request(), set()
+    whole["user"]["tags"] = ["a"]
+    for body in [whole, *changed(both_forms(whole)[form])]:
+        outcome = accepts(reader, body)
+        if outcome is not None:
+            assert valid.is_valid(body) == outcome, (body, outcome)
+        outcomes.add(outcome)
+    assert valid.is_valid(both_forms(whole)[form]) and outcomes >= {True, False}
+
+
+def test_the_schema_of_semantic_ids_and_of_no_history():
+    schema = Schema([], [Field("sid", "sid", ["item_sid"], layout=LAYOUT)], [], codec="abc")
+    reader = RequestReader(schema, READ.limits)
+    valid, whole = validator(reader), {"user": {}, "candidates": [{"sid": 5}, {"sid": None}], "codec": "abc"}
+    assert valid.is_valid(whole) and valid.is_valid(both_forms(whole)[1])
+    for body in changed(whole):
+        if not valid.is_valid(body):
+            assert not accepts(reader, body), body
+    for body in (whole | {"codec": "other"}, whole | {"history": []}, whole | {"candidates": [{"sid": "x"}]}):
+        assert not valid.is_valid(body) and not accepts(reader, body)
+
+
+def test_the_schema_names_fields_limits_and_the_answer():
+    schema = RequestReader(SCHEMA, READ.limits, answer="probability").json_schema()
+    rows, columns = schema["properties"]["candidates"]["anyOf"]
+    assert rows["maxItems"] == columns["properties"]["item"]["maxItems"] == READ.limits.max_candidates
+    assert rows["items"]["properties"]["tags"]["description"].startswith("a list of strings, numbers or booleans")
+    assert "of more than 4 the newest" in schema["properties"]["history"]["description"]
+    assert "a probability for each candidate" in schema["description"]
+    assert list(READ.fields["history"]) == ["item", "tags", "seconds", "age"]
