@@ -20,7 +20,7 @@ COMMANDS = {
     "predict": ("predict", "score every row of a table with a trained run"),
     "evaluate": ("evaluate", "score rows that have labels, and print their metrics"),
     "prepare": ("prepare", "turn tables of any length into a dataset that opens at once"),
-    "compare": ("compare", "train without histories and with each pooling, beside baselines such as boosting"),
+    "compare": ("compare", "train without histories and with each pooling, and baselines such as boosting"),
     "export": ("export", "export a run as an artifact to serve"),
     "serve": ("serve", "serve an artifact over HTTP, or answer JSON lines"),
     "semantic-ids": ("semantic_ids", "turn the content of items into semantic IDs"),

@@ -44,7 +44,7 @@ _SEMANTIC_IDS = r"""Turns the content of a catalogue's items into semantic IDs, 
 jfi semantic-ids --items items.parquet --text title,description --categorical brand --out sids.parquet
 jfi semantic-ids --items items.parquet --embeddings image,text --out sids.parquet --codec rq
 
-The first run fits a codec, writes it to the folder sids.codec beside the IDs, and prints and draws how good the IDs
+The first run fits a codec, writes it to the folder sids.codec next to the IDs, and prints and draws how good the IDs
 are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
 content gets the ID -1, and an ID of its own once the table has content of it.
 """
@@ -54,7 +54,7 @@ jfi policy --interactions log.parquet --user user --time timestamp --surface tab
     --conversion purchase --remove 0.3 --out policy.json
 jfi policy --config dwell.yaml --remove 0.5 --out policy.json
 
-Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users beside it. Fit it
+Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users next to it. Fit it
 to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
 (data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
 """

@@ -9,7 +9,7 @@ from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.training.run.scores import check_out, check_results
 from jfi.utils.exit_codes import raise_on_sigterm
 
-#: The options that name tables beside the interactions.
+#: The options that name tables other than the interactions.
 TABLES = ("history", "users", "items", "semantic_ids")
 
 

@@ -132,9 +132,9 @@ def rows_of(table: Table, column: str, items: pa.Array) -> tuple[np.ndarray, np.
         items: to look for, each once.
     """
     texts = as_text(table.column(column)).cast(pa.large_string())
-    places = pc.index_in(texts, value_set=as_text(items).cast(pa.large_string()))
-    rows = np.flatnonzero(places.is_valid().to_numpy(zero_copy_only=False))
-    return rows, places.take(pa.array(rows)).to_numpy().astype(np.int64)
+    positions = pc.index_in(texts, value_set=as_text(items).cast(pa.large_string()))
+    rows = np.flatnonzero(positions.is_valid().to_numpy(zero_copy_only=False))
+    return rows, positions.take(pa.array(rows)).to_numpy().astype(np.int64)
 
 
 def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[np.ndarray, pa.Array]:
@@ -149,7 +149,7 @@ def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[n
         path: of that file, for messages.
 
     Raises:
-        DataError: an item has no value of that type with the same text, such as "007" beside integers.
+        DataError: an item has no value of that type with the same text, such as "007" among integers.
     """
     items = table.column(column)
     texts = as_text(items).cast(pa.large_string())
@@ -175,11 +175,11 @@ def add(table: Table, options: argparse.Namespace, codec: Codec, content: Conten
         known, old = read_sids(options.out, options.item, codec)
     rows, items = new_items(table, options.item, known, options.out)
     unknown = (old == UNKNOWN_SID).nonzero()[:, 0]  # -1 is no ID of an item, so content that comes later gives one
-    again, places = rows_of(table, options.item, known.take(pa.array(unknown.numpy())))
+    again, positions = rows_of(table, options.item, known.take(pa.array(unknown.numpy())))
     chosen = torch.from_numpy(np.concatenate([again, rows]))
     sids = codec.encode([source[chosen] for source in content.sources(table)], Progress("encode", "items"))
     late, new = sids.split([len(again), len(rows)])
-    old[unknown[torch.from_numpy(places)]] = late
+    old[unknown[torch.from_numpy(positions)]] = late
     return pa.concat_arrays([known, items]), torch.cat([old, new]), len(known), int((late != UNKNOWN_SID).sum())
 
 

@@ -135,7 +135,7 @@ class DataConfig:
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz` or `.zst`.
         users: files of users in the same forms, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
         items: files of items in the same forms, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
-        semantic_ids: file of the items' semantic IDs that `jfi semantic-ids` wrote, with its codec beside
+        semantic_ids: file of the items' semantic IDs that `jfi semantic-ids` wrote, with its codec next to
             it, or None. It names the items in a column `item`, as the table of items does. Events get the key
             `history_sid`, and the target `item_sid`, with the ID -1 for an item that the file lacks.
         user: column of the user's id.

@@ -208,7 +208,7 @@ def _check_targets(config: DataConfig) -> None:
             "leave data.label out, or make them equal"
         )
     if config.auxiliary_labels and config.label is None and config.prepared is None:
-        raise DataError("data.auxiliary_labels is set, but data.label is not; they are beside a label")
+        raise DataError("data.auxiliary_labels is set, but data.label is not; they need a label")
     if not 0 < config.auxiliary_weight < math.inf:
         raise DataError(f"data.auxiliary_weight is {config.auxiliary_weight}; it must be positive and finite")
     for one in [] if config.label is None else config.targets():

@@ -128,16 +128,16 @@ def _draw_surface(
     # A bin is drawn in its middle, the first and the last one half as far again from their edge.
     positive = np.maximum(edges, 1e-3)
     middles = np.sqrt(positive[1:] * positive[:-1])
-    places = np.concatenate([positive[:1] / 1.5, middles, positive[-1:] * 1.5, [unknown]])
+    positions = np.concatenate([positive[:1] / 1.5, middles, positive[-1:] * 1.5, [unknown]])
     if not len(edges):
-        places = np.array([1.0, unknown])
+        positions = np.array([1.0, unknown])
     some = events > 0
     known = some[:-1]
-    axes.plot(places[:-1][known], odds[:-1][known], color=color, linewidth=1.2)
+    axes.plot(positions[:-1][known], odds[:-1][known], color=color, linewidth=1.2)
     for chosen, face in ((some & keep, color), (some & ~keep, "white")):
-        axes.plot(places[chosen], odds[chosen], "o", color=color, markerfacecolor=face, markersize=6)
+        axes.plot(positions[chosen], odds[chosen], "o", color=color, markerfacecolor=face, markersize=6)
     if report.slope is not None and not segment.is_global and len(edges):
-        seconds = np.geomspace(places[0], places[-2], 50)
+        seconds = np.geomspace(positions[0], positions[-2], 50)
         rate = segment.conversions / segment.events
         model = report.intercept + report.slope * np.log1p(seconds) - np.log(rate / (1 - rate))
         axes.plot(seconds, model, color=color, linestyle=":", linewidth=1.2)

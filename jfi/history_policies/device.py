@@ -56,8 +56,8 @@ def select_on_device(
             beyond the capacity are left out, and the lengths count what is in.
     """
     events = cells.size(0)
-    places = torch.arange(events, device=cells.device)
-    history = torch.searchsorted(offsets[1:].contiguous(), places, right=True)  # of padding B
+    positions = torch.arange(events, device=cells.device)
+    history = torch.searchsorted(offsets[1:].contiguous(), positions, right=True)  # of padding B
 
     def spread(of_history: Tensor) -> Tensor:
         return torch.cat([of_history, of_history.new_zeros(1)])[history]
@@ -66,7 +66,7 @@ def select_on_device(
     seen_by = spread(offsets[1:]) if seen_by is None else seen_by
     keep = tables.keep.flatten().index_select(0, entry)
     if tables.newest:
-        keep = keep | (seen_by - places <= tables.newest)
+        keep = keep | (seen_by - positions <= tables.newest)
     keep = keep & (history < segments.size(0))
     if tables.cap is not None:  # an event stays if from it to the end no more than the cap stay
         before = _counted(keep)
@@ -79,7 +79,7 @@ def select_on_device(
         counts = _counted(keep)
         # Each event that stays is written to its index, the others to one behind the capacity.
         to = torch.where(keep, counts[:-1], capacity).clamp(max=capacity)
-        rows = torch.zeros(capacity + 1, dtype=torch.int64, device=cells.device).scatter(0, to, places)[:capacity]
+        rows = torch.zeros(capacity + 1, dtype=torch.int64, device=cells.device).scatter(0, to, positions)[:capacity]
         inside = torch.arange(capacity, device=cells.device) < counts[-1]
         rows = torch.where(inside, rows, 0)
         lengths = counts[offsets].clamp(max=capacity).diff()

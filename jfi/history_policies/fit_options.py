@@ -66,10 +66,10 @@ def check(
     ones = conversion == 1
     if not (ones | (conversion == 0)).all():
         raise ValueError(f"conversion must be 0 or 1, got {conversion[~(ones | (conversion == 0))][0]}")
-    told = ones[events.surface >= 0]
-    if not 0 < told.sum() < len(told):
-        kind = "a conversion" if len(told) and told.all() else "no conversion"
-        what = f"but all {len(told)} events with a surface have {kind}"
+    known = ones[events.surface >= 0]
+    if not 0 < known.sum() < len(known):
+        kind = "a conversion" if len(known) and known.all() else "no conversion"
+        what = f"but all {len(known)} events with a surface have {kind}"
         raise ValueError(f"conversion must be 0 for some events and 1 for others, {what}")
     if num_segments is not None and not 1 <= num_segments <= _MOST_SEGMENTS:
         raise ValueError(f"num_segments must be 1 to {_MOST_SEGMENTS}, or None, got {num_segments}")

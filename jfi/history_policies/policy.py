@@ -97,7 +97,7 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         edges: by surface, ascending, seconds: bin b has `edges[b - 1] <= dwell < edges[b]`.
         newest: how many of a history's newest events stay whatever their cell.
         segments: K segments, the least active one first.
-        segment_reports: beside the segments.
+        segment_reports: one for each of the segments.
         surface_reports: K · G, surface by surface of the first segment, then of the next.
         silhouettes: by number of segments that was tried.
         agreement: share of users that both halves of the time put into the same segment; None where no user has events

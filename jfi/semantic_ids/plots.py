@@ -57,7 +57,7 @@ def _bars(axes, names: list[str], columns: list[list[float]], colors: list[str],
     """Groups of bars, each with its number."""
     width = 0.8 / len(columns)
     for i, (column, color, label) in enumerate(zip(columns, colors, labels, strict=True)):
-        places = [place + (i - (len(columns) - 1) / 2) * width for place in range(len(names))]
-        axes.bar_label(axes.bar(places, column, width, color=color, label=label), fmt="%.3f", fontsize=8)
+        positions = [place + (i - (len(columns) - 1) / 2) * width for place in range(len(names))]
+        axes.bar_label(axes.bar(positions, column, width, color=color, label=label), fmt="%.3f", fontsize=8)
     axes.set_xticks(range(len(names)), names)
     axes.spines[["top", "right"]].set_visible(False)

@@ -97,8 +97,8 @@ class TrainingConfig:
             encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
             steps ran so. `always` also does under torchrun, with `sharding.exchange: attention`, and refuses a run
             whose steps it cannot; `never` does not.
-        logger: where metrics go beside metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of Lightning,
-            or null for nowhere. Code can give any other logger, see `jfi.training.train`.
+        logger: where metrics go in addition to metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of
+            Lightning, or null for nowhere. Code can give any other logger, see `jfi.training.train`.
         logger_options: arguments of the logger: for `wandb` project, name, id, save_dir, offline, prefix, entity,
             group, job_type, notes and resume; for `mlflow` experiment_name, run_name, run_id, tracking_uri, save_dir,
             prefix and artifact_location.

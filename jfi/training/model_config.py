@@ -22,7 +22,7 @@ def require(condition: bool, key: str, got: object, must: str) -> None:
         raise ConfigError(f"{key}: got {got!r}, must be {must}")
 
 
-#: Values of a bias, beside null; the last one is the bucket key that every data schema has.
+#: Values of a bias other than null; the last one is the bucket key that every data schema has.
 _BIASES = ("position", "recency", "weights", HISTORY + AGE)
 
 
@@ -89,7 +89,7 @@ class ModelConfig:
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
-            takes, whose output enters `over_arch` beside the dot products; 0 for none.
+            takes, whose output enters `over_arch` with the dot products; 0 for none.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added. With
             `data.labels` the first layer is shared, and each label has the others, its tower, for itself.
         experts: with `data.labels`, how many first layers of `over_arch` there are, of which each label has its own

@@ -93,7 +93,7 @@ padding_state = PaddingState()
 def padded_to_capacity(fixed_length_keys: frozenset[str] = frozenset()) -> Iterator[None]:
     """Declares that jagged tensors within the block may be padded, but for keys with one value a sample.
 
-    Backward passes and compiled functions of other threads see the block as well: they cannot be told from its own.
+    Backward passes and compiled functions of other threads see the block as well: they look like its own.
     """
     state, batch = padding_state, _Batch(True, fixed_length_keys)
     outer = getattr(state.of_thread, "batch", None)

@@ -36,13 +36,13 @@ def by_number(path: str | Path) -> tuple[list[str | int], str]:
         ['part-9', 'part-10', 'part-99999', 'part-100000']
     """
     text = str(path)
-    parts = re.split("([0-9]+)", text)  # text and digits in turn
+    parts = re.split("([0-9]+)", text)  # text and digits alternate
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], text
 
 
 @contextmanager
 def writing_file(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; when the block ends the file is flushed and replaces `path`.
+    """Yields a path in the folder of `path` to write to; when the block ends the file is flushed and replaces `path`.
 
     If the block raises, `path` is as before. One process at a time may write a path.
 
@@ -69,7 +69,7 @@ def writing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`; when the block ends its files are flushed and it gets the name.
+    """Yields an empty folder next to `folder`; when the block ends its files are flushed and it gets the name.
 
     Raises:
         FileExistsError: `folder` exists.
@@ -85,7 +85,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """Makes an empty folder beside `folder`, for `finish_folder`; what a killed process has left there is removed.
+    """Makes an empty folder next to `folder`, for `finish_folder`; what a killed process has left there is removed.
 
     Raises:
         FileExistsError: `folder` exists.

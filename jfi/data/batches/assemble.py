@@ -79,7 +79,7 @@ def assemble(
     owners = slice(None) if offsets is None else offsets[:-1]  # of the samples, those that a user's values belong to
     rows = {"user": user[owners], "item": item, "context": events}
 
-    # A timeline has at least one sample, so its keys have room for as many as there are samples. By user there is no
+    # A timeline has at least one sample, so a key for each sample is enough. By user there is no
     # age, which follows from the times.
     specs = schema.features if offsets is None else schema.features[:-1]
     lengths = np.zeros((len(specs), len(events)), np.int64)

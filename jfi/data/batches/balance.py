@@ -11,7 +11,7 @@ _MOST_SWAPS = 64
 def assign_samples(work: np.ndarray, world_size: int) -> np.ndarray:
     """`[B]` int64, the rank of each sample: their numbers differ by at most one, and their work by little.
 
-    In descending order of their work, to the ranks in turn, there and back; swaps then even out what is left.
+    In descending order of their work, to rank after rank, forwards and then backwards; swaps even out what is left.
 
     Args:
         work: `[B]` numbers, not negative.

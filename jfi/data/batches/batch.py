@@ -45,8 +45,8 @@ class Batch(Pipelineable):
         # "history_rating"    [5, 1]     []
         # "history_age"       [17, 9]    []         buckets of ages from 2**16 s and from 2**8 s on
 
-    By user the U timelines come first in the user and `history_*` keys, whose places U to B stay empty, and ages follow
-    from the times of `timelines`. For two samples of a user, of which the second also sees event 3::
+    By user the U timelines come first in the user and `history_*` keys, whose entries U to B stay empty, and ages
+    follow from the times of `timelines`. For two samples of a user, of which the second also sees event 3::
 
         # "item"              [3]        [8]
         # "history_item"      [5, 2, 3]  []

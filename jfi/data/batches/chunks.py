@@ -19,8 +19,8 @@ class Chunks:
         events: all events.
         max_history: a row sees at most this many of the newest events.
         rows: `[N]` integers, the events that are samples, in the order of the split.
-        order: `[N]` integers, the places of `rows` that sort them.
-        first: `[C + 1]` int64: chunk c has the rows at the places `order[first[c]:first[c + 1]]`.
+        order: `[N]` integers, the positions of `rows` that sort them.
+        first: `[C + 1]` int64: chunk c has the rows at the positions `order[first[c]:first[c + 1]]`.
     """
 
     events: Events
@@ -37,8 +37,8 @@ class Chunks:
         ends = (self.rows[self.order[self.first[chunks + i] - i]] for i in (0, 1))
         return timeline_ranges(self.events, *ends, self.max_history)
 
-    def places(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places of the rows of chunks `[C]` in the split, int64, and the number of each chunk's rows."""
+    def positions(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the positions in the split of the rows of chunks `[C]`, int64, and the number of rows of each."""
         first = self.first[chunks]
         sizes = self.first[chunks + 1] - first
         return self.order[ranges(first, sizes)].astype(np.int64, copy=False), sizes
@@ -126,15 +126,15 @@ class ChunkOrder(Order):
         return self._order[self._bounds[batch] : self._bounds[batch + 1]]
 
     def _part(self, units: np.ndarray, total: int) -> BatchPart:
-        samples, sizes = self._chunks.places(units)
+        samples, sizes = self._chunks.positions(units)
         if self._per_row > 1:
             samples = (samples[:, None] * self._per_row + np.arange(self._per_row)).ravel()
         return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
 
     def _work(self, units: np.ndarray) -> np.ndarray:
         """`[C, 3]` int64: of chunks the events that their targets see, the events of their timelines, the samples."""
-        places, sizes = self._chunks.places(units)
-        rows = self._chunks.rows[places].astype(np.int64, copy=False)
+        positions, sizes = self._chunks.positions(units)
+        rows = self._chunks.rows[positions].astype(np.int64, copy=False)
         seen = self._chunks.events.histories(rows, self._chunks.max_history)[1]
         seen = np.add.reduceat(seen, np.cumsum(sizes) - sizes)  # a chunk has at least one row
         return np.stack([seen * self._per_row, self._chunks.timelines(units)[1], sizes * self._per_row], axis=1)

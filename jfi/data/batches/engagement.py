@@ -34,8 +34,8 @@ class Engagement:
 
         An event without a surface has `unknown`, if that is a name.
         """
-        places = {name: place for place, name in enumerate(surfaces)}
-        place = np.array([places.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
+        positions = {name: place for place, name in enumerate(surfaces)}
+        place = np.array([positions.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
         return replace(self, surface=place[self.surface], surfaces=list(surfaces))
 
     def log(self, user: np.ndarray, time: np.ndarray, rows: np.ndarray | None = None) -> EventLog:

@@ -37,7 +37,7 @@ class Shuffled:
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """`[B]` int64, the samples at a slice of places without a step."""
+        """`[B]` int64, the samples at a slice of positions without a step."""
         if self._all is not None:
             return self._all[place]
         value = np.arange(place.start, min(place.stop, self._count)).astype(np.uint64)

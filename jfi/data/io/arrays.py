@@ -131,7 +131,7 @@ def as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_null(column.type) or pa.types.is_timestamp(kind):
         return column.cast(kind, safe=False)
     column = flatten(pa.chunked_array([column]))
-    if kind == TEXTS:  # a column of single values beside lists has none
+    if kind == TEXTS:  # a column of single values has none where others are lists
         return text_lists(column) if is_list(column.type) else pa.nulls(len(column), TEXTS)
     return as_text(column)
 

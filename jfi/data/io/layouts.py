@@ -82,6 +82,6 @@ def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
     suffix = PurePath(name).suffix
     plain = name.removesuffix(suffix) if suffix in COMPRESSED else name
     layout = _LAYOUTS.get(plain, _LAYOUTS.get(PurePath(plain).suffix))
-    if layout is _PARQUET and plain != name:  # Parquet compresses by itself.
+    if layout is _PARQUET and plain != name:  # Parquet has its own compression.
         return None
     return Layout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout

@@ -114,8 +114,8 @@ class _Block:
                 return self._parse(used)
             except pa.ArrowInvalid:
                 self._read(self._text, is_last=True)
-        places = [self.names.index(name) for name in used]
-        return pa.table([pa.array([record[i] for _, record in self._rows], TEXT) for i in places], used)
+        positions = [self.names.index(name) for name in used]
+        return pa.table([pa.array([record[i] for _, record in self._rows], TEXT) for i in positions], used)
 
     def _parse(self, used: list[str]) -> pa.Table:
         text, delimiter = _split_by_one(self._text, self.layout.delimiter)

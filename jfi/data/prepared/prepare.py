@@ -1,7 +1,7 @@
 """Turns tables of any length into a prepared dataset, in bounded memory.
 
 The stages are: read (`read`), sort and split (`sort`), then learn the schema, encode and write. Each leaves its result
-in a folder beside the dataset, so a process that was killed continues with the stage it was in. The folder gets the
+in a folder next to the dataset, so a process that was killed continues with the stage it was in. The folder gets the
 dataset's name when all is written.
 """
 

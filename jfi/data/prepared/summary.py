@@ -25,7 +25,7 @@ class Summary:
         missing: by column the share of its users, items or events without a value; columns without gaps are left out.
         unseen: by split, except training, and by column the share of samples with a value that training has not seen,
             under "user" and "item" that of the ids. Of a multi-valued column it is the share of samples all of whose
-            values are unseen; under "<column> (in part)" that of samples with seen values beside unseen ones.
+            values are unseen; under "<column> (in part)" that of samples with both seen and unseen values.
         vocabulary_sizes: by column the number of known values, or of hash buckets.
         warnings: a line each.
     """

@@ -156,8 +156,8 @@ def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: in
     >>> nth_values(np.array([4, 5, 6]), np.array([0, 2, 2, 3]), 1, missing=-1)
     array([ 5, -1, -1])
     """
-    places = offsets[:-1] + number
-    found = places < offsets[1:]
-    result = np.full(len(places), missing, values.dtype)
-    result[found] = values[places[found]]
+    positions = offsets[:-1] + number
+    found = positions < offsets[1:]
+    result = np.full(len(positions), missing, values.dtype)
+    result[found] = values[positions[found]]
     return result

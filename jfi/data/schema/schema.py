@@ -29,7 +29,7 @@ Entity = Literal["user", "item", "event"]
 
 _FORMAT = "jfi data schema 2"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
-#: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
+#: The codec of semantic IDs in the folder of a schema, and in the folder next to a file of IDs.
 CODEC = "codec.safetensors"
 FILES = (_SMALL, _LARGE, CODEC)
 #: The name of the titles among the columns of the Parquet file; no table's column has an empty name.

@@ -20,7 +20,7 @@ from jfi.data.schema.coded import CodedColumn, Dictionary, blocks
 from jfi.data.schema.schema import Entity
 from jfi.utils.encoding import CROSSED
 
-#: The folder of temporary files, beside those of the stages.
+#: The folder of temporary files, next to those of the stages.
 SCRATCH = "scratch"
 
 
@@ -102,9 +102,9 @@ class Columns:
             return self.computed[name]
         if of == "event":
             return self._columns[RawColumn(name, "number").file]
-        table, places = self._tables[of], self._places[of]
+        table, positions = self._tables[of], self._places[of]
         column = self._columns[RawColumn(name, "number").file] if table is None else table.numbers(name)
-        return np.where(places < 0, np.nan, column[places]) if len(column) else np.full(len(places), np.nan)
+        return np.where(positions < 0, np.nan, column[positions]) if len(column) else np.full(len(positions), np.nan)
 
     def item_sids(self) -> np.ndarray:
         """The semantic ID of each item, int64."""
@@ -166,10 +166,10 @@ class Columns:
 
 def _places(table: Table, key: str, ids: pa.Array, interactions: str | None) -> np.ndarray:
     """`[N]` int64, the row of each id in a table of users or items, -1 for one that it lacks."""
-    places = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
-    if interactions is not None and places.null_count == len(ids):
+    positions = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
+    if interactions is not None and positions.null_count == len(ids):
         raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
-    return pc.fill_null(places, -1).to_numpy().astype(np.int64)
+    return pc.fill_null(positions, -1).to_numpy().astype(np.int64)
 
 
 def _first_rows(index: np.ndarray, time: np.ndarray, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""First stage of preparing a dataset: the tables' rows as numbers in column files, and the distinct values beside them.
+"""First stage of preparing a dataset: the tables' rows as numbers in column files, and their distinct values.
 
 The folder of the stage has the columns in the table's order, and a file of distinct values for each column of text.
 """
@@ -151,7 +151,7 @@ class RowReader:
                 if column.name in config.names("item"):
                     first.require(column.name, " (data.items is not set)")
         categories = [column for column in self._columns if column.kind == "category"]
-        #: By column whether it is multi-valued, as far as rows have told it.
+        #: By column whether it is multi-valued, as far as rows have shown it.
         self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         types |= dict.fromkeys(target_names(config), np.float32)
@@ -216,7 +216,7 @@ class RowReader:
         self._dictionaries[column.file].add(values)
 
     def _set_lists(self, column: RawColumn, has_lists: bool) -> None:
-        """Appends the rows so far, in which no value told whether the column is multi-valued."""
+        """Appends the rows so far, in which no value showed whether the column is multi-valued."""
         self._lists[column.name] = has_lists
         for begin, end in blocks(self.rows):
             self._append_missing(column, end - begin, has_lists)

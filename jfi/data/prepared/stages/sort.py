@@ -26,8 +26,8 @@ Advance = Callable[[int], None]
 def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scratch: Path, advance: Advance) -> None:
     """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
 
-    `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in files
-    beside them.
+    `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in
+    files of the same folder.
 
     Args:
         source: folder of the first stage.

@@ -33,7 +33,7 @@ def count_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarr
 
 
 def time_cuts(count: int, fractions: list[float]) -> np.ndarray:
-    """`[2]` int64, the places among `count` labeled rows in the order of time at which validation and test begin."""
+    """`[2]` int64, the positions among `count` labeled rows in the order of time at which validation and test begin."""
     return np.rint(np.cumsum(fractions[:2]) * count).astype(np.int64)
 
 
