@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from jfi.semantic_ids.quality import SIDQuality
 from jfi.utils.figures import save_figure
@@ -25,7 +25,7 @@ def draw_quality(quality: SIDQuality, source_names: list[str], title: str, path:
     names = ["all", *source_names]
     _bars(errors, names, [[quality.reconstruction_error, *quality.source_errors]], [_COLOR], [""])
     highest = max(1.0, quality.reconstruction_error, *quality.source_errors)
-    errors.set(title="reconstruction error (part of the variance)", ylim=(0, 1.1 * highest))
+    errors.set(title="reconstruction error (share of the variance)", ylim=(0, 1.1 * highest))
     shown = {
         "distinct IDs\nby items": quality.no_collision_rate,
         "items with\nown ID": quality.single_rate,
@@ -57,7 +57,9 @@ def _bars(axes, names: list[str], columns: list[list[float]], colors: list[str],
     """Groups of bars, each with its number."""
     width = 0.8 / len(columns)
     for i, (column, color, label) in enumerate(zip(columns, colors, labels, strict=True)):
-        positions = [place + (i - (len(columns) - 1) / 2) * width for place in range(len(names))]
-        axes.bar_label(axes.bar(positions, column, width, color=color, label=label), fmt="%.3f", fontsize=8)
+        positions = [n + (i - (len(columns) - 1) / 2) * width for n in range(len(names))]
+        bars = axes.bar(positions, column, width, color=color, label=label)
+        axes.bar_label(bars, [f"{value:.1%}" for value in column], fontsize=8)
     axes.set_xticks(range(len(names)), names)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.spines[["top", "right"]].set_visible(False)

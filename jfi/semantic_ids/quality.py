@@ -77,13 +77,13 @@ class SIDQuality:
 
     def __str__(self) -> str:
         share = self.unknown / self.items if self.items else 0.0
-        errors = ", ".join(f"{error:.3f}" for error in self.source_errors)
+        errors = ", ".join(f"{error:.1%}" for error in self.source_errors)
         lines = [
             f"items                 {self.items:,}, of which {self.unknown:,} ({share:.1%}) without content",
             f"distinct IDs          {self.distinct:,} ({self.no_collision_rate:.1%} of the items with content)",
             f"items with own ID     {self.single_rate:.1%}; the most frequent ID has {self.largest_collision:,} items",
             f"entropy               {self.entropy:.2f} of at most {self.max_entropy:.2f} bits",
-            f"reconstruction error  {self.reconstruction_error:.3f} of the variance (by source: {errors})",
+            f"reconstruction error  {self.reconstruction_error:.1%} of the variance (by source: {errors})",
             f"values of a digit     perplexity {min(self.perplexity):.2f} to {max(self.perplexity):.2f}, "
             f"{sum(self.dead_codes):,} dead",
         ]

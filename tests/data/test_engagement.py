@@ -123,6 +123,15 @@ def test_all_fields_are_those_of_the_same_events_with_their_ages_and_weights(con
 
 
 @pytest.mark.parametrize("batching", ["sample", "user"])
+def test_the_share_of_removed_events_is_that_of_the_batches(config, tmp_path, batching):
+    plain = replace(config, batching=batching)
+    chosen = fitted(plain, tmp_path / "p.json", remove=0.5, newest=0)
+    kept, of_all = (whole(load_dataset(one)).sparse_features["history_item_id"] for one in (chosen, plain))
+    share = load_dataset(chosen).removed_share(10_000)
+    assert share == pytest.approx(1 - kept.values().numel() / of_all.values().numel()) and 0 < share < 0.6
+
+
+@pytest.mark.parametrize("batching", ["sample", "user"])
 def test_a_policy_that_keeps_all_changes_no_bit(config, tmp_path, batching):
     plain = load_dataset(config)
     kept = load_dataset(fitted(config, tmp_path / "p.json"))

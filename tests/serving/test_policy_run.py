@@ -1,6 +1,9 @@
 """A run with a policy of its histories: training, prediction and requests read the same events."""
 
+import contextlib
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -62,11 +65,13 @@ def folder(tmp_path_factory):
     policy.save(folder / "policy.json")
     data = replace(data, policy=str(folder / "policy.json"))
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
-    with pytest.MonkeyPatch.context() as patch:
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         for name in ("draw_curves", "draw_attention"):
             patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         train(Config(data, model, training=TrainingConfig(str(folder / "run"), epochs=1, device="cpu", batch_size=64)))
     (folder / "policy.json").rename(folder / "moved.json")
+    (folder / "output.txt").write_text(output.getvalue())
     return folder
 
 
@@ -158,6 +163,15 @@ def test_a_request_names_what_the_policy_reads(reader):
         reader({**request, "history": [{name: event[name] for name in event if name != "dwell"}]})
     unseen = event | {"surface": "a new one", "dwell": None, "session": None}
     assert reader({**request, "history": [unseen]}).num_events == 1
+
+
+def test_a_run_says_how_many_events_its_policy_removes(folder):
+    (share,) = re.findall(
+        r"^data\.policy removes ([\d.]+)% of the events of the histories in a batch$",
+        (folder / "output.txt").read_text(),
+        flags=re.MULTILINE,
+    )
+    assert 5 < float(share) < 60
 
 
 def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):

@@ -127,6 +127,16 @@ class InteractionDataset:
         samples = np.unique(np.linspace(0, count - 1, min(probed, count)).astype(np.int64))
         return float(self._num_events(rows, samples).mean()) if count else 0.0
 
+    def removed_share(self, batch_size: int, split: str = "train", probed: int = 8) -> float:
+        """Share of the events of the histories in a split's batches that the policy removes, of so many batches."""
+        order, before, after = self._order_of(split, batch_size, None, self.batching), 0, 0
+        for number in np.unique(np.linspace(0, order.num_batches - 1, probed).astype(np.int64)).tolist():
+            part = order.part(number, 0, 1)
+            events = self.draw(split, part.samples)[0]
+            before += int(self._whole_histories(events, part.offsets).lengths.sum())
+            after += int(self._histories(events, part.offsets).lengths.sum())
+        return 1 - after / max(1, before)
+
     def batches(
         self,
         split: str,
@@ -273,6 +283,10 @@ class InteractionDataset:
         """The histories of samples `[B]`, or of the timelines at offsets `[U + 1]` of them."""
         if self.chooser is not None:
             return self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)
+        return self._whole_histories(events, offsets)
+
+    def _whole_histories(self, events: np.ndarray, offsets: np.ndarray | None) -> Histories:
+        """The same without a policy."""
         table, max_history = self._arrays.events, self.schema.max_history
         if offsets is None:
             start, lengths = table.histories(events, max_history)

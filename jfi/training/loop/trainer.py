@@ -48,6 +48,9 @@ class Trainer(Steps):
         else:
             log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
             self._say(describe_earlier(log, data))
+            if self.dataset.policy is not None and world.is_first:
+                share = self.dataset.removed_share(self.config.training.batch_size)
+                self._say(f"data.policy removes {share:.1%} of the events of the histories in a batch")
             if world.size > 1 and world.is_first:
                 busiest = self._parts("train", training.batch_size)[0].order.imbalance(world.size)
                 self._say(
