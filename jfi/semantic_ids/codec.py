@@ -1,8 +1,8 @@
 """The base of all codecs: content in, one int64 an item out, and back; files and their fingerprint.
 
 Ids are computed in float64, a block of rows at a time, so that an item's id does not depend on the items of its block,
-the device or the number of threads, except where content lies within rounding of a boundary. A catalogue's ids are still
-best written once and kept.
+the device or the number of threads, except where content lies within rounding of a boundary. A catalogue's ids are
+still best written once and kept.
 """
 
 import hashlib
