@@ -1,5 +1,6 @@
 """Reads JSON files as values of annotated types, strictly, by msgspec."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,11 +42,25 @@ def decode_json(content: bytes | str, kind: type[T], path: str | Path, fault: ty
 
 
 def convert(tree: Any, kind: type[T], path: str | Path, fault: type[Exception] = InputError) -> T:
-    """Returns a part of a JSON file that was decoded without a type; otherwise as `read_json`."""
+    """Returns a part of a JSON file that was decoded without a type; a dataclass refuses unknown fields, too."""
     try:
-        return msgspec.convert(tree, kind)
+        value = msgspec.convert(tree, kind)
+        _check_fields(tree, value)
     except (ValueError, RecursionError) as error:
         raise fault(f"{path} is damaged: {_reason(error)}") from None
+    return value
+
+
+def _check_fields(tree: Any, value: Any) -> None:
+    """Raises ValueError if a tree has a field that the dataclass that was made of it lacks."""
+    if isinstance(value, list):
+        for one, made in zip(tree, value, strict=True):
+            _check_fields(one, made)
+    elif dataclasses.is_dataclass(value):
+        for name, one in tree.items():
+            if not hasattr(value, name):
+                raise ValueError(f"object contains unknown field `{name}`")
+            _check_fields(one, getattr(value, name))
 
 
 def _reason(error: Exception) -> str:

@@ -37,7 +37,7 @@ def folder(config, tmp_path) -> Path:
 
 
 def edit(folder: Path, **changes: object) -> None:
-    content = read_checked_json(folder / "manifest.json", FORMAT)
+    content = read_checked_json(folder / "manifest.json", FORMAT, dict)
     content["data"] |= changes
     (folder / "manifest.json").write_text(checked_json(FORMAT, content))
 
@@ -47,8 +47,19 @@ def edit(folder: Path, **changes: object) -> None:
     [
         ("[1]", "not a file of this version of jfi"),
         (f'{{"format": "{FORMAT}"}}', "damaged, the content does not match its SHA-256"),
-        (checked_json(FORMAT, {}), "damaged, it lacks a setting or has one of another"),
-        (checked_json(FORMAT, {"data": {"lable": "clicked"}}), "damaged, it lacks a setting or has one of another"),
+        (checked_json(FORMAT, {}), "is damaged: object missing required field `data`"),
+        (
+            checked_json(FORMAT, {"data": {"lable": "clicked"}, "sizes": {}}),
+            "is damaged: object contains unknown field `lable`",
+        ),
+        (
+            checked_json(FORMAT, {"data": {"split": "times"}, "sizes": {}}),
+            "is damaged: invalid enum value 'times' - at `$.data.split`",
+        ),
+        (
+            checked_json(FORMAT, {"data": {"max_history": "7"}, "sizes": {}}),
+            "is damaged: expected `int`, got `str` - at `$.data.max_history`",
+        ),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
     ],

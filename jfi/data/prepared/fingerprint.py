@@ -123,7 +123,7 @@ class Fingerprint:
         Raises:
             DataError: the file is missing, damaged or of another kind.
         """
-        return cls(**read_checked_json(path, _FORMAT))
+        return read_checked_json(path, _FORMAT, cls)
 
 
 def _sources(dataset: InteractionDataset, config: DataConfig, of: Entity) -> dict[str, list[str]]:

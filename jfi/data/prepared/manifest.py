@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from jfi.data.config import FILES, DataConfig, FeatureConfig, LabelConfig, SyntheticConfig
+from jfi.data.config import FILES, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 
@@ -33,7 +33,7 @@ class Manifest:
     """
 
     data: DataConfig
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, int]
 
     def save(self, folder: Path) -> None:
         """Writes the file into the folder of a dataset."""
@@ -52,15 +52,7 @@ class Manifest:
         if not path.is_file():
             what = "it is no folder" if Path(folder).is_file() else f"{MANIFEST} is missing"
             raise DataError(f"{folder}: not a prepared dataset, {what}")
-        content = read_checked_json(path, FORMAT)
-        try:
-            data = dict(content["data"])
-            data["synthetic"] = SyntheticConfig(**data["synthetic"])
-            data["features"] = [FeatureConfig(**one) for one in data["features"]]
-            data["labels"] = [LabelConfig(**one) for one in data["labels"]]
-            return cls(DataConfig(**data), content["sizes"])
-        except (KeyError, TypeError):
-            raise DataError(f"{path}: damaged, it lacks a setting or has one of another version of jfi") from None
+        return read_checked_json(path, FORMAT, cls)
 
 
 def prepared_config(folder: str | Path, **choices: float | str | None) -> DataConfig:

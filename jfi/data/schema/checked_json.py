@@ -3,9 +3,13 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import TypeVar
 
 from jfi.data.errors import DataError
 from jfi.utils.files import reading_file
+from jfi.utils.json_files import convert
+
+T = TypeVar("T")
 
 
 def checked_json(kind: str, content: dict) -> str:
@@ -14,8 +18,8 @@ def checked_json(kind: str, content: dict) -> str:
     return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
 
 
-def read_checked_json(path: Path, kind: str) -> dict:
-    """The content of a file of the text of `checked_json`.
+def read_checked_json(path: Path, kind: str, content_type: type[T]) -> T:
+    """Returns the content of a file of the text of `checked_json`, as `jfi.utils.json_files.read_json`.
 
     Raises:
         DataError: it is missing, damaged or of another kind, as one line that names it.
@@ -30,7 +34,7 @@ def read_checked_json(path: Path, kind: str) -> dict:
         raise DataError(f"{path}: not a file of this version of jfi (its 'format' must be '{kind}')")
     if not isinstance(tree.get("content"), dict) or tree.get("sha256") != _digest(tree["content"]):
         raise DataError(f"{path}: damaged, the content does not match its SHA-256")
-    return tree["content"]
+    return convert(tree["content"], content_type, path, DataError)
 
 
 def _digest(content: dict) -> str:

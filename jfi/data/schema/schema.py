@@ -7,12 +7,12 @@ vocabularies.parquet the known values of all columns and the items' titles: `col
 codec.safetensors    with semantic IDs, the codec that gave them
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -147,6 +147,24 @@ class Encodings:
         return self.buckets[column] if column in self.buckets else self.vocabularies[column]
 
 
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of schema.json; `sha256` is that of the Parquet file, and `values` how many values a column has."""
+
+    features: list[FeatureSpec]
+    dense_names: list[str]
+    item_key: str
+    max_history: int
+    edges: dict[str, list[float]]
+    moments: dict[str, tuple[float, float]]
+    buckets: dict[str, int]
+    defaults: dict[str, str | float]
+    values: dict[str, int]
+    sha256: str
+    labels: list[LabelSpec]
+    num_auxiliary: int = 0
+    codec: str | None = None
+
+
 @dataclass(frozen=True)
 class DataSchema:
     """The keys of the batches and the encodings of their values; all that a model needs to know of its data.
@@ -208,24 +226,24 @@ class DataSchema:
             for name, values in columns.items():
                 names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(values), np.int32)), pa.array([name]))
                 writer.write_table(pa.table([names.cast(pa.string()), as_array(values)], schema=kind))
-        content = {
-            "features": [dataclasses.asdict(spec) for spec in self.features],
-            "dense_names": self.dense_names,
-            "item_key": self.item_key,
-            "max_history": self.max_history,
-            "edges": {name: edges.tolist() for name, edges in self.encodings.edges.items()},
-            "moments": self.encodings.moments,
-            "buckets": {name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
-            "defaults": self.encodings.defaults,
-            "values": {name: len(values) for name, values in columns.items()},
-            "sha256": sha256_of(folder / _LARGE),
-            "labels": [dataclasses.asdict(one) for one in self.labels],
-            "num_auxiliary": self.num_auxiliary,
-        }
         if self.codec is not None:
             self.codec.save(folder / CODEC)
-            content["codec"] = self.codec.fingerprint
-        (folder / _SMALL).write_text(checked_json(_FORMAT, content), encoding="utf-8")
+        content = _Content(
+            features=self.features,
+            dense_names=self.dense_names,
+            item_key=self.item_key,
+            max_history=self.max_history,
+            edges={name: edges.tolist() for name, edges in self.encodings.edges.items()},
+            moments=self.encodings.moments,
+            buckets={name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
+            defaults=self.encodings.defaults,
+            values={name: len(values) for name, values in columns.items()},
+            sha256=sha256_of(folder / _LARGE),
+            labels=self.labels,
+            num_auxiliary=self.num_auxiliary,
+            codec=None if self.codec is None else self.codec.fingerprint,
+        )
+        (folder / _SMALL).write_text(checked_json(_FORMAT, msgspec.to_builtins(content)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "DataSchema":
@@ -235,25 +253,25 @@ class DataSchema:
             DataError: a file is missing, damaged or of another kind, as one line that names it.
         """
         small, large = Path(folder) / _SMALL, Path(folder) / _LARGE
-        content = read_checked_json(small, _FORMAT)
+        content = read_checked_json(small, _FORMAT, _Content)
         columns = _read_large(large, content)
         titles = columns.pop(_TITLES, None)
         return cls(
-            features=[FeatureSpec(**spec) for spec in content["features"]],
-            dense_names=content["dense_names"],
-            item_key=content["item_key"],
-            max_history=content["max_history"],
+            features=content.features,
+            dense_names=content.dense_names,
+            item_key=content.item_key,
+            max_history=content.max_history,
             encodings=Encodings(
                 {name: Vocabulary(values) for name, values in columns.items()},
-                {name: np.array(edges, np.float64) for name, edges in content["edges"].items()},
-                {name: (mean, deviation) for name, (mean, deviation) in content["moments"].items()},
-                {name: HashBuckets(count) for name, count in content["buckets"].items()},
-                content["defaults"],
+                {name: np.array(edges, np.float64) for name, edges in content.edges.items()},
+                content.moments,
+                {name: HashBuckets(count) for name, count in content.buckets.items()},
+                content.defaults,
             ),
             titles=titles,
-            codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
-            labels=[LabelSpec(**one) for one in content.get("labels", [{}])],
-            num_auxiliary=content.get("num_auxiliary", 0),
+            codec=None if content.codec is None else _read_codec(Path(folder) / CODEC, content.codec),
+            labels=content.labels,
+            num_auxiliary=content.num_auxiliary,
         )
 
 
@@ -267,13 +285,13 @@ def _read_codec(path: Path, fingerprint: str) -> Codec:
     return codec
 
 
-def _read_large(path: Path, content: dict) -> dict[str, Strings]:
+def _read_large(path: Path, content: _Content) -> dict[str, Strings]:
     with reading_file(path, DataError):
-        if sha256_of(path) != content["sha256"]:
+        if sha256_of(path) != content.sha256:
             raise DataError(f"{path}: damaged, it does not match the SHA-256 in {_SMALL}")
         values = pyarrow.parquet.read_table(path, columns=["value"]).column("value")
     columns, start = {}, 0
-    for name, count in content["values"].items():
+    for name, count in content.values.items():
         columns[name] = Strings(values.slice(start, count).combine_chunks())
         start += count
     return columns

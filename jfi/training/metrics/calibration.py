@@ -7,6 +7,7 @@ which is convex, does not grow.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,8 +16,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from jfi.data.schema.schema import LabelSpec
 from jfi.training.metrics.label_metrics import Predictions, normalized_entropy
 
-#: By the name of a binary label: "a", "b", and "identity", why they are 1 and 0, or "" where they were fitted.
-Calibration = dict[str, dict[str, float | str]]
+
+class Scaling(TypedDict):
+    """The calibration of a label; `identity` says why `a` and `b` are 1 and 0, or is "" where they were fitted."""
+
+    a: float
+    b: float
+    identity: str
+
+
+#: By the name of a binary label.
+Calibration = dict[str, Scaling]
 #: Fewer samples are not fitted.
 MIN_SAMPLES = 100
 _STEPS, _HALVINGS, _TOLERANCE = 50, 30, 1e-10

@@ -5,8 +5,10 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from jfi.data.config import FILES
 from jfi.training.checkpoints.checkpoint import (
@@ -17,13 +19,16 @@ from jfi.training.checkpoints.checkpoint import (
     read_progress,
 )
 from jfi.training.config import Config, ConfigError, TrainingConfig
+from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.label_metrics import LESS_IS_BETTER
 from jfi.training.run.recorder import parse_metrics
 from jfi.training.run.run_folder import RunFolder
+from jfi.utils.json_files import convert
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass
-class Progress:
+class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """The position of a run.
 
     Args:
@@ -50,27 +55,27 @@ class Progress:
         newest: time of the newest training sample.
     """
 
-    epoch: int = 0
-    batch: int = 0
-    first_batch: int = 0
-    step: int = 0
-    evaluated_epoch: float = 0
-    evaluated_step: int = 0
-    best_epoch: float = 0
-    best_batch: int = 0
-    best_step: int = 0
-    since_best: int = 0
+    epoch: Count = 0
+    batch: Count = 0
+    first_batch: Count = 0
+    step: Count = 0
+    evaluated_epoch: int | float = 0
+    evaluated_step: Count = 0
+    best_epoch: int | float = 0
+    best_batch: Count = 0
+    best_step: Count = 0
+    since_best: Count = 0
     best: float = -math.inf
-    log_length: int = 0
+    log_length: Count = 0
     log_sha256: str = hashlib.sha256().hexdigest()
     train_seconds: float = 0.0
-    world_size: int = 0
-    config: dict = field(default_factory=dict)
-    calibration: dict = field(default_factory=dict)
-    batches: dict = field(default_factory=dict)
-    files: dict = field(default_factory=dict)
-    unknown: dict = field(default_factory=dict)
-    start: dict = field(default_factory=dict)
+    world_size: Count = 0
+    config: dict = {}
+    calibration: Calibration = {}
+    batches: dict = {}
+    files: dict[str, str] = {}
+    unknown: dict[str, float] = {}
+    start: dict[str, dict] = {}
     newest: float = -math.inf
 
     @property
@@ -252,20 +257,10 @@ def load_progress(checkpoint: Path) -> Progress:
     Raises:
         DamagedCheckpointError: progress.json is missing or damaged, or the folder has the name of another checkpoint.
     """
-    path, values = checkpoint / PROGRESS, read_progress(checkpoint)
-    kinds = {item.name: item.type for item in dataclasses.fields(Progress)}
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind is None:
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is not known")
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if not fits or (kind is int and value < 0):
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is {value!r}, must be of type {kind.__name__}")
-    progress = Progress(**values)
-    if (
-        checkpoint_name(progress.epoch, progress.batch) != path.parent.name
-        or not progress.best_epoch < progress.epoch + 1
-    ):
+    path = checkpoint / PROGRESS
+    progress = convert(read_progress(checkpoint), Progress, path, DamagedCheckpointError)
+    is_named = checkpoint_name(progress.epoch, progress.batch) == checkpoint.name
+    if not is_named or not 0 <= progress.best_epoch < progress.epoch + 1:
         raise DamagedCheckpointError(f"{path} is damaged: it is not of a checkpoint of this name")
     return progress
 

@@ -99,15 +99,9 @@ class BestEpoch:
             is_finished = best.is_dir()
             if is_finished:
                 newest = load_progress(best).newest  # a folder of the name of another checkpoint is refused
-            calibration: Calibration = {
-                label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
-                for label, one in progress.calibration.items()
-            }
             changed = describe_changes(config, progress, _matters)
         except DamagedCheckpointError as fault:
             raise ConfigError(f"{name}: {fault}") from None
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{name}: {last / 'progress.json'} is damaged") from None
         if not is_finished:
             raise ConfigError(f"{name}: the run has not finished an epoch yet")
         if changed:
@@ -118,7 +112,7 @@ class BestEpoch:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name, calibration, progress.unknown, newest)
+        return cls(best, module, prefix, config, schema, name, progress.calibration, progress.unknown, newest)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.

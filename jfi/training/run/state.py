@@ -5,10 +5,9 @@ position in the epoch, the best epoch and the length of metrics.jsonl. Under tor
 tables.
 """
 
-import dataclasses
 import math
-from dataclasses import asdict
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -154,7 +153,7 @@ class RunState:
                 optimizer.init_state()  # a step with zero gradients, which allocates the state
                 optimizer.zero_grad(set_to_none=True)
         same_world = progress.world_size == self.progress.world_size
-        self.progress = dataclasses.replace(progress, world_size=self.progress.world_size)
+        self.progress = msgspec.structs.replace(progress, world_size=self.progress.world_size)
         state = self._state()
         if not same_world:
             del state["random"]
@@ -231,7 +230,7 @@ class RunState:
             progress.config = self.config.as_dict()
             name = checkpoint_name(progress.epoch, progress.batch)
             try:
-                save_checkpoint(run.checkpoints, name, state, asdict(progress), self.world)
+                save_checkpoint(run.checkpoints, name, state, msgspec.structs.asdict(progress), self.world)
             except FloatingPointError as fault:  # the last step's update, which no loss has shown yet
                 self.check_finite(math.nan, str(fault))
         best = progress.best_checkpoint
