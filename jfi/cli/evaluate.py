@@ -4,10 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
+from tqdm.utils import disp_len, disp_trim
+
 from jfi.cli.predict import open_run, scoring
 from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.training.run.scores import check_out, check_place
-from jfi.utils.display import fit_cells
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import write_file
 
@@ -42,7 +43,9 @@ def table(metrics: dict) -> str:
     widths = [max(10, len(name) + 2) for name in shown]
 
     def line(name: str, cells: list[str]) -> str:
-        return fit_cells(name, NAMES) + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+        name = disp_trim(" ".join(name.split()), NAMES)
+        name += " " * (NAMES - disp_len(name))  # a Chinese character takes two cells
+        return name + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
 
     def row(name: str, record: dict) -> str:
         cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in shown[1:]]

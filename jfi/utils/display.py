@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
@@ -35,7 +34,7 @@ class Display:
         >>> with Display("epoch 1", 800, clock=lambda: next(seconds), stream=sys.stdout) as display:
         ...     display.update(100)
         ...     display.update(100, lambda: {"step": 2, "loss": 0.25})
-        epoch 1: 25% of 800 samples, 5.0 samples/s, step 2, loss 0.2500, 2:00 left
+        epoch 1: 25% of 800 samples, 5.0 samples/s, step 2, loss 0.2500, 02:00 left
     """
 
     def __init__(
@@ -56,15 +55,8 @@ class Display:
         self.clock, self.silent = clock, silent
         self.bar: tqdm | None = None
         if self.stream.isatty() and not silent:
-            self.bar = tqdm(
-                total=total,
-                initial=done,
-                desc=task,
-                unit=f" {unit}",
-                unit_scale=True,
-                leave=False,
-                file=self.stream,
-            )
+            look = {"desc": task, "unit": f" {unit}", "unit_scale": True, "leave": False}
+            self.bar = tqdm(total=total, initial=done, file=self.stream, **look)
         self._first, self._begin = done, clock()
         self._shown = self._begin
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -119,39 +111,7 @@ class Display:
             f"{name} {value:,}" if type(value) is int else f"{name} {value:.4f}" for name, value in details.items()
         ]
         if self.total is None:
-            parts.append(f"{duration(now - self._begin)} so far")
+            parts.append(f"{tqdm.format_interval(round(now - self._begin))} so far")
         elif speed > 0:
-            parts.append(f"{duration((self.total - self.done) / speed)} left")
+            parts.append(f"{tqdm.format_interval(round(max(0, self.total - self.done) / speed))} left")
         return f"{self.task}: {', '.join(parts)}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as minutes and seconds, or as hours, minutes and seconds.
-
-    >>> duration(65), duration(3 * 3600 + 61)
-    ('1:05', '3:01:01')
-    """
-    seconds = max(0, round(seconds))
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
-
-
-def fit_cells(text: str, cells: int) -> str:
-    """The text on one line, cut or filled up to a number of a terminal's cells; a Chinese character takes two.
-
-    >>> fit_cells("tea", 5), fit_cells("tea\u8336", 4)
-    ('tea  ', 'tea ')
-    """
-    shown = ""
-    for character in " ".join(text.split()):
-        width = _cells_of(character)
-        if width > cells:
-            break
-        shown, cells = shown + character, cells - width
-    return shown + " " * cells
-
-
-def _cells_of(character: str) -> int:
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # marks on the character before, and invisible ones
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

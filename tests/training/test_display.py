@@ -37,8 +37,8 @@ def test_a_log_file_gets_a_line_every_30_seconds():
             display.update(100, lambda: {"step": 1234, "loss": 0.5})
     # 300 samples in 36 s, then 600 in 72 s; 500 and 200 samples are left.
     assert out.getvalue().splitlines() == [
-        "epoch 2: 50% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 1:00 left",
-        "epoch 2: 80% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 0:24 left",
+        "epoch 2: 50% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 01:00 left",
+        "epoch 2: 80% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 00:24 left",
     ]
 
 
@@ -64,7 +64,7 @@ def test_a_task_of_unknown_length_shows_what_is_done_and_the_time():
     with Display("read", None, clock=lambda: next(seconds), stream=out, unit="rows") as display:
         display.update(0)
         display.update(8000)
-    assert out.getvalue().splitlines() == ["read: 0:40 so far", "read: 8,000 rows, 100 rows/s, 1:20 so far"]
+    assert out.getvalue().splitlines() == ["read: 00:40 so far", "read: 8,000 rows, 100 rows/s, 01:20 so far"]
 
 
 def test_a_ticking_task_writes_lines_while_nothing_is_done():
@@ -72,7 +72,7 @@ def test_a_ticking_task_writes_lines_while_nothing_is_done():
     with Display("read", None, clock=lambda: next(seconds), stream=out, interval=0.0, ticking=True):
         while out.getvalue().count("\n") < 2:
             time.sleep(0.01)
-    assert out.getvalue().splitlines()[:2] == ["read: 0:40 so far", "read: 1:20 so far"]
+    assert out.getvalue().splitlines()[:2] == ["read: 00:40 so far", "read: 01:20 so far"]
     assert threading.active_count() == threads  # nobody writes any more
 
 

@@ -1,8 +1,8 @@
 """Shards the embedding tables of a model over the processes of a run, and builds the optimizer of the sharded model.
 
-TorchRec's DistributedModelParallel does it: its planner places the tables, their update is fused into the backward
-pass, and DistributedDataParallel replicates all other parameters. Parameters keep the names that they have in one
-process.
+TorchRec's DistributedModelParallel does it: its planner assigns the tables to ranks, their update is fused into the
+backward pass, and DistributedDataParallel replicates all other parameters. Parameters keep the names that they have in
+one process.
 """
 
 import os

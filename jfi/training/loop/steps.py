@@ -213,8 +213,8 @@ class Steps(RunState):
             options |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
             count = self.config.training.gradient_accumulation_steps
         rank, ranks = self.world.rank, self.world.size
-        places = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
-        return [self.dataset.batches(split, size, **place, **options) for place in places]
+        parts = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
+        return [self.dataset.batches(split, size, **part, **options) for part in parts]
 
     def _load(
         self, assemble: Callable[[Item], Batch | list[Batch]], items: Iterable[Item]

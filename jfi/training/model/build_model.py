@@ -95,7 +95,7 @@ def build_model(
     in_collection = [f for f in in_tables if f.table in event_tables]
     in_bags = [f for f in in_tables if f.table not in event_tables]
     biases = config.biases() if config.pooling == "attention" else [None]
-    # A sequence feature for each bias: heads that go by the age of an event beside others that go by its position.
+    # A sequence feature for each bias: some heads go by the age of an event, others by its position.
     sequences = [
         SequenceFeatureConfig(
             name="history" if place == 0 else f"history_by_{bias}",

@@ -1,4 +1,4 @@
-"""The progress of a run, which a checkpoint stores beside the tensors."""
+"""The progress of a run, which a checkpoint stores with the tensors."""
 
 import dataclasses
 import hashlib
@@ -139,7 +139,7 @@ than a constant; try lower learning rates or training.monitor: ne
             warning: the best of 3 epochs is epoch 1: try lower learning rates, a larger model.dropout or min_count
         """
         lines, other = [], "" if monitor == "ne" else " or training.monitor: ne"
-        # Of several labels "ne" is a mean, beside "ne_<label>" of each one.
+        # Of several labels "ne" is the mean of "ne_<label>" of each one.
         if metrics.get("ne", 0) > 1 and not any(name.startswith("ne_") for name in metrics):
             epoch = f"epoch {self.best_epoch:.4g}, the best by {monitor},"
             lines.append(

@@ -292,9 +292,9 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         user = user[of]
     logits = scores.calibrated(logits)
 
-    def metrics(chosen: torch.Tensor | slice, places: torch.Tensor | slice) -> dict:
+    def metrics(chosen: torch.Tensor | slice, positions: torch.Tensor | slice) -> dict:
         found = _metrics(logits[chosen], label[chosen], user[chosen], scores.labels, weights)
-        return found if positives is None else found | _finite(positives.ranking(places))
+        return found if positives is None else found | _finite(positives.ranking(positions))
 
     everything = slice(None)
     result = {"rows": len(labels), "labeled": len(rows), "unknown": scores.unknown.shares}
@@ -311,8 +311,8 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         group = torch.from_numpy(groups.indices.to_numpy().astype(np.int64))
         count = len(groups.dictionary)
         records = [
-            {"value": value, **metrics(chosen, places)}
-            for value, chosen, places in zip(
+            {"value": value, **metrics(chosen, positions)}
+            for value, chosen, positions in zip(
                 groups.dictionary.to_pylist(), _members(group[of], count), _members(group[ranked], count), strict=True
             )
         ]

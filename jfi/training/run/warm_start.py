@@ -115,7 +115,7 @@ def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) 
 
 
 def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[str]:
-    """Checks that each output starts from that of its own name: the model's outputs have places and no names."""
+    """Checks that each output starts from that of its own name: the model's outputs have an order and no names."""
     data = config.data
     outputs, there = ([f"{one.name} ({one.task})" for one in data.targets()] for data in (data, other))
     if outputs != there:
