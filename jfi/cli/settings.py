@@ -18,7 +18,7 @@ _DATA = {
 }
 _MODEL = {
     "model.pooling KIND": "attention, mean, sum or none (default: attention)",
-    "model.embedding_dim WIDTH": "width of embeddings (default: 32)",
+    "model.embedding_dim WIDTH": "width of embeddings (default: 64)",
     "model.num_heads H": "heads of attention (default: 4)",
     "model.bias KIND": "what attention adds to its scores (default: by age and by recency)",
     "model.dropout SHARE": "of the interaction's input (default: 0.1)",
