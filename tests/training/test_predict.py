@@ -258,6 +258,15 @@ def test_users_and_items_never_seen_are_scored(run, folder, tmp_path, wanted):
         assert known[key] == pytest.approx(wanted[key], abs=ROUNDING)
 
 
+def test_rows_without_the_log_before_them_are_warned_of(run, tmp_path, caplog):
+    write_table(tmp_path / "log.csv", [row(i) for i in range(294)])
+    write_table(tmp_path / "new.csv", [row(i) for i in range(294, 300)])  # one of each user
+    run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv")
+    assert not caplog.records
+    run.predict(tmp_path / "new.csv")
+    assert caplog.messages == ["100.0% of the rows have no history: is the log before them missing?"]
+
+
 def renamed(i: int, column: int) -> list[object]:
     """A row whose user or item is written otherwise than in training."""
     return [f"{value}.0" if place == column else value for place, value in enumerate(row(i))]

@@ -16,11 +16,12 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 
-from jfi.data import Batch, DataConfig, DataError, DataSchema
+from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.paths import find_files
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
+from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.schema.schema import LabelSpec
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
@@ -181,6 +182,8 @@ def scored(
 
             if rows.dataset is not None:
                 samples = rows.dataset.arrays().samples["rows"]
+                if sources.history is None:
+                    _warn_of_empty_histories(rows.dataset)
                 batches = rows.dataset.batches("rows", batch_size, pin_memory=device.type == "cuda")
                 for number, logits in enumerate(run(batches.__getitem__, range(len(batches)))):
                     chosen = batches.order.part(number, 0, 1).samples
@@ -362,3 +365,11 @@ def _means(logits: torch.Tensor, labels: torch.Tensor, spec: LabelSpec) -> dict:
 def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """JSON has neither NaN nor infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _warn_of_empty_histories(dataset: InteractionDataset) -> None:
+    """Logs a warning where most rows have no history, since the log before them is likely to be missing."""
+    arrays = dataset.arrays()
+    lengths = describe_lengths(*count_lengths(arrays.events, arrays.samples), dataset.schema.max_history)
+    if lengths["empty"] > 0.5 and any(spec.role == "history" for spec in dataset.features):
+        _log.warning("%.1f%% of the rows have no history: is the log before them missing?", 100 * lengths["empty"])
