@@ -1,5 +1,6 @@
 """The `jfi` command. Its parser is here, without torch and other packages whose import takes seconds."""
 
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     ((name, given),) = chosen
     begin_command()  # before torch is imported
+    if name != "serve":  # whose log has times; otherwise a package chooses the format, with names of modules
+        logging.basicConfig(format="%(levelname)s: %(message)s")
     main = _module(name).main
     return run_command(lambda: main(given))
 
