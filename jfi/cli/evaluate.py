@@ -2,9 +2,8 @@
 
 import argparse
 import json
+import unicodedata
 from pathlib import Path
-
-from tqdm.utils import disp_len, disp_trim
 
 from jfi.cli.predict import open_run, scoring
 from jfi.training.metrics.unknown_values import UnknownShares
@@ -43,9 +42,7 @@ def table(metrics: dict) -> str:
     widths = [max(10, len(name) + 2) for name in shown]
 
     def line(name: str, cells: list[str]) -> str:
-        name = disp_trim(" ".join(name.split()), NAMES)
-        name += " " * (NAMES - disp_len(name))  # a Chinese character takes two cells
-        return name + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+        return fit_cells(name, NAMES) + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
 
     def row(name: str, record: dict) -> str:
         cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in shown[1:]]
@@ -57,3 +54,22 @@ def table(metrics: dict) -> str:
         if len(groups) > GROUPS:
             lines.append(f"{name}: {len(groups) - GROUPS} smaller groups are in the JSON file")
     return "\n".join(lines)
+
+
+def fit_cells(text: str, cells: int) -> str:
+    """The text on one line, cut or filled up to a number of a terminal's cells; a Chinese character takes two.
+
+    tqdm's `disp_trim` counts a combining mark as a cell.
+
+    >>> fit_cells("tea", 5), fit_cells("tea\u8336", 4)
+    ('tea  ', 'tea ')
+    """
+    shown = ""
+    for character in " ".join(text.split()):
+        width = 1 + (unicodedata.east_asian_width(character) in "WF")
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # marks on the character before, and invisible ones
+            width = 0
+        if width > cells:
+            break
+        shown, cells = shown + character, cells - width
+    return shown + " " * cells
