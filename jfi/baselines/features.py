@@ -106,7 +106,7 @@ class Features:
         for part, column in self._index.columns.items():
             if column.of == "item" or is_labeled:  # negatives share the user and the context of their positive
                 columns[f"{column.key}: rate"] = self._rate(self._with_negatives((part,)), smoothing)
-        items = {"item": self._item_key, **{part: one.key for part, one in self._index.item_columns().items()}}
+        items = {"item": self._item_key, **{part: one.key for part, one in self._index.item_columns.items()}}
         for part, name in items.items():
             if is_labeled:
                 tally, expected = tallies.tally("history", ("user", part)), self._user_rate(smoothing)

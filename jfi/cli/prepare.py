@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from jfi.data import DataConfig
+from jfi.data import DataConfig, DataSchema
 from jfi.data.config_checks import check_data_config
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
@@ -51,15 +51,11 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{options.verify} is whole")
         return
     if options.add_statistics is not None:
-        for name in ("out", "run"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"--add-statistics writes a table, not a dataset; it takes no --{name}")
-        _write_statistics(config.data, options.add_statistics)
-        return
-    if options.out is None:
+        if options.out is not None:
+            raise ConfigError("--add-statistics writes a table, not a dataset; it takes no --out")
+    elif options.out is None:
         raise ConfigError("--out is not set; it must name the folder to write")
-    begun = options.out.parent / f".{options.out.name}.preparing"
-    if options.out.exists() and not begun.exists():
+    elif options.out.exists() and not (options.out.parent / f".{options.out.name}.preparing").exists():
         raise ConfigError(f"--out {options.out}: exists already; name a new folder")
     schema = None
     if options.run is not None:
@@ -77,22 +73,25 @@ def main(arguments: Sequence[str]) -> None:
                 raise ConfigError(f"--run {options.run}: {changed}")
         check_settings(run, own.data, config.data)
         schema = load_schema(run)
+    if options.add_statistics is not None:
+        _write_statistics(config.data, options.add_statistics, schema)
+        return
     prepare_dataset(config.data, options.out, options.memory, schema)
     print(Summary.load(options.out / "summary.json"))
     print(f"{options.out} is written; train with --data.prepared {options.out}")
 
 
-def _write_statistics(config: DataConfig, out: Path) -> None:
+def _write_statistics(config: DataConfig, out: Path, schema: DataSchema | None) -> None:
     check_data_config(config)
     if config.prepared is not None:
         raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
     if out.exists():
         raise ConfigError(f"--add-statistics: {out} exists")
     tables = open_tables(config)
-    table = add_statistics(tables.blocks(), tables.config)
+    table = add_statistics(tables.blocks(), tables.config, schema)
     with writing_file(out) as unfinished:
         pyarrow.parquet.write_table(table, unfinished, write_page_checksum=True)
-    print(f"{table.num_rows:,} rows with {', '.join(config.statistics_columns())} in {out}")
+    print(f"{table.num_rows:,} rows with {', '.join(tables.config.statistics_columns())} in {out}")
 
 
 def _takes_only(arguments: Sequence[str], option: str) -> None:

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jfi.data.features.groups import columns_of
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
@@ -19,13 +20,7 @@ Batching = Literal["sample", "user"]
 Task = Literal["binary", "regression"]
 Of = Literal["user", "item", "event", "context"]
 FeatureType = Literal["category", "number"]
-#: By value of `data.statistics` the dense features that it makes; see `jfi.data.features.statistics`.
-STATISTICS = {
-    "item": ["past_item_rate", "past_item_count"],
-    "user": ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
-    "user_item": ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
-    "similar": ["past_similarity", "past_similar_rate", "past_agreement"],
-}
+Group = Literal["item", "user", "user_item", "similar", "popularity", "item_hour", "age", "user_category", "session"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
 
@@ -159,9 +154,12 @@ class DataConfig:
         negatives: sampled negatives per positive, for implicit feedback only.
         features: the columns that the model reads, an entry each; the item's id always is one, and needs an entry only
             for other settings of it.
-        statistics: which rates and counts of strictly older labeled rows become dense features of the sample: of the
-            `item`, of the `user`, of the user's events of the same item (`user_item`), or of the user's events of
-            items that the same users had (`similar`). Needs a label.
+        statistics: groups of dense features of the sample, made of strictly older rows: rates and counts of the `item`,
+            of the `user`, of the user's events of the same item (`user_item`), of each category of the item
+            (`user_category`), of the item at this hour of the day (`item_hour`) and of the user's events of items that
+            the same users had (`similar`); the item's `popularity` of late; times since the first row of the item and
+            the last events of the user (`age`); and the target's category in the `session`. Without a label shares
+            take the place of rates.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
@@ -233,7 +231,7 @@ class DataConfig:
     weight: str | None = None
     negatives: int = 4
     features: list[FeatureConfig] = field(default_factory=list)
-    statistics: list[Literal["item", "user", "user_item", "similar"]] = field(default_factory=list)
+    statistics: list[Group] = field(default_factory=list)
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
@@ -293,7 +291,8 @@ class DataConfig:
 
     def statistics_columns(self) -> list[str]:
         """The names of the dense features that `statistics` makes."""
-        return [column for name in STATISTICS if name in self.statistics for column in STATISTICS[name]]
+        is_implicit = self.label is None and self.source == "table"
+        return columns_of(self.statistics, is_implicit, self.names("item", "category"))
 
     def names(self, of: Of, type: FeatureType | None = None) -> list[str]:
         """The columns of the features of a user, an item, an event or a context, in their order.

@@ -3,8 +3,9 @@
 import codecs
 import math
 
-from jfi.data.config import AGE, HISTORY, SID, STATISTICS, DataConfig, FeatureConfig
+from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
+from jfi.data.features.groups import GROUPS
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
@@ -224,13 +225,14 @@ def _check_targets(config: DataConfig) -> None:
 
 def _check_statistics(config: DataConfig) -> None:
     for name in config.statistics:
-        if name not in STATISTICS:
-            raise DataError(f"data.statistics has '{name}'; {suggest(name, STATISTICS)}")
-    if config.statistics and config.label is None and config.source == "table" and config.prepared is None:
-        raise DataError("data.statistics counts positives, so that it needs data.label")
+        if name not in GROUPS:
+            raise DataError(f"data.statistics has '{name}'; {suggest(name, GROUPS)}")
     if config.statistics and config.task == "regression":
         raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
-    for name in config.statistics_columns():
+    made = config.statistics_columns()
+    if twice := next((name for name in made if made.count(name) > 1), None):
+        raise DataError(f"data.statistics makes '{twice}' twice, by a category of the item; rename the column")
+    for name in made:
         if name in (*config.names("user", "number"), *config.names("item", "number")):
             raise DataError(f"data.statistics makes '{name}', which is a column of this config; rename the column")
 

@@ -1,5 +1,6 @@
 """Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,14 +18,14 @@ from hypothesis import strategies as st
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
-from jfi.data.config import STATISTICS
+from jfi.data.features.groups import GROUPS
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings, open_tables
 
 ROOT = Path(__file__).parents[2]
-BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)
+BY_HAND, ALL = ["item", "user", "user_item"], list(GROUPS)
 CONFIG = DataConfig(label="rating >= 3", history="kind == view", statistics=ALL)
 
 
@@ -118,6 +119,11 @@ def test_they_are_those_of_the_definition(ties):
     assert made.column_names == [*table.column_names, *CONFIG.statistics_columns()]
 
 
+@functools.cache
+def learnt_schema():
+    return load_dataset(replace(CONFIG, interactions=random_table(0))).schema
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.data())
 def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
@@ -135,11 +141,13 @@ def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
     ]
     changed = table.set_column(3, "rating", pa.array(rating, pa.int64())).set_column(4, "kind", pa.array(kind))
     dropped = changed.filter(pa.array(~later | (rng.random(len(time)) < 0.5)))
-    before = columns_of(add_statistics(table, CONFIG))[:, time <= now]
-    after = columns_of(add_statistics(changed, CONFIG))[:, time <= now]
+    # The half-lives of popularity are learnt from training, as means are.
+    schema = learnt_schema()
+    before = columns_of(add_statistics(table, CONFIG, schema))[:, time <= now]
+    after = columns_of(add_statistics(changed, CONFIG, schema))[:, time <= now]
     np.testing.assert_allclose(before, after, rtol=0, atol=1e-9)
     if (~later).sum() > 1:
-        kept = columns_of(add_statistics(dropped, CONFIG))[:, dropped["timestamp"].to_numpy() < now]
+        kept = columns_of(add_statistics(dropped, CONFIG, schema))[:, dropped["timestamp"].to_numpy() < now]
         np.testing.assert_allclose(before[:, time[time <= now] < now], kept, rtol=0, atol=1e-9)
 
 
@@ -150,7 +158,7 @@ def test_they_are_dense_features_of_a_run(tmp_path):
     config = DataConfig(interactions=str(path), label="rating >= 3", statistics=["user", "item"])
     dataset = load_dataset(config)
     names = config.statistics_columns()
-    assert names[:2] == STATISTICS["item"] and dataset.schema.dense_names == names
+    assert names[:2] == GROUPS["item"][0] and dataset.schema.dense_names == names
     (batch,) = dataset.batches("test", 1000)
     # The same columns in the table itself give the same features.
     given_path = tmp_path / "given.parquet"
@@ -167,7 +175,7 @@ def test_they_are_dense_features_of_a_run(tmp_path):
 
 def test_those_of_synthetic_tables():
     dataset = load_dataset(DataConfig(source="synthetic", statistics=["user_item"]))
-    assert dataset.schema.dense_names == STATISTICS["user_item"]
+    assert dataset.schema.dense_names == GROUPS["user_item"][0]
 
 
 def test_a_table_to_score_needs_them(tmp_path):
@@ -176,15 +184,17 @@ def test_a_table_to_score_needs_them(tmp_path):
     config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["user"])
     schema = load_dataset(config).schema
 
-    def parts(interactions: pa.Table) -> ScoringRows:
+    def parts(interactions: pa.Table, history: pa.Table | None) -> ScoringRows:
         folder = tmp_path / str(len(interactions.column_names))
         folder.mkdir()
-        return ScoringRows(Sources(interactions, history=table), folder, schema, column_settings(config))
+        return ScoringRows(Sources(interactions, history=history), folder, schema, column_settings(config))
 
-    advice = r"no column 'past_user_rate' of data.statistics; make it by `jfi prepare --add-statistics`"
+    advice = (
+        r"no column 'past_user_rate' of data.statistics; name a table with the past of all users as the history, or"
+    )
     with pytest.raises(DataError, match=advice):
-        parts(table)
-    part = parts(add_statistics(table, config))
+        parts(table, None)
+    part = parts(add_statistics(table, config), table)
     (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
     assert batch.dense_features.shape == (len(table), 5)
 
@@ -207,7 +217,7 @@ def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path)
     out = tmp_path / "out.parquet"
     done = subprocess.run([*script, *synthetic, "--add-statistics", out], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert pa.parquet.read_table(out).column_names[-2:] == STATISTICS["item"]
+    assert pa.parquet.read_table(out).column_names[-2:] == GROUPS["item"][0]
     out, rows = tmp_path / "no.parquet", tmp_path / "rows.csv"
     rows.write_text("user_id,item_id,timestamp,liked\n1,7,0,1\n2,7,soon,0\n")
     options = ["--data.interactions", rows, "--data.label", "liked", "--data.statistics", "[item]"]
@@ -223,7 +233,10 @@ def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path)
     ("changes", "message"),
     [
         ({"statistics": ["users"]}, "data.statistics has 'users'; did you mean 'user'"),
-        ({"statistics": ["item"], "label": None}, "data.statistics counts positives, so that it needs data.label"),
+        (
+            {"statistics": ["user_item", "user_category"], "item_categorical": ["item"]},
+            "data.statistics makes 'past_user_item_rate' twice, by a category of the item; rename the column",
+        ),
         (
             {"statistics": ["item"], "item_dense": ["past_item_rate"]},
             "data.statistics makes 'past_item_rate', which is a column of this config; rename the column",
@@ -247,8 +260,6 @@ def test_a_prepared_dataset_has_them(tmp_path):
         assert one.dense_features.tolist() == other.dense_features.tolist()
 
 
-def test_statistics_need_names_and_a_label():
+def test_statistics_need_names():
     with pytest.raises(DataError, match=r"data.statistics is empty"):
         add_statistics(random_table(0), DataConfig(label="rating >= 3"))
-    with pytest.raises(DataError, match=r"data.statistics counts positives, so that it needs data.label"):
-        add_statistics(random_table(0), DataConfig(statistics=["item"]))

@@ -265,6 +265,11 @@ def test_statistics_of_the_past_are_numbers_of_a_request(table):
     schema = schema_of(config, dataset.schema, reads_history=True, reads_age=False)
     numbers = [one.name for one in schema.user + schema.candidate if one.kind == "number"]
     assert numbers == dataset.schema.dense_names and numbers[-1] == "past_user_item_newest_3"
+    config = replace(config, label=None, statistics=["item", "popularity", "session"])
+    dataset = load_dataset(config)
+    schema = schema_of(config, dataset.schema, reads_history=True, reads_age=False)
+    numbers = [one.name for one in schema.user + schema.candidate if one.kind == "number"]
+    assert numbers == dataset.schema.dense_names and "past_item_share" in numbers
 
 
 def test_features_of_other_events_are_refused():

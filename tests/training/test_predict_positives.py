@@ -7,6 +7,7 @@ from pathlib import Path
 
 import commands
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from data_configs import data_config
@@ -14,8 +15,10 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import DataError
+from jfi.data.features.groups import GROUPS
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
+from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.schema import coded
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.training.run.saved_run import SavedRun
@@ -67,9 +70,11 @@ def trained(tmp_path_factory) -> tuple[Path, SavedRun, dict[str, float]]:
     return folder, *run_on(folder)
 
 
-def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained, caplog):
+@pytest.mark.parametrize("statistics", [[], list(GROUPS)], ids=["", "statistics"])
+def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained, caplog, tmp_path, statistics):
     """AUC and the ranks among all items to rounding; the ranks among sampled items within the sampling."""
-    folder, run, test = trained
+    folder, run, test = (tmp_path, *run_on(tmp_path, statistics=statistics)) if statistics else trained
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         metrics = run.evaluate(folder / "test.csv", history=folder / "log.csv")
     assert "left out 3 of 90 rows, whose items training does not know" in caplog.text
@@ -83,6 +88,16 @@ def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained
     for name in ("hr@5", "ndcg@5"):
         assert overall[name] == pytest.approx(test[name], abs=0.15), name
     assert sum(tenth["samples"] for tenth in metrics["deciles"]) == overall["samples"]
+    if statistics:
+        with pytest.raises(
+            DataError, match="no statistics of sampled negatives; name a table with the past of all users"
+        ):
+            add = add_statistics(pa.csv.read_csv(folder / "all.csv"), run.config.data, run.schema)
+            run.evaluate(add.slice(TEST))
+        # As columns of the table, or made of the history.
+        tables = add.slice(TEST), folder / "test.csv"
+        one, other = (run.predict(table, history=folder / "log.csv")[-1].to_pylist() for table in tables)
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_blocks_and_batches_do_not_change_the_metrics(trained, monkeypatch):

@@ -14,6 +14,7 @@ from jfi.data.batches.events import Events, Histories
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart
+from jfi.data.features.statistics import DenseStatistics
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
@@ -39,6 +40,8 @@ class Arrays:
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
         engagement: dwell and surface of the events, or None.
+        statistics: gives those of other targets than the events' own items, whose columns are dense features of
+            contexts; None without `data.statistics`.
     """
 
     events: Events
@@ -47,6 +50,7 @@ class Arrays:
     samples: dict[str, np.ndarray]
     negatives: NegativeSampler | None
     engagement: Engagement | None = None
+    statistics: DenseStatistics | None = None
 
 
 def assemble(
@@ -138,6 +142,8 @@ def assemble(
     dense = np.zeros((len(events), 1), np.float32)
     if schema.dense_names:
         dense = np.concatenate([users[user], items[item], *(column[events, None] for column in contexts)], axis=1)
+    if arrays.statistics is not None and len(drawn := np.flatnonzero(item != table.item[events])):
+        arrays.statistics.fill(dense, drawn, events[drawn], item[drawn])
     further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
     if further:
         label = np.stack([label, *further], axis=1)

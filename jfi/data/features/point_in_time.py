@@ -95,7 +95,9 @@ class PastIndex:
     ) -> None:
         self.events, self.is_implicit, self._session, self._keep = events, is_implicit, session, keep
         self._features, self._item_key = list(zip(schema.features, columns, strict=False)), schema.item_key
-        self.num_items = next(len(ids.ids) for spec, ids in self._features if spec.key == schema.item_key)
+        spec, ids = next(one for one in self._features if one[0].key == schema.item_key)
+        #: The number of items, and of those that training knows.
+        self.num_items, self.num_known = len(ids.ids), spec.num_embeddings
         #: The arrays that were made so far, by name.
         self.arrays = {} if arrays is None else arrays
 
@@ -104,6 +106,17 @@ class PastIndex:
         if name not in self.arrays:
             self.arrays[name] = self._keep(make())
         return self.arrays[name]
+
+    def name(self, rows: Rows, key: Key) -> str:
+        """The name of sorted rows, one for all sets that have the same rows."""
+        if self.is_implicit and (rows == "labeled history" or self.events.rows is None):
+            rows = "history"
+        return f"{rows} by {' x '.join(key) or 'nothing'}"
+
+    def stored_arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that answer questions; the others are needed to make arrays alone."""
+        ends = ("times", "session starts", ": codes", ": keys")
+        return {name: one for name, one in self.arrays.items() if name.endswith(ends) or ": rows by " in name}
 
     @property
     def times(self) -> np.ndarray:
@@ -124,7 +137,7 @@ class PastIndex:
 
     def past(self, rows: Rows, key: Key) -> Past:
         """Returns the rows of a set, sorted by key and moment."""
-        name = _name(rows, key)
+        name = self.name(rows, key)
         if f"{name}: codes" not in self.arrays:
             events = self.rows(rows)
             keys = self.keys(key, events, self.events.item[events].astype(np.int64))
@@ -133,13 +146,12 @@ class PastIndex:
             self.array(f"{name}: codes", lambda: past.codes)
             self.array(f"{name}: keys", lambda: past.keys)
             self.array(f"{name}: events", lambda: events[index[past.order]])
-        codes, keys = self.arrays[f"{name}: codes"], self.arrays[f"{name}: keys"]
-        return Past(codes, len(self.times), keys)
+        return Past(self.arrays[f"{name}: codes"], len(self.times), self.arrays[f"{name}: keys"])
 
     def sorted_values(self, rows: Rows, key: Key, values: np.ndarray) -> np.ndarray:
         """The values `[E]` of events in the order of `past(rows, key)`."""
         self.past(rows, key)
-        return values[self.arrays[f"{_name(rows, key)}: events"]]
+        return values[self.arrays[f"{self.name(rows, key)}: events"]]
 
     def prefix(self, rows: Rows, key: Key, values: str) -> np.ndarray:
         """`[N + 1]` float64, prefix sums of values of the rows.
@@ -154,7 +166,7 @@ class PastIndex:
             found = self.item_surprise if values not in known else known[values](of)
             return np.append(0.0, np.cumsum(self.sorted_values(rows, key, found), dtype=np.float64))
 
-        return self.array(f"{_name(rows, key)}: {values}", make)
+        return self.array(f"{self.name(rows, key)}: {values}", make)
 
     def decayed(self, key: Key, half_life: float, label: bool) -> np.ndarray:
         """`[N]` float64, sums of labels, or of ones, at each labeled row; see `Past.decayed`."""
@@ -165,21 +177,22 @@ class PastIndex:
             values = self.sorted_values("labeled", key, events)
             return past.decayed(values, self.times[past.codes % past.moments], half_life)
 
-        return self.array(f"{_name('labeled', key)}: {kind} by {half_life!r}", make)
+        return self.array(f"{self.name('labeled', key)}: {kind} by {half_life!r}", make)
 
     @property
     def session_starts(self) -> np.ndarray:
-        """`[H]` integers, for each row of histories the first one of its session."""
+        """`[H]` integers, for each row of histories the first one of its session, which has all of its first moment."""
 
         def make() -> np.ndarray:
             rows = self.rows("history")
-            new = np.ones(len(rows), bool)
             user, time = self.events.user[rows], self.events.time[rows]
-            new[1:] = (user[1:] != user[:-1]) | (time[1:] - time[:-1] > PAUSE)
+            new = (np.diff(user, prepend=-1) != 0) | (np.diff(time, prepend=-np.inf) > PAUSE)
+            moment = np.maximum.accumulate(
+                np.where(new | (np.diff(time, prepend=-np.inf) > 0), np.arange(len(rows)), 0)
+            )
             if self._session is not None:
-                session = self._session[rows]
-                new[1:] |= session[1:] != session[:-1]
-            return np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+                new[1:] |= np.diff(self._session[rows]) != 0
+            return np.maximum.accumulate(np.where(new, moment, 0))
 
         return self.array("session starts", make)
 
@@ -206,26 +219,27 @@ class PastIndex:
         return np.clip(item + user - one.overall, 0.0, 1.0)
 
     @cached_property
-    def columns(self) -> dict[str, Column]:
-        """The categorical columns by name of the part of a key, those of the item first."""
+    def item_columns(self) -> dict[str, Column]:
+        """The categorical columns of the item but its id, by name of the part of a key."""
         by_column: dict[str, list[tuple[Categorical, int]]] = {}
         for spec, ids in self._features:
             if spec.role == "history" and spec.of == "item" and not spec.semantic and spec.column != self._item_key:
                 by_column.setdefault(spec.column, []).append((ids, spec.num_embeddings))
-        found = {
+        return {
             f"column {name}": Column("item", _matrix([ids for ids, _ in slots]), slots[0][1], name)
             for name, slots in by_column.items()
         }
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """All categorical columns by name of the part of a key, those of the item first."""
+        found = dict(self.item_columns)
         for spec, ids in self._features:
             if spec.role in ("user", "context"):
                 values = _matrix([ids] if ids.offsets is None else [*map(ids.slot, range(_MAX_VALUES))])
                 of = "user" if spec.of == "user" else "event"
                 found[f"{spec.role} {spec.key}"] = Column(of, values, spec.num_embeddings, spec.key)
         return found
-
-    def item_columns(self) -> dict[str, Column]:
-        """The columns of the item but its id."""
-        return {part: column for part, column in self.columns.items() if column.of == "item"}
 
     def keys(self, key: Key, events: np.ndarray, item: np.ndarray) -> np.ndarray:
         """`[n, K]` int64, the keys of questions, -1 for none.
@@ -247,7 +261,7 @@ class PastIndex:
             return self.events.user[events].astype(np.int64)[:, None], int(self.events.user[-1]) + 1
         if part == "hour":
             return (self.events.time[events] // 3600 % _HOURS).astype(np.int64)[:, None], _HOURS
-        column = self.columns[part]
+        column = self.item_columns[part] if part in self.item_columns else self.columns[part]
         rows = {"item": item, "event": events}.get(column.of)
         ids = column.ids[self.events.user[events] if rows is None else rows]
         return np.where(ids == UNKNOWN, -1, ids), column.size
@@ -260,14 +274,6 @@ class Tallies:
         index: of the dataset.
         events: `[B]` int64, the event of each question.
         item: `[B]` int64, the targets; None for the events' own items.
-
-    Example:
-        >>> from jfi.data import DataConfig, load_dataset
-        >>> dataset = load_dataset(DataConfig(source="synthetic"))
-        >>> arrays = dataset.arrays()
-        >>> index = PastIndex(arrays.events, dataset.schema, arrays.columns, is_implicit=False)
-        >>> Tallies(index, np.arange(5)).item.count.shape
-        (5,)
     """
 
     def __init__(self, index: PastIndex, events: np.ndarray, item: np.ndarray | None = None) -> None:
@@ -391,7 +397,3 @@ class Tallies:
 def _matrix(columns: Sequence[Categorical]) -> np.ndarray:
     """`[N, K]` integers, the ids of columns of one id a row."""
     return np.stack([one.ids for one in columns], axis=1)
-
-
-def _name(rows: Rows, key: Key) -> str:
-    return f"{rows} by {' x '.join(key) or 'nothing'}"

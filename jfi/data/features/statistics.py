@@ -1,108 +1,208 @@
-"""Running counts and rates of the past as dense features of the sample: `data.statistics`.
+"""What is known of user and target before a sample, as dense features: `data.statistics`.
 
-What a sample of user u, item i and time t gets is made of labeled rows that are strictly older than t, of any split,
-since they are known by then; rows of its own time are not among them. A rate is that of positives, as if there were
-some more rows of the rate that is expected anyway:
+What a sample of user u, item i and time t gets is made of rows that are strictly older than t, of any split, since they
+are known by then; rows of its own time are not among them. With labels a rate is that of positives, as if there were
+some more rows of the rate that is expected anyway. In implicit feedback a share takes its place, of all older rows or
+of the user's; a sampled negative has the statistics of its item at the time of its positive, made by the same function.
 
-    item        of the item's rows: their rate, and log(1 + n) of their number
-    user        of the user's events: the same; and of the newest 3, 10 and 30 how far labels lay above the rates that
-                their items had then, which follows the user's mood
-    user_item   of the user's events of the same item: the same as of the item, and the rate of the newest 3
-    similar     of the user's newest events, weighted by how many users had both items: the sum of the weights as a
-                logarithm, the rate, and how far labels of both items go together; see `co_occurrence`
-
-`similar` looks at the 32 newest events, the same in every table, so that a table to score has the scale of training. It
-takes the most time. They enter the model like numeric features of the context, under the names of `STATISTICS` in
-`jfi.data.config`.
+docs/features.md says what the columns of each group are. `similar` looks at the 32 newest events, the same in every
+table, so that a table to score has the scale of training. It takes the most time.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.config import STATISTICS
 from jfi.data.features.co_occurrence import co_occurrence
+from jfi.data.features.groups import GROUPS, columns_of
 from jfi.data.features.point_in_time import PastIndex, Tallies
+from jfi.data.schema.schema import DataSchema
+from jfi.utils.encoding import standardize
 
-#: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
+#: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item or
+#: category.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
 #: The newest events that `similar` compares a target with.
-_WINDOW = 32
+WINDOW = 32
 #: Added to a sum of similarities before its logarithm is taken.
 _LEAST_SIMILARITY = 1e-3
 _AT_ONCE = 1 << 18
 
+Columns = dict[str, np.ndarray]
 
-def make_statistics(
-    index: PastIndex, names: list[str], max_history: int, new: Callable[[str, type, int], np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns by column the statistics `[E]` float64 of all events, in their order.
+
+@dataclass(frozen=True)
+class Statistics:
+    """Makes the columns of some groups.
 
     Args:
         index: of the dataset.
-        names: the groups.
-        max_history: no history is longer.
-        new: gives by name, type and length an array to write to.
+        groups: their names.
+        categories: the categorical columns of the item but its id.
+        window: the newest events that `similar` compares a target with.
+        half_lives: of `popularity`, in seconds.
     """
-    count, found = len(index.events), {}
-    for begin in range(0, count, _AT_ONCE):
-        rows = np.arange(begin, min(begin + _AT_ONCE, count))
-        for name, values in statistics(Tallies(index, rows), names, max_history).items():
-            if name not in found:
-                found[name] = new(f"statistic-{len(found)}", np.float64, count)
-            found[name][rows] = values
-    return found
+
+    index: PastIndex
+    groups: list[str]
+    categories: list[str]
+    window: int
+    half_lives: list[float]
+
+    def of(self, events: np.ndarray, item: np.ndarray | None = None) -> Columns:
+        """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value.
+
+        Args:
+            events: `[B]` int64, the event of each question.
+            item: `[B]` int64, the targets; None for the events' own items.
+        """
+        asked, columns = Tallies(self.index, events, item), {}
+        for name in GROUPS:
+            if name in self.groups:
+                columns |= getattr(self, f"_{name}")(asked)
+        return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, self.categories)}
+
+    def of_rows(self, rows: np.ndarray, new: Callable[[str, type, int], np.ndarray]) -> Columns:
+        """Returns by column the statistics `[E]` of events at `rows [N]`, NaN elsewhere.
+
+        Args:
+            rows: `[N]` int64.
+            new: gives by name, type and length an array to write to.
+        """
+        found: Columns = {}
+        for begin in range(0, max(len(rows), 1), _AT_ONCE):
+            part = rows[begin : begin + _AT_ONCE]
+            for name, values in self.of(part).items():
+                if name not in found:
+                    found[name] = new(f"statistic-{len(found)}", np.float64, len(self.index.events))
+                    found[name][:] = np.nan
+                found[name][part] = values
+        return found
+
+    def _item(self, asked: Tallies) -> Columns:
+        count = {"past_item_count": np.log1p(asked.item.count)}
+        if self.index.is_implicit:
+            return {"past_item_share": np.log(self._item_share(asked))} | count
+        return {"past_item_rate": _item_rate(asked)} | count
+
+    def _user(self, asked: Tallies) -> Columns:
+        count = {"past_user_count": np.log1p(asked.user.count)}
+        if self.index.is_implicit:
+            return count
+        columns = {"past_user_rate": _user_rate(asked)} | count
+        for most in (3, 10, 30):
+            above = asked.sums("labeled history", ("user",), "item surprise", most)
+            columns[f"past_user_newest_{most}"] = above / (np.minimum(asked.user.count, most) + 1)
+        return columns
+
+    def _user_item(self, asked: Tallies) -> Columns:
+        key = ("user", "item")
+        if self.index.is_implicit:
+            tally, _ = asked.user_share("item")
+            share = tally.rate(self._item_share(asked), _OF_FEW)
+            return {"past_user_item_share": share, "past_user_item_count": np.log1p(tally.positives)}
+        tally = asked.tally("labeled history", key)
+        rate = tally.rate(_item_rate(asked), _OF_FEW)
+        return {
+            "past_user_item_rate": rate,
+            "past_user_item_count": np.log1p(tally.count),
+            "past_user_item_newest_3": asked.tally("labeled history", key, 3).rate(rate, 1.0),
+        }
+
+    def _similar(self, asked: Tallies) -> Columns:
+        sums = co_occurrence(self.index, self.window, asked.events, asked.item_ids)
+        columns = {"past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY)}
+        if self.index.is_implicit:
+            return columns
+        rate = (sums.liked + _user_rate(asked)) / (sums.labeled + 1.0)
+        return columns | {"past_similar_rate": rate, "past_agreement": sums.agreement}
+
+    def _popularity(self, asked: Tallies) -> Columns:
+        columns = {}
+        for number, half_life in enumerate(self.half_lives, 1):
+            tally, total = asked.decayed(("item",), half_life), asked.decayed((), half_life).count
+            share = (tally.count + 1 / self.index.num_known) / (total + 1)
+            columns[f"past_popularity_{number}"] = np.log(share)
+            if not self.index.is_implicit:
+                columns[f"past_recent_rate_{number}"] = tally.rate(asked.overall, _SMOOTHING)
+        return columns
+
+    def _item_hour(self, asked: Tallies) -> Columns:
+        tally = asked.tally("labeled", ("item", "hour"))
+        count = {"past_item_hour_count": np.log1p(tally.count)}
+        if not self.index.is_implicit:
+            return {"past_item_hour_rate": tally.rate(_item_rate(asked), _SMOOTHING)} | count
+        # The item's share of the rows of this hour, as if there were as many rows as items of its share at any hour.
+        items = float(self.index.num_known)
+        of_hour = asked.num_rows("labeled", ("hour",))
+        share = (tally.count + items * self._item_share(asked)) / (of_hour + items)
+        return {"past_item_hour_share": np.log(share)} | count
+
+    def _age(self, asked: Tallies) -> Columns:
+        return {
+            "past_item_age": np.log1p(asked.age("labeled", ("item",), oldest=True)),
+            "past_user_pause": np.log1p(asked.age("history", ("user",))),
+            "past_user_item_pause": np.log1p(asked.age("history", ("user", "item"))),
+        }
+
+    def _user_category(self, asked: Tallies) -> Columns:
+        columns = {}
+        for name in self.categories:
+            part, prefix = f"column {name}", f"past_user_{name}"
+            if part not in self.index.item_columns:  # no list in training has a value
+                missing = np.full(len(asked.seconds), np.nan)
+                kind = "share" if self.index.is_implicit else "rate"
+                columns |= {f"{prefix}_{kind}": missing, f"{prefix}_count": missing}
+            elif self.index.is_implicit:
+                tally, everybody = asked.user_share(part)
+                columns[f"{prefix}_share"] = tally.rate(everybody, _OF_FEW)
+                columns[f"{prefix}_count"] = np.log1p(tally.positives)
+            else:
+                tally = asked.tally("labeled history", ("user", part))
+                columns[f"{prefix}_rate"] = tally.rate(_user_rate(asked), _OF_FEW)
+                columns[f"{prefix}_count"] = np.log1p(tally.count)
+        return columns
+
+    def _session(self, asked: Tallies) -> Columns:
+        count = asked.session[0]
+        columns = {"past_session_count": np.log1p(count)}
+        for name in self.categories:
+            part, share = f"column {name}", np.full(len(count), np.nan)
+            if part in self.index.item_columns:
+                values = np.maximum((asked.keys((part,)) >= 0).sum(axis=1), 1)
+                share = asked.in_session((part,)) / values / np.maximum(count, 1)
+            columns[f"past_session_{name}_share"] = share
+        return columns
+
+    def _item_share(self, asked: Tallies) -> np.ndarray:
+        share = (asked.num_rows("labeled", ("item",)) + _SMOOTHING / self.index.num_known).astype(np.float64)
+        return share / (asked.num_rows("labeled") + _SMOOTHING)
 
 
-def statistics(tallies: Tallies, names: list[str], max_history: int) -> dict[str, np.ndarray]:
-    """Returns by column the statistics `[B]` float64 of questions."""
-    columns: dict[str, np.ndarray] = {}
-    for name in STATISTICS:
-        if name == "similar" and name in names:
-            columns |= _similar(tallies, min(_WINDOW, max_history))
-        elif name in names:
-            columns |= _GROUPS[name](tallies)
-    return columns
+def _item_rate(asked: Tallies) -> np.ndarray:
+    return asked.item.rate(asked.overall, _SMOOTHING)
 
 
-def _item(tallies: Tallies) -> dict[str, np.ndarray]:
-    return {"past_item_rate": _item_rate(tallies), "past_item_count": np.log1p(tallies.item.count)}
+def _user_rate(asked: Tallies) -> np.ndarray:
+    return asked.user.rate(asked.overall, _SMOOTHING)
 
 
-def _user(tallies: Tallies) -> dict[str, np.ndarray]:
-    columns = {"past_user_rate": _user_rate(tallies), "past_user_count": np.log1p(tallies.user.count)}
-    for most in (3, 10, 30):
-        above = tallies.sums("labeled history", ("user",), "item surprise", most)
-        columns[f"past_user_newest_{most}"] = above / (np.minimum(tallies.user.count, most) + 1)
-    return columns
+class DenseStatistics:
+    """Statistics of drawn items, as the dense features of a batch.
 
+    Args:
+        statistics: makes the columns.
+        schema: of the dataset.
+        names: the columns among the dense features.
+    """
 
-def _user_item(tallies: Tallies) -> dict[str, np.ndarray]:
-    key = ("user", "item")
-    tally = tallies.tally("labeled history", key)
-    rate = tally.rate(_item_rate(tallies), _OF_FEW)
-    return {
-        "past_user_item_rate": rate,
-        "past_user_item_count": np.log1p(tally.count),
-        "past_user_item_newest_3": tallies.tally("labeled history", key, 3).rate(rate, 1.0),
-    }
+    def __init__(self, statistics: Statistics, schema: DataSchema, names: list[str]) -> None:
+        self.statistics = statistics
+        self._columns = [(name, schema.dense_names.index(name), schema.encodings.scale(name)) for name in names]
 
-
-def _similar(tallies: Tallies, window: int) -> dict[str, np.ndarray]:
-    sums = co_occurrence(tallies.index, window, tallies.events, tallies.item_ids)
-    return {
-        "past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY),
-        "past_similar_rate": (sums.liked + _user_rate(tallies)) / (sums.labeled + 1.0),
-        "past_agreement": sums.agreement,
-    }
-
-
-def _item_rate(tallies: Tallies) -> np.ndarray:
-    return tallies.item.rate(tallies.overall, _SMOOTHING)
-
-
-def _user_rate(tallies: Tallies) -> np.ndarray:
-    return tallies.user.rate(tallies.overall, _SMOOTHING)
-
-
-_GROUPS: dict[str, Callable[[Tallies], dict[str, np.ndarray]]] = {"item": _item, "user": _user, "user_item": _user_item}
+    def fill(self, dense: np.ndarray, rows: np.ndarray, events: np.ndarray, item: np.ndarray) -> None:
+        """Writes the statistics of events with other targets, `[n]` int64 each, to the `rows [n]` of `dense [B, D]`."""
+        made = self.statistics.of(events, item)
+        for name, place, scale in self._columns:
+            dense[rows, place] = standardize(made[name], *scale)

@@ -1,36 +1,39 @@
 """Adds statistics of the past to a table of interactions."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import read_blocks
+from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sources import Tables
+from jfi.data.prepared.sources import Tables, column_settings
 from jfi.data.prepared.stages.column_files import read_columns
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.fit_schema import learn_schema
 from jfi.data.prepared.stages.sort import ROW
 from jfi.data.prepared.stages.statistics import compute_statistics
+from jfi.data.schema.schema import DataSchema
 from jfi.utils.files import temporary_folder
 
 
-def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.Table:
+def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema: DataSchema | None = None) -> pa.Table:
     """The table of interactions with the columns of `config.statistics`, as features of the context or for scoring.
 
     Args:
-        table: with the columns that `config` names for the user, the item, the time, the label and the history; or
-            parts of it, which have the names of files and lines for messages.
+        table: with the columns that `config` names for the user, the item, the time, the label, the history, the
+            session and categories of the item, unless `config.items` has these; or parts of it, which have the names of
+            files and lines for messages.
         config: the section `data`.
+        schema: of a run that is to score the table; None learns one from it.
 
     Raises:
-        DataError: a column is missing or malformed, `config.statistics` is empty, there is no label, or there is such a
-            column already.
+        DataError: a column is missing or malformed, `config.statistics` is empty, or there is such a column already.
 
     Example:
         >>> config = DataConfig(label="liked", statistics=["item"])
@@ -40,18 +43,25 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig) -> pa.
     """
     if not config.statistics:
         raise DataError("data.statistics is empty; it must name statistics to add")
-    if config.label is None:
-        raise DataError("data.statistics counts positives, so that it needs data.label")
     parts = list(read_blocks(table, table.column_names, config) if isinstance(table, pa.Table) else table)
-    own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history")
-    settings = DataConfig(**{name: getattr(config, name) for name in own})
-    given = Tables(parts[0].name if parts else "the table", None, None, None, settings, parts)
+    own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history", "max_slots")
+    own = {name: getattr(config, name) for name in own}
+    by_category = {"user_category", "session"} & set(config.statistics)
+    categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]
+    session = config.session if "session" in by_category else None
+    settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))
+    items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
+    given = Tables(parts[0].name if parts else "the table", None, items, None, settings, parts)
     with temporary_folder("jfi-statistics-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False))
         events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]
         data = join_tables(parts).data
         columns = Columns(given, folder, events)
-        schema = learn_schema(columns)
+        if schema is None:
+            schema = learn_schema(columns)
+        else:
+            of_items = [spec for spec in schema.features[:-1] if spec.of == "item" and not spec.semantic]
+            schema = replace(schema, features=[*of_items, schema.features[-1]])
         compute_statistics(columns, schema, encode_features(columns, schema))
         for name, values in columns.computed.items():
             column = np.empty(len(values))

@@ -65,6 +65,7 @@ def _parts(schema: DataSchema) -> dict[str, object]:
         **{f"values of '{name}'": vocabulary.values for name, vocabulary in known.vocabularies.items()},
         **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},
         "means and deviations": known.moments,
+        "half-lives of statistics": known.half_lives,
         "labels": schema.labels,
         "auxiliary labels": schema.num_auxiliary,
     }

@@ -68,9 +68,8 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
     return dataclasses.replace(Manifest.load(folder).data, prepared=str(folder), **choices)
 
 
-def with_statistics_features(config: DataConfig, statistics: list[str]) -> DataConfig:
-    """The config whose features include the dense features of the context that statistics make."""
-    made = dataclasses.replace(config, statistics=statistics).statistics_columns()
+def with_statistics_features(config: DataConfig, made: list[str]) -> DataConfig:
+    """The config whose features include the dense features of the context that statistics make, by their names."""
     known = config.names("context", "number")
     made = [FeatureConfig(name, "context", "number") for name in made if name not in known]
     return dataclasses.replace(config, features=[*config.features, *made]) if made else config
@@ -90,7 +89,7 @@ def resolve(config: DataConfig) -> DataConfig:
     made, settings, default = Manifest.load(config.prepared).data, {}, DataConfig()
     # The dataset's features have those that its statistics made.
     if config.features:
-        config = with_statistics_features(config, made.statistics)
+        config = with_statistics_features(config, made.statistics_columns())
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
         if name == "prepared" or name in CHOICES:

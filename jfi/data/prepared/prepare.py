@@ -162,9 +162,6 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     columns = Columns(given, work, events)
     schema = schema or learn_schema(columns)
     ids, engagement = encode_features(columns, schema), read_engagement(columns)
-    if config.statistics:
-        compute_statistics(columns, schema, ids)
-    dense = encode_dense(columns, schema)
     items = known_items(schema, ids, events)
     known = np.zeros(columns.count("item"), bool)
     known[items] = True
@@ -175,7 +172,9 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     if config.label is None:
         by_item = order_by_item(events, columns.new("by_item", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
-    dataset = InteractionDataset(Arrays(events, ids, dense, read_columns(folder), negatives, engagement), schema)
+    statistics = compute_statistics(columns, schema, ids, negatives) if config.statistics else None
+    dense, samples = encode_dense(columns, schema), read_columns(folder)
+    dataset = InteractionDataset(Arrays(events, ids, dense, samples, negatives, engagement, statistics), schema)
     dataset.summary = summarize(dataset, columns)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
     for table in [one for one in (given.users, given.items) if one is not None]:

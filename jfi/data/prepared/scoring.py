@@ -27,6 +27,7 @@ from jfi.data.prepared.stages.encode_columns import encode_dense, encode_feature
 from jfi.data.prepared.stages.engagement import read_engagement
 from jfi.data.prepared.stages.read import read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
+from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
@@ -86,23 +87,26 @@ class ScoringRows:
         positives: bool = False,
         policy: Policy | None = None,
     ) -> None:
+        # Weights, groups, further labels and titles are of training alone.
+        config = replace(config, weight=None, request_id=None, auxiliary_labels=[], title=None, split="time")
+        if not _makes_statistics(config, sources, positives):
+            config = replace(config, statistics=[])  # they are columns of the table
         if policy is None:  # nothing else reads these columns
-            config = replace(config, dwell=None, surface=None, session=None)
-        # Weights, groups, further labels and titles are of training alone; statistics are columns of the table.
-        self._made = config.statistics_columns()
-        config = replace(
-            config, weight=None, request_id=None, auxiliary_labels=[], title=None, split="time", statistics=[]
-        )
+            session = config.session if "session" in config.statistics else None
+            config = replace(config, dwell=None, surface=None, session=session)
+        self._made = set(config.statistics_columns())
         self._config = replace(config, source="table", users=sources.users, items=sources.items)
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
         #: Why rows have no label, where a file lacks a column of it.
         self.no_label: str | None = None
+        #: The rows to score that the history has too.
+        self._repeated = np.zeros(0, np.int64)
         #: The number of rows to score.
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        wanted = config.columns()
+        wanted = config.columns() - self._made
         users, items = (
             None if paths is None else read_table(paths, wanted, config, f"{of}s")
             for of, paths in (("user", sources.users), ("item", sources.items))
@@ -154,7 +158,7 @@ class ScoringRows:
         split = np.broadcast_to(np.int8(0), len(row))
         events = sorted_events(config, folder, split, self._events_of_histories(num_history))
         raw = Columns(self._tables, folder, events, item_ids)
-        ids, dense, engagement = encode_features(raw, schema), encode_dense(raw, schema), read_engagement(raw)
+        ids, engagement, statistics = encode_features(raw, schema), read_engagement(raw), None
         if engagement is not None:
             # Of an event on a surface that the policy does not know nothing is known, as of any unseen value.
             engagement = engagement.on_surfaces(self._policy.surfaces)
@@ -162,7 +166,9 @@ class ScoringRows:
         for begin, end in blocks(len(row)):
             is_scored[begin:end] = row[begin:end] >= num_history
         samples = write_true_rows(folder / SCRATCH / "samples", is_scored)
-        arrays = Arrays(events, ids, dense, {"rows": samples}, None, engagement)
+        if self._made:
+            statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
+        arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
         self.dataset = InteractionDataset(arrays, schema, 0.0, config.batching, config.longest_timeline, self._policy)
         self.rows = raw.new("rows", np.int64, len(samples))
         self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
@@ -190,15 +196,16 @@ class ScoringRows:
         columns = read_columns(self._folder / "rows")
         event = new_map(self._folder / SCRATCH / "is_event.npy", np.int8, len(columns["user"]))
         event[:] = 1 if self._config.history is None else columns["event"]
-        repeated = 0
+        repeated = []
         for begin, end in user_blocks(first_rows(columns["user"])):
             keys = [columns[name][begin:end] for name in ("user", "time", "item")]
             again = _find_repeated(keys, columns[ROW][begin:end] < num_history)
             event[begin:end][again] = 0
-            repeated += int(again.sum())
-        if repeated:
+            repeated.append(begin + np.flatnonzero(again))
+        self._repeated = np.concatenate(repeated)
+        if len(self._repeated):
             what = "rows to score are in the history too; each counts as one event"
-            _log.warning("%s %s", f"{repeated:,}", what)
+            _log.warning("%s %s", f"{len(self._repeated):,}", what)
         return write_true_rows(self._folder / SCRATCH / "histories", event)
 
     def _read_sids(self, sources: Sources) -> SemanticIDs | None:
@@ -234,14 +241,9 @@ class ScoringRows:
         needed = {config.user, config.item, config.timestamp}
         needed |= set() if config.users is not None else {*config.names("user")}
         needed |= set() if config.items is not None else {*config.names("item")}
-        of_contexts = {*config.names("context")}
+        of_contexts = {*config.names("context")} - self._made
         if scored:
             needed |= of_contexts
-            if made := next((name for name in self._made if name not in table.known), None):
-                raise DataError(
-                    f"{table.name}: no column '{made}' of data.statistics; make it by `jfi prepare --add-statistics` "
-                    "of a table with the past"
-                )
             rule = [] if config.history is None else parse_rule(config.history).columns
             happened = {*config.names("event"), *config.engagement_columns(), *rule}
             happened -= needed | optional
@@ -277,6 +279,28 @@ class ScoringRows:
     def _close_keys(self) -> None:
         if self._keys:
             self._keys_file.close()
+
+
+def _makes_statistics(config: DataConfig, sources: Sources, positives: bool) -> bool:
+    """Returns whether statistics are made of the history and the rows, which otherwise have them as columns.
+
+    Raises:
+        DataError: they can be neither.
+    """
+    if not config.statistics:
+        return False
+    first = next(read_blocks(sources.interactions, config.columns(), config, "interactions"))
+    lacking = next((name for name in config.statistics_columns() if name not in first.known), None)
+    if lacking is None and not positives:
+        return False
+    if sources.history is None:
+        if lacking is None:
+            lack, advice = "no statistics of sampled negatives", ""
+        else:
+            lack = f"no column '{lacking}' of data.statistics"
+            advice = ", or make it by `jfi prepare --add-statistics` of such a table"
+        raise DataError(f"{first.name}: {lack}; name a table with the past of all users as the history{advice}")
+    return True
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -68,4 +68,4 @@ def column_settings(config: DataConfig) -> DataConfig:
     """
     if config.source == "synthetic":
         config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
-    return with_statistics_features(config, config.statistics)
+    return with_statistics_features(config, config.statistics_columns())

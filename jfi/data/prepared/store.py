@@ -14,6 +14,8 @@ from jfi.data.batches.events import Events, index_type
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
+from jfi.data.features.point_in_time import PastIndex
+from jfi.data.features.statistics import WINDOW, DenseStatistics, Statistics
 from jfi.data.prepared.checksums import open_checked, verify
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
@@ -30,9 +32,10 @@ from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.utils.files import is_storage_fault, naming, sha256_of, write_sums
 
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
+_PAST = "past.arrow"
 _FILES = [
     *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
-    *(_LENGTHS, _SUMMARY, _SURFACES, FINGERPRINT, "schema.json", "vocabularies.parquet", CODEC),
+    *(_LENGTHS, _SUMMARY, _SURFACES, _PAST, FINGERPRINT, "schema.json", "vocabularies.parquet", CODEC),
 ]
 
 
@@ -59,6 +62,9 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
             write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
     if arrays.engagement is not None:
         write_arrow(folder / _SURFACES, {"surface": pa.array(arrays.engagement.surfaces, pa.string())})
+    if arrays.statistics is not None and arrays.negatives is not None:
+        kept = arrays.statistics.statistics.index.stored_arrays()
+        write_arrow(folder / _PAST, {name: _in_one_row(values) for name, values in kept.items()})
     dataset.schema.write(folder)
     dataset.summary.save(folder / _SUMMARY)
     if durable:
@@ -105,7 +111,15 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
         for of in ("user", "item")
     )
     samples = {name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS}
-    arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement)
+    statistics = None
+    if negatives is not None and config.statistics:
+        past = {name: _numpy(column.values) for name, column in _read(folder / _PAST).items()}
+        index = PastIndex(events, schema, ids, is_implicit=True, arrays=past)
+        # The run may have another `max_history`, and drawn items have the statistics of the stored columns.
+        window = min(WINDOW, Manifest.load(folder).data.max_history)
+        made = config.statistics, config.names("item", "category"), window, schema.encodings.half_lives
+        statistics = DenseStatistics(Statistics(index, *made), schema, config.statistics_columns())
+    arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)
     dataset = InteractionDataset(arrays, schema, *options)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
@@ -156,6 +170,11 @@ def _read(path: Path) -> dict[str, pa.Array]:
         if is_storage_fault(error):
             raise
         raise DataError(f"{path}: damaged: {error}") from None
+
+
+def _in_one_row(values: np.ndarray) -> pa.Array:
+    """A list of all values, so that columns of several lengths are one record batch."""
+    return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
 
 
 def _numpy(column: pa.Array) -> np.ndarray:

@@ -129,6 +129,7 @@ class Encodings:
         moments: mean and standard deviation of the numeric columns that become dense features.
         buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
         defaults: the value or the number that stands for a missing one of a column.
+        half_lives: of the statistics of popularity, in seconds.
     """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
@@ -136,6 +137,7 @@ class Encodings:
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     buckets: dict[str, HashBuckets] = field(default_factory=dict)
     defaults: dict[str, str | float] = field(default_factory=dict)
+    half_lives: list[float] = field(default_factory=list)
 
     def scale(self, column: str) -> tuple[float, float, float | None]:
         """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
@@ -161,6 +163,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     values: dict[str, int]
     sha256: str
     labels: list[LabelSpec]
+    half_lives: list[float] = []
     num_auxiliary: int = 0
     codec: str | None = None
 
@@ -237,6 +240,7 @@ class DataSchema:
             moments=self.encodings.moments,
             buckets={name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
             defaults=self.encodings.defaults,
+            half_lives=self.encodings.half_lives,
             values={name: len(values) for name, values in columns.items()},
             sha256=sha256_of(folder / _LARGE),
             labels=self.labels,
@@ -267,6 +271,7 @@ class DataSchema:
                 content.moments,
                 {name: HashBuckets(count) for name, count in content.buckets.items()},
                 content.defaults,
+                content.half_lives,
             ),
             titles=titles,
             codec=None if content.codec is None else _read_codec(Path(folder) / CODEC, content.codec),

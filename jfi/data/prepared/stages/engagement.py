@@ -31,14 +31,20 @@ def read_engagement(columns: Columns) -> Engagement | None:
     surface[:], names = 0, [ONLY_SURFACE]
     if config.surface is not None:
         names = _fill_codes(columns, config.surface, "surface", surface)
-    session = None
-    if config.session is not None:
-        session = columns.new("session", np.int64, count)
-        _fill_codes(columns, config.session, "session", session)
-        for begin, end in blocks(count):
-            alone = begin + np.flatnonzero(session[begin:end] < 0)
-            session[alone] = -1 - alone  # an event without a session is one of its own
-    return Engagement(dwell, surface, names, session)
+    return Engagement(dwell, surface, names, read_sessions(columns))
+
+
+def read_sessions(columns: Columns) -> np.ndarray | None:
+    """`[E]` int64, equal for the events of a session; None where the config names no column of it."""
+    config, count = columns.config, columns.count("event")
+    if config.session is None:
+        return None
+    session = columns.new("session", np.int64, count)
+    _fill_codes(columns, config.session, "session", session)
+    for begin, end in blocks(count):
+        alone = begin + np.flatnonzero(session[begin:end] < 0)
+        session[alone] = -1 - alone  # an event without a session is one of its own
+    return session
 
 
 def _fill_codes(columns: Columns, name: str, setting: str, out: np.ndarray) -> list[str]:

@@ -6,6 +6,7 @@ import pyarrow.compute as pc
 
 from jfi.data.config import AGE, HISTORY, SID
 from jfi.data.errors import DataError
+from jfi.data.features.groups import HALF_LIVES
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.labels import labels_of
@@ -61,6 +62,9 @@ def learn_schema(columns: Columns) -> DataSchema:
     made = config.statistics_columns()  # their moments are added when they are made
     for name in (one for one in config.names("context", "number") if one not in made):
         encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
+    if "popularity" in config.statistics:
+        times = columns.events.time[samples]
+        encodings.half_lives[:] = [max(float(np.ptp(times)) if len(times) else 0.0, 1.0) * part for part in HALF_LIVES]
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     features = [*users, *items, *contexts, *history, age]
     _check_keys(features)

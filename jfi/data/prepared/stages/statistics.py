@@ -1,36 +1,79 @@
 """Makes the statistics of a dataset: columns of its events, and what they are standardized with."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import make_statistics
-from jfi.data.prepared.stages.columns import Columns
+from jfi.data.features.statistics import WINDOW, Columns, DenseStatistics, Statistics
+from jfi.data.prepared.stages.columns import Columns as RawColumns
+from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema
 
+#: Of implicit feedback the training samples, positives and negatives, that means and deviations come from, about.
+_SAMPLES = 1 << 16
 
-def compute_statistics(columns: Columns, schema: DataSchema, ids: list[Categorical]) -> PastIndex:
+
+def compute_statistics(
+    columns: RawColumns,
+    schema: DataSchema,
+    ids: list[Categorical],
+    negatives: NegativeSampler | None = None,
+    rows: np.ndarray | None = None,
+    repeated: np.ndarray | None = None,
+) -> DenseStatistics:
     """Adds the columns of `data.statistics` to the computed ones, and to the schema the moments that it lacks.
 
     Args:
         columns: of the dataset.
         schema: of the dataset.
         ids: the result of `encode_features`.
+        negatives: draws the negatives of implicit feedback, for the moments; None for labels.
+        rows: `[N]` int64, the events whose statistics are needed, all if None.
+        repeated: `[R]` int64, events that are there twice and do not count, or None.
 
     Returns:
-        The index that the columns were made with; its arrays are maps of temporary files.
+        What gives the statistics of other targets; its arrays are maps of temporary files.
     """
     config, events = columns.config, columns.events
 
     def keep(values: np.ndarray) -> np.ndarray:
+        if not values.size:
+            return values
         kept = columns.new(f"past-{len(index.arrays)}", values.dtype, values.shape)
         kept[...] = values
         return kept
 
-    index = PastIndex(events, schema, ids, config.label is None, keep=keep)
-    columns.computed |= make_statistics(index, config.statistics, config.max_history, columns.new)
-    samples = columns.train & ~np.isnan(events.label)
-    for name in config.statistics_columns():
-        if name not in schema.encodings.moments:
-            schema.encodings.moments[name] = moments(columns.computed[name], samples)
-    return index
+    if repeated is not None and len(repeated):
+        label = columns.new("counted", np.float32, len(events))
+        label[:] = events.label
+        label[repeated] = np.nan
+        events = replace(events, label=label)
+    session = read_sessions(columns) if "session" in config.statistics else None
+    index = PastIndex(events, schema, ids, config.label is None, session, keep=keep)
+    window, categories = min(WINDOW, config.max_history), config.names("item", "category")
+    statistics = Statistics(index, config.statistics, categories, window, schema.encodings.half_lives)
+    columns.computed |= statistics.of_rows(np.arange(len(events)) if rows is None else rows, columns.new)
+    names = config.statistics_columns()
+    if missing := [name for name in names if name not in schema.encodings.moments]:
+        samples = np.flatnonzero(columns.train & ~np.isnan(events.label))
+        found = _with_negatives(statistics, samples, negatives) if negatives is not None else columns.computed
+        weights = np.ones(len(found[missing[0]]), bool)
+        if negatives is None:
+            weights[:] = False
+            weights[samples] = True
+        schema.encodings.moments.update({name: moments(found[name], weights) for name in missing})
+    return DenseStatistics(statistics, schema, names)
+
+
+def _with_negatives(statistics: Statistics, samples: np.ndarray, negatives: NegativeSampler) -> Columns:
+    """The statistics of some training samples, spread evenly, and of as many negatives as a run draws."""
+    events, per = statistics.index.events, negatives.per_positive
+    count = min(len(samples), max(1, _SAMPLES // (1 + per)))
+    rows = samples[np.arange(count) * len(samples) // count]
+    drawn = np.repeat(rows, per)
+    item = negatives.draw(events.user[drawn].astype(np.int64), events.time[drawn], np.arange(len(drawn)), 0, 0)
+    positives, others = statistics.of(rows), statistics.of(drawn, item)
+    return {name: np.concatenate([positives[name], others[name]]) for name in positives}

@@ -1,0 +1,41 @@
+"""The groups of `data.statistics`, and the names of the dense features that they make."""
+
+#: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
+HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
+_RECENT = [f"past_recent_rate_{i}" for i in range(1, len(HALF_LIVES) + 1)]
+_POPULARITY = [f"past_popularity_{i}" for i in range(1, len(HALF_LIVES) + 1)]
+#: By group its columns: of a table with labels, and of implicit feedback. One with `{}` is made for each categorical
+#: column of the item, whose name it has there.
+GROUPS = {
+    "item": (["past_item_rate", "past_item_count"], ["past_item_share", "past_item_count"]),
+    "user": (
+        ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
+        ["past_user_count"],
+    ),
+    "user_item": (
+        ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
+        ["past_user_item_share", "past_user_item_count"],
+    ),
+    "similar": (["past_similarity", "past_similar_rate", "past_agreement"], ["past_similarity"]),
+    "popularity": ([*_RECENT, *_POPULARITY], _POPULARITY),
+    "item_hour": (["past_item_hour_rate", "past_item_hour_count"], ["past_item_hour_share", "past_item_hour_count"]),
+    "age": (["past_item_age", "past_user_pause", "past_user_item_pause"],) * 2,
+    "user_category": (["past_user_{}_rate", "past_user_{}_count"], ["past_user_{}_share", "past_user_{}_count"]),
+    "session": (["past_session_count", "past_session_{}_share"],) * 2,
+}
+
+
+def columns_of(groups: list[str], is_implicit: bool, categories: list[str]) -> list[str]:
+    """The dense features that groups make, in their order.
+
+    Args:
+        groups: names of groups.
+        is_implicit: whether every row is a positive.
+        categories: the categorical columns of the item but its id.
+
+    Example:
+        >>> columns_of(["session", "item"], is_implicit=True, categories=["genres"])
+        ['past_item_share', 'past_item_count', 'past_session_count', 'past_session_genres_share']
+    """
+    names = [name for group, kinds in GROUPS.items() if group in groups for name in kinds[is_implicit]]
+    return [made for name in names for made in ([name.format(one) for one in categories] if "{}" in name else [name])]
