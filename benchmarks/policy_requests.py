@@ -25,12 +25,12 @@ import torch
 
 from benchmarks.dwell import ARMS, CANDIDATES, Seed, request_bodies
 from jfi.history_policies import Policy
-from jfi.serving.body import parse
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
+from jfi.serving.server.body import parse
 from jfi.training.model.build_model import build_model
 
 

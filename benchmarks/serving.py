@@ -30,10 +30,10 @@ from benchmarks.http_client import Client
 from benchmarks.run import Rates
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
-from jfi.serving.body import parse
 from jfi.serving.export import export
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
+from jfi.serving.server.body import parse
 
 ROOT = Path(__file__).parents[1]
 BODIES = 8  # distinct requests, that go round

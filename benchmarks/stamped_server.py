@@ -16,10 +16,11 @@ import torch
 from aiohttp import web
 
 from jfi import cli
-from jfi.serving import body, server
-from jfi.serving.batcher import Batcher
-from jfi.serving.limits import Bodies
 from jfi.serving.scorer import Scorer
+from jfi.serving.server import app as server
+from jfi.serving.server import body
+from jfi.serving.server.admission import Bodies
+from jfi.serving.server.batcher import Batcher
 
 
 class Stamps:

@@ -66,7 +66,7 @@ def open_stdin() -> BinaryIO:
 
 
 def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
-    from jfi.serving.json_lines import answer_lines
+    from jfi.serving.server.log_lines import answer_lines
 
     incoming: SimpleQueue = SimpleQueue()
     end = partial(incoming.put, None)
@@ -81,7 +81,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     from aiohttp import web
     from prometheus_client import disable_created_metrics
 
-    from jfi.serving.server import LIVE, make_app, run, without_traceback
+    from jfi.serving.server.app import LIVE, make_app, run, without_traceback
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -10,9 +10,8 @@ import numpy as np
 
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.json_schema import request_schema
-from jfi.serving.known import KnownValues
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.values import (
+from jfi.serving.validation import (
     BadRequestError,
     Place,
     Rows,
@@ -27,6 +26,7 @@ from jfi.serving.values import (
     take,
     texts,
 )
+from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
 
 #: The field of a request that names the codec of its semantic IDs.
@@ -112,7 +112,7 @@ class RequestReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.body import check_keys, parse  # by orjson, which an exporter does not need
+        from jfi.serving.server.body import check_keys, parse  # by orjson, which an exporter does not need
 
         request = parse(body)
         encoded = self(request)
@@ -123,7 +123,7 @@ class RequestReader:
         """Encodes a request.
 
         Args:
-            request: of `jfi.serving.body.parse`.
+            request: of `jfi.serving.server.body.parse`.
 
         Raises:
             BadRequestError: a fault, with its place.

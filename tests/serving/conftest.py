@@ -88,7 +88,7 @@ def scorer(exported) -> Scorer:
 @pytest.fixture
 def log(caplog):
     """What the server logs, as one text, as `jfi serve` sets it up."""
-    server = pytest.importorskip("jfi.serving.server")
+    server = pytest.importorskip("jfi.serving.server.app")
     quiet = logging.getLogger("aiohttp.server")
     quiet.addFilter(server.without_traceback)
     with caplog.at_level(logging.INFO, "jfi.serving"):

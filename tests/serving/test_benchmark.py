@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from benchmarks import serving, serving_stages
-from jfi.serving.body import parse
 from jfi.serving.export import inputs_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import RequestReader
+from jfi.serving.server.body import parse
 
 
 @pytest.mark.slow

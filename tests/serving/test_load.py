@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jfi.serving import live
 from jfi.serving.scorer import Scorer
+from jfi.serving.server import hot_swap as live
 
 pytest.importorskip("aiohttp")
 

@@ -13,13 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import jfi
-from jfi.serving import artifact, live
+from jfi.serving import artifact
 from jfi.serving.scorer import Scorer
+from jfi.serving.server import hot_swap as live
 
 pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer
 
-from jfi.serving.server import LIVE, make_app
+from jfi.serving.server.app import LIVE, make_app
 
 from .conftest import rewriting
 from .test_server import Slow, samples, serve

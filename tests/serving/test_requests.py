@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from jfi.serving import known
-from jfi.serving.body import parse
+from jfi.serving import vocabulary_tables as known
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.values import columns_of
+from jfi.serving.server.body import parse
+from jfi.serving.validation import columns_of
 from jfi.utils.encoding import HashBuckets, Vocabulary
 
 SCHEMA = Schema(

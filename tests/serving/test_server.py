@@ -15,9 +15,9 @@ pytest.importorskip("aiohttp")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from jfi.serving.batcher import Batcher
-from jfi.serving.json_lines import answer_lines
-from jfi.serving.server import make_app
+from jfi.serving.server.app import make_app
+from jfi.serving.server.batcher import Batcher
+from jfi.serving.server.log_lines import answer_lines
 
 
 def test_both_servers_have_the_limits_of_the_command():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer
-from jfi.serving.values import BadRequestError
+from jfi.serving.validation import BadRequestError
 
 Score = Callable[[list[Request]], list[Answer]]
 #: Gets the requests, the candidates and the seconds of each call.
@@ -27,7 +27,7 @@ def check_finite(scores: Answer) -> None:
         raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
 
 
-class LateError(Exception):
+class DeadlineExceededError(Exception):
     """A request that has waited until its deadline."""
 
 
@@ -68,7 +68,7 @@ class Batcher:
             first: puts it before all that wait.
 
         Raises:
-            LateError: the deadline has passed.
+            DeadlineExceededError: the deadline has passed.
             BadRequestError: a score is not finite.
         """
         waiting = _Waiting(request, self._loop.create_future())
@@ -88,7 +88,7 @@ class Batcher:
     def _give_up(self, waiting: _Waiting) -> None:
         if waiting in self._waiting:
             self._waiting.remove(waiting)
-            waiting.answer.set_exception(LateError())
+            waiting.answer.set_exception(DeadlineExceededError())
 
     async def close(self) -> None:
         """Stops the batcher; call it when no request is waiting."""

@@ -6,7 +6,7 @@ from contextlib import suppress
 from aiohttp import web
 
 
-class FullError(Exception):
+class OverloadedError(Exception):
     """The server is at capacity; the message says which limit.
 
     Args:
@@ -18,16 +18,16 @@ class Admission:
     """Admits at most `capacity` concurrent requests, each from the end of its body to the end of its answer.
 
     Raises:
-        FullError: on entering, when `capacity` requests have been admitted.
+        OverloadedError: on entering, when `capacity` requests have been admitted.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.inside = capacity, 0
 
     def check(self) -> None:
-        """Raises FullError if no request would be admitted now."""
+        """Raises OverloadedError if no request would be admitted now."""
         if self.inside >= self.capacity:
-            raise FullError("queue")
+            raise OverloadedError("queue")
 
     def __enter__(self) -> None:
         self.check()
@@ -58,12 +58,12 @@ class Bodies:
         Raises:
             web.HTTPRequestEntityTooLarge: more than `max_body` bytes.
             web.HTTPRequestTimeout: it has not arrived in `seconds`.
-            FullError: `most` bodies are arriving, or these have `most_bytes` already.
+            OverloadedError: `most` bodies are arriving, or these have `most_bytes` already.
         """
         if (request.content_length or 0) > self.max_body:
             raise web.HTTPRequestEntityTooLarge(self.max_body, request.content_length)
         if self.arriving >= self.most:
-            raise FullError("bodies")
+            raise OverloadedError("bodies")
         chunks, size = [], 0
         self.arriving += 1
         self._none_arrives.clear()
@@ -76,7 +76,7 @@ class Bodies:
                     if size > self.max_body:
                         raise web.HTTPRequestEntityTooLarge(self.max_body, size)
                     if self._bytes > self.most_bytes:
-                        raise FullError("bodies")
+                        raise OverloadedError("bodies")
         except TimeoutError:
             raise web.HTTPRequestTimeout(text=f"the body did not arrive within {self.seconds:g} s") from None
         finally:

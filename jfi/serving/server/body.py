@@ -4,7 +4,7 @@ import json
 
 import orjson
 
-from jfi.serving.values import BadRequestError, shown
+from jfi.serving.validation import BadRequestError, shown
 
 
 def parse(body: bytes) -> object:

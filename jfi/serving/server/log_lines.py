@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 import orjson
 
-from jfi.serving.batcher import check_finite
 from jfi.serving.requests import BadRequestError, Request, RequestReader
 from jfi.serving.scorer import Answer, Scorer
+from jfi.serving.server.batcher import check_finite
 from jfi.utils.files import naming
 
 

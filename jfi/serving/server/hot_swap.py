@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.batcher import Batcher, LateError, check_finite
-from jfi.serving.metrics import Metrics
 from jfi.serving.scorer import Answer, Scorer
-from jfi.serving.values import BadRequestError
+from jfi.serving.server.batcher import Batcher, DeadlineExceededError, check_finite
+from jfi.serving.server.metrics import Metrics
+from jfi.serving.validation import BadRequestError
 
 #: Bytes of a body that is read in a thread; a smaller one takes less than 5 ms.
 LARGE = 2**18
@@ -72,7 +72,7 @@ class Live:
 
         Raises:
             BadRequestError: a fault of the request.
-            LateError: the deadline has passed.
+            DeadlineExceededError: the deadline has passed.
         """
         with self.now as loaded:
             if len(body) < LARGE:
@@ -83,7 +83,7 @@ class Live:
                         reading = asyncio.get_running_loop().run_in_executor
                         request = await reading(self._thread, loaded.scorer.reader.read, body)
                 except TimeoutError:
-                    raise LateError from None
+                    raise DeadlineExceededError from None
             self._metrics.read(loaded.scorer.reader.unknown(request))
             return await loaded.batcher.score(request, deadline)
 

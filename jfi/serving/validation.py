@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.serving.known import KnownValues
 from jfi.serving.schema import KINDS, MAX_VALUES, Field
+from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
 from jfi.utils.errors import suggest
 

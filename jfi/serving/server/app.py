@@ -26,12 +26,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from jfi.serving.batcher import LateError
-from jfi.serving.limits import Admission, Bodies, FullError
-from jfi.serving.live import Live
-from jfi.serving.metrics import Metrics
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
+from jfi.serving.server.admission import Admission, Bodies, OverloadedError
+from jfi.serving.server.batcher import DeadlineExceededError
+from jfi.serving.server.hot_swap import Live
+from jfi.serving.server.metrics import Metrics
 
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -223,9 +223,9 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
             answer = _error(400, "the body does not match the encoding in its headers")
             answer.force_close()  # as aiohttp does: nobody knows where the next request begins
             return answer, _REASONS[400]
-        case FullError():
+        case OverloadedError():
             return _error(503, "the server is at capacity; try again", retry), f"full_{error}"
-        case LateError():
+        case DeadlineExceededError():
             return _error(503, "the request has waited until its deadline; try again", retry), "deadline"
         case web.HTTPException():
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None

@@ -1,0 +1,1 @@
+"""The HTTP server of an artifact: admission, batches, swaps of the artifact, metrics."""
