@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
+from jfi.data.features import co_occurrence
 from jfi.data.features.groups import GROUPS
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
@@ -265,6 +266,14 @@ def test_nothing_comes_from_rows_at_the_moment_or_after(kind, seed, cut):
     np.testing.assert_allclose(dense, again, rtol=0, atol=1e-6)
 
 
+def test_too_many_pairs_to_sort_are_refused(monkeypatch):
+    monkeypatch.setattr(co_occurrence, "_MAX_PAIRS", 10)
+    with pytest.raises(
+        DataError, match=r"similar compares \d+ pairs of events, and 10 is the most; leave it out, or set"
+    ):
+        load_dataset(replace(CONFIG, interactions=log(2)))
+
+
 def made(config, schema):
     try:
         return load_dataset(config, schema)
@@ -331,3 +340,20 @@ def test_tables_to_score_have_those_of_training(tmp_path, kind):
                 np.testing.assert_allclose(batch.dense_features[n], row, atol=1e-5, err_msg=case)
                 found += 1
         assert found == len(numbers)
+
+
+@pytest.mark.slow
+def test_boosting_cannot_tell_negatives_of_a_random_log():
+    """`user_item` and `similar` can where users meet items again, since these are no negatives; the others must not."""
+    ensemble, metrics = pytest.importorskip("sklearn.ensemble"), pytest.importorskip("sklearn.metrics")
+    rng, count = np.random.default_rng(0), 20_000
+    user, item = rng.integers(0, 400, count), rng.integers(0, 2000, count)
+    table = pa.table({"user_id": user, "item_id": item, "timestamp": np.sort(rng.integers(0, 10**7, count))})
+    items = pa.table({"item_id": np.arange(2000), "brand": [str(i % 20) for i in range(2000)]})
+    groups = [name for name in GROUPS if name not in ("user_item", "similar")]
+    config = DataConfig(items=items, features=[FeatureConfig("brand", "item")], statistics=groups)
+    dataset = load_dataset(replace(config, interactions=table))
+    train, test = (dataset.batches(split, 10**6)[0] for split in ("train", "test"))
+    model = ensemble.HistGradientBoostingClassifier(random_state=0).fit(train.dense_features, train.labels)
+    auc = metrics.roc_auc_score(test.labels, model.predict_proba(test.dense_features)[:, 1])
+    assert abs(auc - 0.5) < 0.02

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jfi.data.batches.events import Histories
+from jfi.data.errors import DataError
 from jfi.data.features.past import Past
 from jfi.data.features.point_in_time import PastIndex
 from jfi.utils.jagged import ranges
@@ -23,6 +24,8 @@ from jfi.utils.jagged import ranges
 _AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
 _LONGEST, _SHORTEST = 128, 8
 _FEW_PAIRS = 10.0
+#: More pairs than these are not sorted in memory, which takes some 50 bytes of each.
+_MAX_PAIRS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ def _make_pairs(index: PastIndex, window: int, name: str) -> None:
     later_rows = in_history[by_time]
     histories, moment = _newest(index, later_rows, window), index.moment(slice(None))
     count = int(histories.lengths.sum())
+    if count > _MAX_PAIRS:
+        raise DataError(
+            f"data.statistics: similar compares {count:,} pairs of events, and {_MAX_PAIRS:,} is the most; leave it "
+            f"out, or set data.max_history to {max(1, window * _MAX_PAIRS // count)}"
+        )
     (key, when), product = np.empty((2, count), np.int64), np.empty(0 if index.is_implicit else count)
     for own, place, event in histories.blocks(events, _AT_ONCE):
         later = later_rows[own].repeat(histories.lengths[own])

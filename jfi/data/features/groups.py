@@ -14,12 +14,12 @@ GROUPS = {
     ),
     "user_item": (
         ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
-        ["past_user_item_share", "past_user_item_count"],
+        ["past_user_item_share", "past_user_item_count", "past_user_item_pause"],
     ),
     "similar": (["past_similarity", "past_similar_rate", "past_agreement"], ["past_similarity"]),
     "popularity": ([*_RECENT, *_POPULARITY], _POPULARITY),
     "item_hour": (["past_item_hour_rate", "past_item_hour_count"], ["past_item_hour_share", "past_item_hour_count"]),
-    "age": (["past_item_age", "past_user_pause", "past_user_item_pause"],) * 2,
+    "age": (["past_item_age", "past_user_pause", "past_user_item_pause"], ["past_item_age", "past_user_pause"]),
     "user_category": (["past_user_{}_rate", "past_user_{}_count"], ["past_user_{}_share", "past_user_{}_count"]),
     "session": (["past_session_count", "past_session_{}_share"],) * 2,
 }

@@ -1,4 +1,4 @@
-"""What was known of users and items before a moment: counts, labels, ages and sessions from strictly older rows.
+"""Point-in-time features of users and items: counts, labels, ages and sessions from strictly older rows.
 
 A question is an event and a target. The event gives the user, the time and the context; the target is the event's own
 item, or another one, such as a sampled negative. Its past are all rows with an earlier time, of any user and in any

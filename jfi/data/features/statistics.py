@@ -1,4 +1,4 @@
-"""What is known of user and target before a sample, as dense features: `data.statistics`.
+"""Dense features of what was known of user and target before a sample: `data.statistics`.
 
 What a sample of user u, item i and time t gets is made of rows that are strictly older than t, of any split, since they
 are known by then; rows of its own time are not among them. With labels a rate is that of positives, as if there were
@@ -101,7 +101,8 @@ class Statistics:
         if self.index.is_implicit:
             tally, _ = asked.user_share("item")
             share = tally.rate(self._item_share(asked), _OF_FEW)
-            return {"past_user_item_share": share, "past_user_item_count": np.log1p(tally.positives)}
+            count = {"past_user_item_count": np.log1p(tally.positives)}
+            return {"past_user_item_share": share} | count | self._user_item_pause(asked)
         tally = asked.tally("labeled history", key)
         rate = tally.rate(_item_rate(asked), _OF_FEW)
         return {
@@ -143,8 +144,10 @@ class Statistics:
         return {
             "past_item_age": np.log1p(asked.age("labeled", ("item",), oldest=True)),
             "past_user_pause": np.log1p(asked.age("history", ("user",))),
-            "past_user_item_pause": np.log1p(asked.age("history", ("user", "item"))),
-        }
+        } | ({} if self.index.is_implicit else self._user_item_pause(asked))
+
+    def _user_item_pause(self, asked: Tallies) -> Columns:
+        return {"past_user_item_pause": np.log1p(asked.age("history", ("user", "item")))}
 
     def _user_category(self, asked: Tallies) -> Columns:
         columns = {}
