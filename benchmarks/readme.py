@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import dwell_page, figures, report, sid_tables, table
+from benchmarks.quality import page as quality
 from benchmarks.quality import semantic_ids
-from benchmarks.quality.page import quality
 from benchmarks.quality.tables import TABLES as QUALITY_TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +150,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
     "dwell": lambda: dwell_page.table(dwell_page.read()),
-    **{f"quality {name}": partial(quality, name) for name in QUALITY_TABLES},
+    "quality": quality.overview,
+    **{f"quality {name}": partial(quality.quality, name) for name in QUALITY_TABLES},
+    **{f"quality others {name}": partial(quality.others, name) for name in QUALITY_TABLES},
 }
 
 

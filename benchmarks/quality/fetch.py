@@ -2,7 +2,7 @@
 
 Each file comes from a repository at a fixed commit, and its SHA-256 is checked (`sources.py`). A table that is in the
 folder already is left as it is. MovieLens-100K is not downloaded: get it yourself, as RecBole's atomic files, and name
-its folder with --movielens.
+its folder with --movielens. The table `impressions` is generated.
 """
 
 from jfi.utils.errors import InputError
@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.quality import convert
+from benchmarks.quality import convert, impressions
 from benchmarks.quality.sources import SOURCES, Source
 from jfi.cli.options import OptionError, OptionParser
 from jfi.utils.errors import suggest
@@ -99,6 +99,9 @@ CONVERSIONS = {
     "amazon_office": office,
     "fuxictr": code,
 }
+#: By name of a table that is no download, what makes its files.
+GENERATED = {"impressions": impressions.files}
+NAMES = (*SOURCES, *GENERATED)
 
 
 def fetch(name: str, out: Path, mirror: Path | None = None) -> bool:
@@ -110,6 +113,9 @@ def fetch(name: str, out: Path, mirror: Path | None = None) -> bool:
     folder = out / name
     if folder.exists():
         return False
+    if name in GENERATED:
+        _write(folder, GENERATED[name]())
+        return True
     source = SOURCES[name]
     files = CONVERSIONS[name](source, lambda path: read(source, path, mirror))
     _write(folder, files)
@@ -139,18 +145,19 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = OptionParser(prog="python -m benchmarks.quality.fetch", description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("names", nargs="*", help=f"tables, all by default: {', '.join(SOURCES)}")
+    parser.add_argument("names", nargs="*", help=f"tables, all by default: {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables; each gets a folder in it")
     parser.add_argument("--mirror", type=Path, help="folder with copies, as owner/name/path; nothing is downloaded")
     parser.add_argument("--movielens", type=Path, help="your folder with ml-100k.inter and ml-100k.item")
     options = parser.parse_args(arguments)
     for name in options.names:
-        if name not in SOURCES:
-            raise OptionError(f"unknown table {name}; {suggest(name, SOURCES)}")
+        if name not in NAMES:
+            raise OptionError(f"unknown table {name}; {suggest(name, NAMES)}")
     if options.movielens is not None:
         _say(MOVIELENS, options.out, copy_movielens(options.movielens, options.out), "")
-    for name in options.names or SOURCES:
-        _say(name, options.out, fetch(name, options.out, options.mirror), SOURCES[name].terms)
+    for name in options.names or NAMES:
+        terms = SOURCES[name].terms if name in SOURCES else "generated"
+        _say(name, options.out, fetch(name, options.out, options.mirror), terms)
 
 
 def _say(name: str, out: Path, written: bool, terms: str) -> None:

@@ -89,6 +89,8 @@ WITH_RATINGS: dict[str, dict[str, object]] = {
     "+ auxiliary labels, recency, statistics": _RECENT | _AUXILIARY | _STATISTICS,
 }
 RATINGS = ("movielens_100k", "ml_latest_small")
+#: The tables with a label.
+LABELED = (*RATINGS, "assistments2009", "amazon_office", "impressions")
 #: Content in the place of ids, where items have texts; benchmarks.quality.semantic_ids makes the semantic IDs.
 _SIDS = {"data.semantic_ids": "semantic_ids/vq_brand.parquet"}
 _CONTENT = _SIDS | {"model.item_id": False}
@@ -96,22 +98,33 @@ WITH_CONTENT: dict[str, dict[str, object]] = {
     "+ semantic IDs, no id": _CROSSED | _CONTENT,
     "+ semantic IDs, no id, statistics": _CROSSED | _CONTENT | _STATISTICS,
 }
-#: What the table's config sets beside its columns, at the library's defaults.
-_DEFAULTS: dict[str, object] = {
+#: The library's defaults of what a table's config may set beside the section `data`.
+DEFAULTS: dict[str, object] = {
+    "model.embedding_dim": 64,
+    "model.num_heads": 4,
     "model.bias": "auto",
     "model.dropout": 0.1,
     "model.cross_layers": 2,
+    "optimizer.dense.name": "adam",
     "optimizer.dense.learning_rate": 3e-3,
+    "optimizer.embeddings.name": "adagrad",
     "optimizer.embeddings.learning_rate": 0.05,
     "optimizer.ema_decay": "auto",
     "training.batch_size": None,
     "training.epochs": 10,
+    "training.monitor": "auto",
+    "training.patience": 2,
 }
+_NO_STATISTICS: dict[str, object] = {"data.statistics": []}
 _ALL_STATISTICS: dict[str, object] = {"data.statistics": ["item", "user", "user_item", "similar"]}
 #: Ours without tuning.
 UNTUNED: dict[str, dict[str, object]] = {
-    "library defaults": _DEFAULTS,
-    "library defaults, statistics": _DEFAULTS | _ALL_STATISTICS,
+    "library defaults, no histories": DEFAULTS | _NO_STATISTICS | {"model.pooling": "none"},
+    "library defaults, mean pooling": DEFAULTS | _NO_STATISTICS | {"model.pooling": "mean"},
+    "library defaults, sum pooling": DEFAULTS | _NO_STATISTICS | {"model.pooling": "sum"},
+    "library defaults": DEFAULTS | _NO_STATISTICS,
+    "library defaults, statistics only": DEFAULTS | _ALL_STATISTICS | {"model.pooling": "none"},
+    "library defaults, statistics": DEFAULTS | _ALL_STATISTICS,
 }
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
@@ -129,21 +142,29 @@ PEERS: dict[str, dict[str, object]] = {
 #: Arguments of all of FuxiCTR's models.
 _PEER = {"embedding_dim": 16, "dnn_hidden_units": [128, 64]}
 
-#: `jfi.baselines`, each with settings that it chooses on the validation rows by itself.
-BASELINES = (
-    "item mean",
-    "item + user mean",
-    "popularity by time",
-    "co-occurrence",
-    "logistic regression",
-    "gradient boosting",
-)
+#: `jfi.baselines`, each with settings that it chooses on the validation rows by itself, and the tables that have it.
+BASELINES: dict[str, tuple[str, ...] | None] = {
+    "item mean": None,
+    "item + user mean": LABELED,
+    "popularity by time": None,
+    "co-occurrence": None,
+    "logistic regression": None,
+    "gradient boosting": None,
+}
 
 MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, OUR_TRIALS) for name, settings in OURS.items()},
     **{name: Model("ours", settings, OUR_TRIALS, tables=RATINGS) for name, settings in WITH_RATINGS.items()},
     **{name: Model("ours", settings, OUR_TRIALS, tables=("amazon_office",)) for name, settings in WITH_CONTENT.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
-    **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
-    **{name: Model("baseline", {}, [{}]) for name in BASELINES},
+    **{name: Model("fuxictr", _PEER | one, _peer_trials(name), tables=LABELED) for name, one in PEERS.items()},
+    **{name: Model("baseline", {}, [{}], tables=tables) for name, tables in BASELINES.items()},
+}
+
+#: Sets of models that `--models` takes in the place of their names.
+SETS: dict[str, list[str]] = {
+    "defaults": [*UNTUNED],
+    "baselines": [*BASELINES],
+    "tuned": [*OURS, *WITH_RATINGS, *WITH_CONTENT],
+    "peers": [*PEERS],
 }

@@ -1,4 +1,7 @@
-"""The tables of docs/quality.md, from the results of `python -m benchmarks.quality`."""
+"""The tables of docs/quality.md, from the results of `python -m benchmarks.quality`.
+
+Nothing here is chosen by a test metric: rows are in a fixed order or in that of validation AUC.
+"""
 
 from pathlib import Path
 
@@ -10,38 +13,100 @@ from benchmarks.quality.tables import TABLES, Table
 RESULTS = Path(__file__).parents[1] / "results/quality"
 TITLES = {"auc": "test AUC", "ne": "test NE", "user_auc": "AUC per user"}
 KINDS = {"ours": "jfi", "fuxictr": "FuxiCTR", "baseline": "hand-made features:"}
+#: The comparison: from the least to the most that a model sees, without tuning.
+COMPARED = {
+    "item mean": "item mean",
+    "popularity by time": "popularity by time",
+    "logistic regression": "logistic regression",
+    "gradient boosting": "gradient boosting",
+    "no histories": "library defaults, no histories",
+    "mean pooling": "library defaults, mean pooling",
+    "sum pooling": "library defaults, sum pooling",
+    "attention": "library defaults",
+    "statistics only": "library defaults, statistics only",
+    "attention and statistics": "library defaults, statistics",
+}
+MISSING = "not measured"
 
 
 def quality(name: str, folder: Path = RESULTS, models: dict[str, Model] = MODELS) -> str:
-    """The models of a table, best first, as Markdown.
+    """The comparison of a table and its best models as Markdown; a table without results has a line for each too."""
+    return render(TABLES[name], _cells(name, folder), models)
+
+
+def others(name: str, folder: Path = RESULTS, models: dict[str, Model] = MODELS) -> str:
+    """The finished models of a table that are not in the comparison, as Markdown.
 
     Raises:
         FileNotFoundError: there is no result of the table.
     """
-    table, path = TABLES[name], folder / f"{name}.json"
-    if not path.exists():
-        raise FileNotFoundError(path)
-    return render(table, Results(path).cells, models)
+    if not (folder / f"{name}.json").exists():
+        raise FileNotFoundError(folder / f"{name}.json")
+    return render_others(TABLES[name], _cells(name, folder), models)
+
+
+def overview(folder: Path = RESULTS) -> str:
+    """Test AUC of the comparison and of the best model of ours, a line a table."""
+    lines = [["table", *COMPARED, "best of jfi"]]
+    for name, table in TABLES.items():
+        found = summaries(table, _cells(name, folder), MODELS)
+        shown = [found.get(one) for one in [*COMPARED.values(), best(found, "ours", MODELS)]]
+        lines.append([table.title, *(f"{one['auc']['mean']:.4f}" if one else "-" for one in shown)])
+    return f"{markdown.as_markdown(lines)}\n\nMean test AUC; \\- is {MISSING} yet."
+
+
+def _cells(name: str, folder: Path) -> list[dict]:
+    return Results(folder / f"{name}.json").cells
+
+
+def summaries(table: Table, cells: list[dict], models: dict[str, Model]) -> dict[str, dict]:
+    """The results of the finished models, the best by mean validation AUC first."""
+    found = {name: summary(cells, name, model, final_runs(table)) for name, model in models.items()}
+    return dict(sorted(((name, one) for name, one in found.items() if one), key=lambda one: -one[1]["validation_auc"]))
+
+
+def best(found: dict[str, dict], kind: str, models: dict[str, Model]) -> str | None:
+    """The model of a kind with the best validation AUC; `found` has it first."""
+    return next((name for name in found if models[name].kind == kind), None)
 
 
 def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     """As `quality`, of cells."""
-    runs = final_runs(table)
-    found = {name: summary(cells, name, model, runs) for name, model in models.items()}
-    done = [name for name, one in found.items() if one]
-    lines = [["model", *TITLES.values(), "training", "parameters"]]
-    entries = []
-    for name in done:
-        one = found[name]
-        figures = [_figure(one[metric]) for metric in METRICS]
-        title = f"{KINDS[models[name].kind]} {name}"
-        parameters = "" if one["parameters"] is None else f"{one['parameters']:,}"
-        entries.append((one["auc"]["mean"], [title, *figures, f"{one['train_seconds']:.0f} s", parameters]))
-    entries += [(auc, [f"{other} (published)", f"{auc:.4f}", "", "", "", ""]) for other, auc in table.published.items()]
-    lines += [line for _, line in sorted(entries, key=lambda entry: -entry[0])]
-    what = f"{len(runs)} folds" if len(table.folds) > 1 else f"{len(runs)} seeds"
-    note = f"Mean and standard deviation over {what}; settings are the best of {TRIALS} trials on the validation rows."
-    return f"{markdown.as_markdown(lines)}\n\n{note} {where([c for c in cells if c['model'] in done])}".rstrip()
+    found = summaries(table, cells, models)
+    kinds = KINDS | {"ours": "jfi defaults:"}
+    rows = [(f"{kinds[models[name].kind]} {title}", name) for title, name in COMPARED.items() if name in models]
+    ours, peer = best(found, "ours", models), best(found, "fuxictr", models)
+    rows += [(f"best of {KINDS[models[one].kind]}: {one}", one) for one in (ours, peer) if one]
+    lines = [_row(title, found.get(name)) for title, name in rows]
+    lines += [[title, "", f"{auc:.4f}", "", "", "", ""] for title, auc in table.known.items()]
+    used = {name for _, name in rows if name in found}
+    note = "The best have the highest validation AUC of all of their kind that are measured."
+    return _page(table, lines, cells, used, note)
+
+
+def render_others(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
+    """As `others`, of cells."""
+    found = {name: one for name, one in summaries(table, cells, models).items() if name not in COMPARED.values()}
+    lines = [_row(f"{KINDS[models[name].kind]} {name}", one) for name, one in found.items()]
+    note = f"In the order of validation AUC; settings are the best of {TRIALS} trials on the validation rows."
+    return _page(table, lines, cells, set(found), note)
+
+
+def _page(table: Table, lines: list[list[str]], cells: list[dict], used: set[str], note: str) -> str:
+    runs = len(final_runs(table))
+    what = f"{runs} folds" if len(table.folds) > 1 else f"{runs} seeds"
+    header = ["model", "validation AUC", *TITLES.values(), "training", "parameters"]
+    made = f"Mean and standard deviation over {what}. {note} {where([c for c in cells if c['model'] in used])}"
+    return f"{markdown.as_markdown([header, *lines])}\n\n{made}".rstrip()
+
+
+def _row(title: str, one: dict | None) -> list[str]:
+    """A line of a model; of one that is not measured a line that says so."""
+    if one is None:
+        return [title, MISSING, *[""] * 5]
+    figures = [f"{one['validation_auc']:.4f}", *(_figure(one[metric]) for metric in METRICS)]
+    parameters = "" if one["parameters"] is None else f"{one['parameters']:,}"
+    return [title, *figures, f"{one['train_seconds']:.0f} s", parameters]
 
 
 def _figure(found: dict[str, float]) -> str:

@@ -77,6 +77,7 @@ def summary(cells: list[dict], name: str, model: Model, runs: list[tuple[int, in
         return None
     found = [by_run[run] for run in runs]
     shown = {"settings": settings, "parameters": found[0]["parameters"], "runs": len(found)}
+    shown["validation_auc"] = statistics.fmean(cell["validation"]["auc"] for cell in found)
     shown["train_seconds"] = statistics.fmean(cell["train_seconds"] for cell in found)
     for metric in METRICS:
         values = [cell["test"][metric] for cell in found]

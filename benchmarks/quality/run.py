@@ -19,11 +19,16 @@ from benchmarks.quality.models import MODELS, PEER_TRAINING, Model
 from benchmarks.quality.results import Results, chosen, final_runs, fingerprint, of_model
 from benchmarks.quality.tables import ROOT, Table
 from jfi.baselines import BaselineResult, run_baselines
-from jfi.data import InteractionDataset, load_dataset
+from jfi.data import DataError, InteractionDataset, load_dataset
 from jfi.data.config import FILES
+from jfi.data.config_checks import check_data_config
 from jfi.training import Config, train
 from jfi.training.config_parser import parse_config
 from jfi.training.run.saved_run import load_run
+
+
+class SettingsError(DataError):
+    """The settings of a model do not fit the kind of table, whatever is in its files."""
 
 
 class Task:
@@ -42,7 +47,7 @@ class Task:
         self.folder = scratch / f"fold-{fold}"
         self._datasets: dict[str, InteractionDataset] = {}
         self._peer_rows: dict | None = None
-        self._baselines: dict[str, list[BaselineResult]] = {}
+        self._baselines: dict[int, dict[str, list[BaselineResult]]] = {}
 
     def config(self, overrides: dict[str, object]) -> Config:
         """The table's config with other fields, by their dotted name; files are named from the folder of all tables."""
@@ -66,16 +71,26 @@ class Task:
             self._peer_rows = write_rows(self.dataset(self.config({})), self.folder)
         return self._peer_rows
 
-    def baselines(self) -> dict[str, list[BaselineResult]]:
-        """The results of all baselines, computed once."""
-        if not self._baselines:
-            self._baselines = run_baselines(self.dataset(self.config({})))
-        return self._baselines
+    def baselines(self, seed: int) -> dict[str, list[BaselineResult]]:
+        """The results of all baselines, computed once; of labels no seed changes them."""
+        dataset = self.dataset(self.config({}))
+        seed = seed if dataset.is_implicit else 0
+        if seed not in self._baselines:
+            self._baselines[seed] = run_baselines(dataset, [seed])
+        return self._baselines[seed]
 
 
 def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, InteractionDataset]:
-    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data."""
+    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data.
+
+    Raises:
+        SettingsError: the table does not allow the settings.
+    """
     config = task.config(settings)
+    try:
+        check_data_config(config.data)
+    except DataError as error:
+        raise SettingsError(str(error)) from None
     dataset = task.dataset(config)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = f"{scratch}/run"
@@ -104,8 +119,8 @@ def run_peer(task: Task, name: str, settings: dict, seed: int) -> dict:
 
 
 def run_baseline(task: Task, name: str, settings: dict, seed: int) -> dict:
-    """A baseline on hand-made features, which chooses its settings itself; no seed changes it."""
-    (found,) = task.baselines()[name]
+    """A baseline on hand-made features, which chooses its settings itself."""
+    (found,) = task.baselines(seed)[name]
     shown = {"chosen": found.settings, "validation": found.validation, "test": found.test}
     return shown | {"train_seconds": found.train_seconds, "epochs": None, "best_epoch": None, "parameters": None}
 
@@ -142,6 +157,8 @@ def run_table(
 ) -> None:
     """Trains what is missing of the models `names`, and writes the results after each training.
 
+    A model whose settings the table does not allow is left out, and a line says why.
+
     Args:
         table: the table.
         results: of the table so far.
@@ -168,8 +185,12 @@ def run_table(
             model = models[name]
             made = {"protocol": protocol(table, model)} | where
             results.keep(name, made["protocol"])
-            for trial in model.trials:
-                ensure(name, model.settings | trial, *runs[0], made)
+            try:
+                for trial in model.trials:
+                    ensure(name, model.settings | trial, *runs[0], made)
+            except SettingsError as error:
+                print(f"{name}: left out; {error}", flush=True)
+                continue
             settings = chosen(results.cells, name, model, runs)
             for fold, seed in runs:
                 ensure(name, settings, fold, seed, made)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.quality.impressions import CEILING
+
 ROOT = Path(__file__).parents[2]
 #: Where configs name their files; `--data` replaces it.
 DATA = Path("data/quality")
@@ -16,15 +18,14 @@ class Table:
         title: for people.
         config: path of the config, from the repository's root.
         folds: for each fold the files by their setting of the section `data`, relative to the folder of all tables.
-        published: test AUC that others report on the same folds, by the name of the model.
-        source: of the published figures.
+        known: test AUC that is not measured here, by what has it: models that others published for these folds, or the
+            true logit of a generated table.
     """
 
     title: str
     config: str
     folds: list[dict[str, str]]
-    published: dict[str, float] = field(default_factory=dict)
-    source: str = ""
+    known: dict[str, float] = field(default_factory=dict)
 
     def arguments(self, fold: int, data: Path) -> list[str]:
         """The command line that `jfi.training.config_parser.parse_config` takes."""
@@ -52,12 +53,22 @@ TABLES = {
         "ASSISTments2009-updated",
         "configs/quality/assistments2009.yaml",
         [_assistments(fold) for fold in range(1, 6)],
-        {"DKT": 0.8181, "DKVMN": 0.7956, "NPA": 0.8182},
-        "as reported for these 5 folds",
+        {"DKT (published)": 0.8181, "DKVMN (published)": 0.7956, "NPA (published)": 0.8182},
     ),
     "amazon_office": Table(
         "Amazon Office Products",
         "configs/quality/amazon_office.yaml",
         [{"interactions": "amazon_office/interactions.csv", "items": "amazon_office/items.csv"}],
+    ),
+    "ml_latest_small_implicit": Table(
+        "MovieLens latest-small, implicit",
+        "configs/quality/ml_latest_small_implicit.yaml",
+        [{"interactions": "ml-latest-small/ratings.csv", "items": "ml-latest-small/movies.csv"}],
+    ),
+    "impressions": Table(
+        "Impressions (generated)",
+        "configs/quality/impressions.yaml",
+        [{"interactions": "impressions/interactions.parquet", "items": "impressions/items.parquet"}],
+        {"true logit, the ceiling": CEILING},
     ),
 }

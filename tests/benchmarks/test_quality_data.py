@@ -6,11 +6,14 @@ import hashlib
 import io
 import json
 
+import numpy as np
 import pytest
+import yaml
 
-from benchmarks.quality import convert, fetch
+from benchmarks.quality import convert, fetch, impressions
+from benchmarks.quality.models import LABELED
 from benchmarks.quality.sources import SOURCES, Source
-from benchmarks.quality.tables import DATA, TABLES
+from benchmarks.quality.tables import DATA, ROOT, TABLES
 from jfi.data import DataError, load_dataset
 from jfi.data.config_checks import check_data_config
 from jfi.training.config_parser import parse_config
@@ -163,6 +166,72 @@ def test_office_items_have_content_and_codes():
     assert rows == [{"item": "0", **content, "code_0": "<a_1>", "code_1": "<b_2>", "code_2": "<c_3>"}]
 
 
+@pytest.fixture(scope="module")
+def log():
+    """Items, log and logits of a few users of the generated table."""
+    return impressions.simulate(60, seed=3)
+
+
+def test_no_impression_shows_what_became_of_it(log):
+    _, rows, logits = log
+    shown = rows["action"] == "impression"
+    assert (np.isfinite(logits) == shown).all() and (np.isfinite(rows["clicked"]) == shown).all()
+    for column in ("hour", "timestamp", "session", "item_id"):
+        assert np.isfinite(rows[column]).all()
+    assert np.isnan(rows["dwell"][rows["action"] != "view"]).all()
+    used = yaml.safe_load((ROOT / "configs/quality/impressions.yaml").read_text())["data"]
+    known = {one["name"] for one in used["features"] if one["of"] != "event"}
+    assert known == {"category", "brand", "price", "hour", "position"}
+
+
+def test_each_click_is_followed_by_its_view_before_the_next_page(log):
+    _, rows, _ = log
+    time, action, clicked = rows["timestamp"], rows["action"], rows["clicked"]
+    for user in range(60):
+        own = rows["user_id"] == user
+        pages = np.unique(time[own & (action == "impression")])
+        views = own & (action == "view")
+        page = np.searchsorted(pages, time[views]) - 1
+        seen = set(zip(pages[page].tolist(), rows["item_id"][views].tolist(), strict=True))
+        clicks = own & (clicked == 1)
+        assert seen == set(zip(time[clicks].tolist(), rows["item_id"][clicks].tolist(), strict=True))
+        assert not np.isin(time[own & (action != "impression")], pages).any()
+    at_once = np.stack([rows["user_id"], time, rows["item_id"]])[:, action == "impression"]
+    assert np.unique(at_once, axis=1).shape == at_once.shape, "an item twice on a page"
+
+
+def test_generated_labels_follow_their_logits(log):
+    _, rows, logits = log
+    shown = np.isfinite(logits)
+    chance = 1 / (1 + np.exp(-logits[shown]))
+    spread = np.sqrt((chance * (1 - chance)).sum())
+    assert abs(rows["clicked"][shown].sum() - chance.sum()) < 4 * spread
+    assert 0.7 < impressions.ceiling(rows, logits) < 0.9
+
+
+def test_generated_files_depend_on_the_seed_alone_and_load(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(fetch.GENERATED, "impressions", lambda: impressions.files(30))
+    fetch.main(["--out", str(tmp_path), "impressions"])
+    assert "the true logit has a test AUC of 0." in capsys.readouterr().out
+    for name, content in impressions.files(30).items():
+        assert (tmp_path / "impressions" / name).read_bytes() == content
+    assert impressions.files(30, seed=1)["interactions.parquet"] != impressions.files(30)["interactions.parquet"]
+    dataset = load_dataset(parse_config(TABLES["impressions"].arguments(0, tmp_path), "")[0].data)
+    _, rows, _ = impressions.simulate(30, impressions.SEED)
+    shown = np.count_nonzero(rows["action"] == "impression")
+    assert dataset.num_samples("test") == pytest.approx(impressions.TEST * shown, abs=1)
+    assert sum(dataset.num_samples(split) for split in ("train", "validation", "test")) == shown
+    batch = dataset.batches("test", 512, batching="sample")[0]
+    assert batch.sparse_features["history_action"].lengths().max() > 0
+
+
+@pytest.mark.slow  # the whole table: some ten seconds
+def test_the_ceiling_of_the_generated_table_is_that_of_the_page():
+    _, rows, logits = impressions.simulate(impressions.USERS, impressions.SEED)
+    assert np.isfinite(logits).sum() >= 500_000
+    assert impressions.ceiling(rows, logits) == pytest.approx(impressions.CEILING, abs=5e-5)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_configs_parse(name):
     table = TABLES[name]
@@ -171,7 +240,7 @@ def test_configs_parse(name):
         check_data_config(config.data)
         named = {setting: getattr(config.data, setting) for setting in table.folds[fold]}
         assert all(path.startswith(str(DATA)) for path in named.values())
-        assert config.data.label is not None
+        assert (config.data.label is not None) == (name in LABELED)
     if name != "movielens_100k":  # the config of the examples, whose files are elsewhere
         alone = parse_config(["--config", table.arguments(0, DATA)[1]], "")[0]
         assert dataclasses.asdict(alone) == dataclasses.asdict(parse_config(table.arguments(0, DATA), "")[0])

@@ -1,6 +1,7 @@
 """The comparison: which trainings are done, in what order, what is kept, and the table that comes of it."""
 
 import json
+from functools import reduce
 
 import pytest
 import yaml
@@ -8,7 +9,7 @@ import yaml
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import page, run
 from benchmarks.quality.fuxictr import Peers
-from benchmarks.quality.models import MODELS, TRIALS, Model, grid
+from benchmarks.quality.models import DEFAULTS, MODELS, SETS, TRIALS, Model, grid
 from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
 from benchmarks.quality.tables import TABLES, Table
 from jfi.baselines import run_baselines
@@ -102,23 +103,79 @@ def test_the_protocol_depends_on_rows_and_training():
     assert len(set(names)) == len(names) and names == [of(name, kind) for name in TABLES for kind in run.RUNNERS]
 
 
-def test_the_page_shows_finished_models_best_first(tmp_path, models):
+def test_the_page_shows_other_finished_models_by_validation_auc(tmp_path, models):
     path = tmp_path / "assistments2009.json"
     run_table(TABLES["assistments2009"], path, StandIn(), models, tmp_path, ["first"])
     with pytest.raises(KeyboardInterrupt):
         run_table(TABLES["assistments2009"], path, StandIn(5), models, tmp_path, ["second"])
-    shown = page.quality("assistments2009", tmp_path, models).splitlines()
-    assert shown[0] == "| model | test AUC | test NE | AUC per user | training | parameters |"
-    assert shown[2] == "| jfi first | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 10 s | 1,234 |"
-    assert [line.split(" | ")[0] for line in shown[3:6]] == [
-        "| NPA (published)",
-        "| DKT (published)",
-        "| DKVMN (published)",
-    ]
-    assert "0.8182" in shown[3] and "over 5 folds" in shown[-1] and "4 trials" in shown[-1]
+    shown = page.others("assistments2009", tmp_path, models).splitlines()
+    assert shown[0] == "| model | validation AUC | test AUC | test NE | AUC per user | training | parameters |"
+    assert shown[2] == "| jfi first | 0.7200 | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 10 s | 1,234 |"
+    assert "over 5 folds" in shown[-1] and "4 trials" in shown[-1]
     assert not any("second" in line for line in shown), "its final trainings are not all done"
     with pytest.raises(FileNotFoundError):
-        page.quality("movielens_100k", tmp_path, models)
+        page.others("movielens_100k", tmp_path, models)
+
+
+def test_the_comparison_chooses_on_validation_and_says_what_is_missing(tmp_path):
+    def training(validation: float, test: float):
+        kept = {"train_seconds": 1.0, "epochs": 1, "best_epoch": 1, "parameters": 5}
+        found = {"validation": dict.fromkeys(METRICS, validation), "test": dict.fromkeys(METRICS, test)}
+        return lambda task, name, settings, seed: found | kept
+
+    models = {
+        "library defaults": Model("ours", {}, [{}]),
+        "library defaults, statistics": Model("ours", {"b": 1}, [{}]),
+        "lucky": Model("ours", {"b": 2}, [{}]),
+        "gradient boosting": Model("baseline", {}, [{}]),
+    }
+    table, results = TABLES["assistments2009"], Results(tmp_path / "assistments2009.json")
+    for name, figures in {"library defaults": (0.8, 0.7), "lucky": (0.7, 0.9), "gradient boosting": (0.9, 0.6)}.items():
+        runners = dict.fromkeys(run.RUNNERS, training(*figures))
+        run.run_table(table, results, [name], tmp_path, Peers(), runners, models)
+    shown = page.quality("assistments2009", tmp_path, models).splitlines()
+    assert [line.split(" |")[0] for line in shown[2:9]] == [
+        "| hand-made features: gradient boosting",
+        "| jfi defaults: attention",
+        "| jfi defaults: attention and statistics",
+        "| best of jfi: library defaults",
+        "| DKT (published)",
+        "| DKVMN (published)",
+        "| NPA (published)",
+    ]
+    assert shown[4] == "| jfi defaults: attention and statistics | not measured |  |  |  |  |  |"
+    assert shown[5].startswith("| best of jfi: library defaults | 0.8000 | 0.7000 |"), "not the best test AUC"
+    nothing = page.quality("impressions", tmp_path).splitlines()
+    assert sum("not measured" in line for line in nothing) == len(page.COMPARED)
+    assert "| true logit, the ceiling |  | 0.79" in "\n".join(nothing)
+    lines = page.overview(tmp_path).splitlines()
+    assert len(lines) == 2 + len(TABLES) + 2 and "gradient boosting" in lines[0]
+    assert lines[2].count("| - ") == len(page.COMPARED) + 1
+    assert "| 0.7" not in lines[4], "settings of another kind are not those of the library's defaults"
+
+
+def test_the_defaults_that_are_compared_are_the_librarys():
+    config, given = parse_config(["--data.interactions=x.csv"], "")[0], {}
+    for name in DEFAULTS:
+        section, *rest = name.split(".")
+        given[name] = reduce(getattr, rest, getattr(config, section))
+    assert given == DEFAULTS
+    for table in TABLES.values():
+        text = yaml.safe_load((run.ROOT / table.config).read_text())
+        text.pop("data")
+        chosen = {f"{section}.{key}": value for section, one in text.items() for key, value in one.items()}
+        deeper = {f"{name}.{key}" for name, one in chosen.items() if isinstance(one, dict) for key in one}
+        assert deeper | {name for name, one in chosen.items() if not isinstance(one, dict)} <= DEFAULTS.keys()
+    assert set(page.COMPARED.values()) <= MODELS.keys()
+    assert list(SETS["defaults"]) == [name for name in page.COMPARED.values() if name in SETS["defaults"]]
+
+
+def test_a_model_that_a_table_does_not_allow_is_left_out(tmp_path, capsys):
+    table, results = TABLES["ml_latest_small_implicit"], Results(tmp_path / "t.json")
+    models = {"one": Model("ours", {"data.auxiliary_labels": ["rating >= 4"]}, [{}])}
+    run.run_table(table, results, ["one"], tmp_path, Peers(), models=models)
+    assert "one: left out; data.auxiliary_labels is set, but data.label is not" in capsys.readouterr().out
+    assert results.cells == []
 
 
 def test_every_model_has_as_many_trials_and_a_runner():
@@ -164,8 +221,16 @@ def test_baselines_are_those_of_the_package(tmp_path):
     found = {name: summary(results.cells, name, MODELS[name], final_runs(table)) for name in names}
     for name in names:
         assert found[name]["auc"] == {"mean": pytest.approx(expected[name][0].test["auc"]), "std": pytest.approx(0)}
-    shown = page.render(table, results.cells, MODELS)
-    assert "| hand-made features: gradient boosting | " in shown and shown.splitlines()[2].endswith("s |  |")
+    shown = page.render(table, results.cells, MODELS).splitlines()
+    assert shown[5].startswith("| hand-made features: gradient boosting | 0.") and shown[5].endswith("s |  |")
+
+
+def test_models_are_named_one_by_one_or_by_set(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "run_table", lambda table, results, names, *rest: asked.append(names))
+    names = ["defaults", "item mean", "item + user mean", "library defaults"]
+    command.main(["--tables", "ml_latest_small_implicit", "impressions", "--out", str(tmp_path), "--models", *names])
+    assert asked == [[*SETS["defaults"], "item mean"], [*SETS["defaults"], "item mean", "item + user mean"]]
 
 
 def test_unknown_names_are_refused(tmp_path):
