@@ -25,6 +25,8 @@ COMPARED = {
     "attention": "library defaults",
     "statistics only": "library defaults, statistics only",
     "attention and statistics": "library defaults, statistics",
+    "all statistics only": "library defaults, all statistics only",
+    "attention and all statistics": "library defaults, all statistics",
 }
 MISSING = "not measured"
 
