@@ -4,8 +4,8 @@ python -m benchmarks.quality.fetch --out data/quality
 python -m benchmarks.quality --models baselines defaults
 python -m benchmarks.quality --tables ml_latest_small --models "target attention" DIN
 
-Results go to benchmarks/results/quality/<table>.json after each training; another call goes on from there. `python -m
-benchmarks.readme` then writes the tables of docs/quality.md.
+Results go to benchmarks/results/quality/<table>.json after each training; another call goes on from there, and calls
+with other models may run at the same time. `python -m benchmarks.readme` then writes the tables of docs/quality.md.
 """
 
 from jfi.utils.exit_codes import EXIT_CODES, begin_command

@@ -1,7 +1,9 @@
 """The results of a table: a cell for each finished training, in one JSON file that is also the checkpoint."""
 
+import fcntl
 import hashlib
 import json
+import os
 import statistics
 from pathlib import Path
 
@@ -25,24 +27,40 @@ class Results:
     depends on), the metrics `validation` and `test`, `train_seconds`, `epochs`, `best_epoch`, `parameters`, and where
     it ran.
 
+    Several processes may add cells of different models to one file.
+
     Args:
         path: of the JSON file; it may be absent.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cells: list[dict] = json.loads(path.read_text())["cells"] if path.exists() else []
+        self._protocols: dict[str, str] = {}
+        self.cells = self._read()
 
     def keep(self, model: str, protocol: str) -> None:
         """Drops the cells of a model that another protocol made; the file follows with the next cell."""
-        self.cells = [cell for cell in self.cells if cell["model"] != model or cell["protocol"] == protocol]
+        self._protocols[model] = protocol
+        self.cells = self._kept(self.cells)
 
     def add(self, cell: dict) -> None:
-        """Adds a cell and writes the file, whole or not at all."""
-        self.cells.append(cell)
+        """Adds a cell to what the file has by now, and writes it, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(f"  {json.dumps(one)}" for one in self.cells)
-        write_file(self.path, f'{{"cells": [\n{lines}\n]}}\n')
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.cells = [*self._kept(self._read()), cell]
+            lines = ",\n".join(f"  {json.dumps(one)}" for one in self.cells)
+            write_file(self.path, f'{{"cells": [\n{lines}\n]}}\n')
+        finally:
+            os.close(folder)
+
+    def _read(self) -> list[dict]:
+        return json.loads(self.path.read_text())["cells"] if self.path.exists() else []
+
+    def _kept(self, cells: list[dict]) -> list[dict]:
+        known = self._protocols
+        return [cell for cell in cells if cell["model"] not in known or cell["protocol"] == known[cell["model"]]]
 
 
 def final_runs(table: Table) -> list[tuple[int, int]]:

@@ -95,6 +95,18 @@ def test_another_protocol_makes_the_cells_anew(tmp_path, models, monkeypatch):
     }
 
 
+def test_processes_that_share_a_file_keep_each_others_cells(tmp_path, models, monkeypatch):
+    path, table = tmp_path / "t.json", TABLES["ml_latest_small"]
+    run_table(table, path, StandIn(), models, tmp_path)
+    monkeypatch.setattr(run, "protocol", lambda table, model: "another")
+    first, second = Results(path), Results(path)
+    for results, name in ((first, "first"), (second, "second")):
+        run.run_table(table, results, [name], tmp_path, Peers(), {"ours": StandIn()}, models)
+    cells = Results(path).cells
+    assert [cell["model"] for cell in cells] == ["first"] * 6 + ["second"] * 6
+    assert {cell["protocol"] for cell in cells} == {"another"}
+
+
 def test_the_protocol_depends_on_rows_and_training():
     def of(name: str, kind: str) -> str:
         return run.protocol(TABLES[name], Model(kind, {}, [{}]))
