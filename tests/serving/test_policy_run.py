@@ -179,7 +179,7 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
     assert resume(tmp_path / "run").test is not None
     path = tmp_path / "run/data/policy.json"
     structs.replace(run.policy, newest=3).save(path)
-    warm = run.config.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"))
+    warm = run.config.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"), rows_after=None)
     warm = replace(warm, data=replace(warm.data, policy=str(folder / "moved.json")))
     given, log = ["--run", tmp_path / "run"], folder / "log.parquet"
     for command in (

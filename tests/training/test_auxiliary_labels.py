@@ -118,7 +118,7 @@ def test_a_nearly_constant_one_is_warned_of_in_training_alone(tmp_path, begin, e
 def test_a_warm_start_needs_the_same_labels_and_auxiliary_labels(folder, run):
     """Towers have no names: of others, an output would begin as that of another label."""
     two = [LabelConfig("label", "seconds >= 25"), LabelConfig("clicked", "clicked")]
-    warm = {"run_dir": str(folder / "warm"), "warm_start": str(folder / "run"), "epochs": 1}
+    warm = {"run_dir": str(folder / "warm"), "warm_start": str(folder / "run"), "rows_after": None, "epochs": 1}
     for name, rules, data, more, message in (
         ("fewer", RULES[:1], {}, {}, r"data.auxiliary_labels is \['seconds >= 15'\], in .* it is \['seconds >= 15', "),
         ("swapped", RULES[::-1], {}, {}, "use the same, in the same order"),
@@ -140,7 +140,9 @@ def test_a_warm_start_needs_the_same_labels_and_auxiliary_labels(folder, run):
 
 
 def test_a_warm_start_with_another_rule_of_the_label_says_so(folder, run, capsys):
-    made = config(folder, "other", label="seconds > 24").with_training(warm_start=str(folder / "run"), epochs=1)
+    made = config(folder, "other", label="seconds > 24").with_training(
+        warm_start=str(folder / "run"), rows_after=None, epochs=1
+    )
     with without_pictures():
         train(made)
     line = f"training.warm_start: label is 'seconds > 24', in {folder / 'run'} it is 'seconds >= 25'"

@@ -189,7 +189,7 @@ def test_a_changed_value_is_seen_on_resume(folder, tmp_path):
 def test_a_warm_start_keeps_the_rows_of_known_values_and_refuses_other_columns(run, folder, tmp_path):
     rows = [[*row(i)[:5], "a new place" if i % 11 == 5 else row(i)[5], *row(i)[6:]] for i in range(COUNT)]
     config = config_of(write(tmp_path / "new.csv", rows), tmp_path / "run")
-    config.training.warm_start = str(folder / "run")
+    config.training.warm_start, config.training.rows_after = str(folder / "run"), None
     config.optimizer.dense.learning_rate = config.optimizer.embeddings.learning_rate = 1e-12
     config.optimizer.ema_decay = None
     train(config)
@@ -207,7 +207,7 @@ def test_a_warm_start_keeps_the_rows_of_known_values_and_refuses_other_columns(r
         ({"context_dense": []}, "'number price' is an input that this run lacks"),
     ):
         config = config_of(folder / "table.csv", tmp_path / "other", **change)
-        config.training.warm_start = str(folder / "run")
+        config.training.warm_start, config.training.rows_after = str(folder / "run"), None
         with pytest.raises(ConfigError, match=message):
             train(config)
 

@@ -183,7 +183,7 @@ def test_the_vocabularies_of_another_run_are_refused_by_every_command(runs, tmp_
     for name in ("schema.json", "vocabularies.parquet"):
         (tmp_path / "other" / name).replace(run / "data" / name)
     assert values and DataSchema.load(run / "data").encodings.vocabularies.keys() == values.keys()
-    warm = tiny(tmp_path / "warm", warm_start=str(run))
+    warm = tiny(tmp_path / "warm", warm_start=str(run), rows_after=None)
     for command in (resume, lambda run: resume(run, data_changed="accept"), load_run, lambda _: train(warm)):
         assert run_command(lambda command=command: command(run) and None) == 2
         line = f"error: {run}/data/schema.json has changed since the checkpoint; restore it\n"

@@ -90,7 +90,7 @@ def prepare(folder: Path, run: Path) -> list:
 def warm_start(folder: Path, run: Path) -> list:
     out = run.parent / "warm"
     shutil.rmtree(out, ignore_errors=True)
-    train(config_of(folder / "table.csv", out, warm_start=str(run), epochs=1))
+    train(config_of(folder / "table.csv", out, warm_start=str(run), rows_after=None, epochs=1))
     return read_results(out / "metrics.jsonl")
 
 

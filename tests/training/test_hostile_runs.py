@@ -91,7 +91,7 @@ def commands(made, run, monkeypatch) -> list[Callable]:
         raise RuntimeError(LIMIT)
 
     monkeypatch.setattr(Trainer, "_evaluate", stop)
-    monkeypatch.setattr(Trainer, "_train_epoch", stop)
+    monkeypatch.setattr(Trainer, "_train", stop)
     monkeypatch.setattr(Trainer, "load_best", stop)
     own = load_config(made / "run/config.yaml")
 
@@ -102,7 +102,7 @@ def commands(made, run, monkeypatch) -> list[Callable]:
         resume(run, data_changed="accept", config_changed="accept")
 
     def start_warm() -> None:
-        train(own.with_training(run_dir=str(run.parent / "warm"), warm_start=str(run)))
+        train(own.with_training(run_dir=str(run.parent / "warm"), warm_start=str(run), rows_after=None))
 
     def prepare() -> None:
         load_config(run / "config.yaml")

@@ -86,7 +86,9 @@ def test_what_a_warm_run_knew_keeps_its_row_and_the_file_fills_the_new_ones(tmp_
     own_table.write_table(tmp_path / "old.csv", [row for row in rows if row[1] not in ("i3", "i7")])
     own_table.write_table(tmp_path / "new.csv", rows)
     train(own_table.config_of(tmp_path / "old.csv", tmp_path / "old", epochs=1))
-    config = own_table.config_of(tmp_path / "new.csv", tmp_path / "run", epochs=1, warm_start=str(tmp_path / "old"))
+    config = own_table.config_of(
+        tmp_path / "new.csv", tmp_path / "run", epochs=1, warm_start=str(tmp_path / "old"), rows_after=None
+    )
     given = {item: torch.randn(8) for item in ("i3", "i2", "i9", "other")}  # i7 is new too, but not in the file
     path = parquet(tmp_path, np.stack([x.numpy() for x in given.values()]), list(given))
     config.model.pretrained = {"item_id": PretrainedConfig(path, frozen=frozen)}

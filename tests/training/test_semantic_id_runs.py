@@ -332,7 +332,7 @@ def test_a_run_whose_codec_was_replaced_is_refused(copied):
 
 
 def test_a_warm_start_takes_the_same_codec(folder, copied):
-    made = config(folder, copied / "warm", epochs=1, warm_start=str(folder / "run"))
+    made = config(folder, copied / "warm", epochs=1, warm_start=str(folder / "run"), rows_after=None)
     train(made)
     old, new = (jfi.load_run(path).model.state_dict() for path in (folder / "run", copied / "warm"))
     assert torch.equal(old["semantic_ids.fingerprint"], new["semantic_ids.fingerprint"])
@@ -340,7 +340,7 @@ def test_a_warm_start_takes_the_same_codec(folder, copied):
     with pytest.raises(
         ConfigError, match=r"training.warm_start: the semantic IDs of this run are of the codec .*, those"
     ):
-        train(config(copied, "warm again", epochs=1, warm_start=str(folder / "run")))
+        train(config(copied, "warm again", epochs=1, warm_start=str(folder / "run"), rows_after=None))
 
 
 @pytest.mark.parametrize(
