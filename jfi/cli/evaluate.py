@@ -25,10 +25,20 @@ def main(options: argparse.Namespace) -> None:
     with raise_on_sigterm():
         run = open_run(options, {"--out": options.out, "--scores": options.scores})
         metrics = run.evaluate(options.interactions, by=options.by, out=options.scores, **scoring(options))
+        if options.importance:
+            given = {name: value for name, value in scoring(options).items() if name != "output"}
+            metrics["importance"] = run.importance(options.interactions, **given)
         if options.out is not None:
             text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)
             write_file(Path(options.out), text + "\n")
     print(table(metrics))
+    if options.importance:
+        found = metrics["importance"]
+        print(
+            f"{found['metric']} {found['value']:.4f} of {found['samples']:,} samples falls where an input is shuffled"
+        )
+        for name, drop in found["drops"].items():
+            print(f"  {fit_cells(name, NAMES)}{drop:8.4f}")
     print(UnknownShares(metrics["rows"], metrics["unknown"]))
     for path in (options.scores, options.out):
         if path is not None:

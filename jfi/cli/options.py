@@ -162,6 +162,8 @@ def evaluate() -> OptionParser:
     _scoring(parser)
     by = "metrics of each value of these columns of the interactions too"
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help=by)
+    important = "how far the AUC falls where each input is shuffled between rows too"
+    parser.add_argument("--importance", action="store_true", help=important)
     parser.add_argument("--out", metavar="FILE", help="JSON file of the metrics (default: only print them)")
     parser.add_argument("--scores", metavar="FILE", help="write the scores too, as `jfi predict --out` does")
     return parser

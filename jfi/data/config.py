@@ -179,9 +179,9 @@ class DataConfig:
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
-        delimiter: between the fields of text files, such as `;` or `|`; several characters, such as `::`, need files
-            without quotes. None means a comma in `.csv` and a tab in `.tsv`. With it, files of any other name, such as
-            `log.txt`, are text files too.
+        delimiter: between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
+            outside of ASCII need files without quotes. None means a comma in `.csv` and a tab in `.tsv`. With it, files
+            of any other name, such as `log.txt`, are text files too.
         header: by table, as `interactions`, `users` or `items`, the names of the columns of text files that have no
             header.
         missing_values: texts that mean a missing value in every column, such as `NULL` or `-1`. An empty text, null and

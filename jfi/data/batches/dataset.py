@@ -274,6 +274,13 @@ class InteractionDataset:
             raise ValueError(f"split is '{split}'; {suggest(split, self._arrays.samples)}")
         return self._arrays.samples[split]
 
+    def histories_of(self, split: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns of samples `[B]` of a split the lengths `[B]` of their histories, and the events `[S]` of these."""
+        rows = self._rows(split)[samples // self._samples_per_row].astype(np.int64)
+        found = self._histories(rows)
+        events = [part for *_, part in found.blocks(self._arrays.events, max(1, int(found.lengths.sum())))]
+        return found.lengths, np.concatenate([np.zeros(0, np.int64), *events])
+
     def _num_events(self, rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """`[B]` int64, the events of the histories of samples of a split with these rows."""
         events = rows[samples // self._samples_per_row].astype(np.int64, copy=False)

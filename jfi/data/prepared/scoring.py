@@ -260,6 +260,9 @@ class ScoringRows:
 
     def _write_keys(self, table: Table) -> None:
         for name in self._by:
+            others = [one for one in (self._tables.users, self._tables.items) if one is not None and name in one.known]
+            note = f"; groups are by columns of the interactions, and it is one of {others[0].name}" if others else ""
+            table.require(name, note)
             if pa.types.is_nested(table.column(name).type):
                 raise DataError(f"{table.name}: column '{name}' has lists; groups need one value a row")
             table.strings(name)  # before any row is scored: groups are named by their text

@@ -65,7 +65,10 @@ class RunFolder:
         """
         run = cls(Path(path))
         if not run.config.is_file():
-            raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing")
+            runs = [one.parent for one in run.path.glob("*/config.yaml")]
+            newest = max(runs, key=lambda one: one.stat().st_mtime, default=None)
+            hint = f"; the newest run in it is {newest}" if newest else ""
+            raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing{hint}")
         config = load_config(run.config)
         return run, config.with_training(run_dir=str(path))
 

@@ -1,9 +1,8 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
-import math
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,119 +10,29 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from jfi.data import DataError, DataSchema
+from jfi.data import DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
-from jfi.data.prepared.fits import check_fits
-from jfi.data.prepared.scoring import Sources
+from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
-from jfi.training.checkpoints.checkpoint import (
-    DamagedCheckpointError,
-    latest_checkpoint,
-    load_checkpoint,
-)
 from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration
+from jfi.training.metrics.inspection import attention, importance
 from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.training.model.build_model import build_model
-from jfi.training.run.run_data import load_schema, own_policy
+from jfi.training.run.best_epoch import BestEpoch
+from jfi.training.run.run_data import own_policy
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.run_position import describe_changes, load_progress
 from jfi.training.run.scores import Scores, check_out, check_results, metrics_of, scored
-
-#: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
-_SCORES = ("data.", "model.", "encoder", "optimizer.ema_decay", "training.ranking")
-_NOT_SCORES = ("data.batching", "data.max_timeline")
-
-
-def _matters(field: str) -> bool:
-    return field.startswith(_SCORES) and field not in _NOT_SCORES
-
+from jfi.utils.files import naming, temporary_folder
 
 #: What a column of probabilities can be.
 PREDICTED = ("probabilities", "calibrated")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
-
-
-@dataclass(frozen=True)
-class BestEpoch:
-    """Location of the parameters of a run's best epoch.
-
-    Args:
-        path: of the checkpoint.
-        module, prefix: the parameter `name` of the model is saved under `prefix + name` of `module`, which is the
-            average where the run has one.
-        config: of the run.
-        schema: of the run's data.
-        name: of the run, for messages.
-        calibration: see `jfi.training.metrics.calibration`; empty if the run has none.
-        unknown: by column the share of the test split without a known value.
-        newest: time of the newest row that the parameters were trained on.
-    """
-
-    path: Path
-    module: str
-    prefix: str
-    config: Config
-    schema: DataSchema
-    name: str
-    calibration: Calibration = field(default_factory=dict)
-    unknown: dict[str, float] = field(default_factory=dict)
-    newest: float = -math.inf
-
-    @classmethod
-    def of(cls, path: str | Path, setting: str = "run") -> "BestEpoch":
-        """The best epoch of the run in the folder `path`; no table of the run is read.
-
-        Args:
-            path: the folder.
-            setting: what gave the path, for messages.
-
-        Raises:
-            ConfigError: not a run folder, no epoch is finished, or its config has changed since.
-            DataError: the schema is missing or damaged.
-        """
-        name = f"{setting} {path}"
-        if not RunFolder(Path(path)).config.is_file():
-            raise ConfigError(f"{name}: not a run folder, config.yaml is missing")
-        run, config = RunFolder.open(path)
-        last = latest_checkpoint(run.checkpoints)
-        if last is None:
-            raise ConfigError(f"{name}: the run has no checkpoint yet")
-        try:
-            progress = load_progress(last)
-            best = run.checkpoints / progress.best_checkpoint
-            is_finished = best.is_dir()
-            if is_finished:
-                newest = load_progress(best).newest  # a folder of the name of another checkpoint is refused
-            changed = describe_changes(config, progress, _matters)
-        except DamagedCheckpointError as fault:
-            raise ConfigError(f"{name}: {fault}") from None
-        if not is_finished:
-            raise ConfigError(f"{name}: the run has not finished an epoch yet")
-        if changed:
-            raise ConfigError(f"{name}: {changed}")
-        module, prefix = ("model", "") if config.optimizer.ema_decay is None else ("average", "module.")
-        schema = load_schema(run)
-        try:
-            check_fits(schema, column_settings(config.data))
-        except DataError as fault:
-            raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name, progress.calibration, progress.unknown, newest)
-
-    def read(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Fills tensors with the parameters of their names, in place.
-
-        Raises:
-            ConfigError: the checkpoint is damaged.
-        """
-        try:
-            load_checkpoint(self.path, {self.module: {self.prefix + name: p for name, p in parameters.items()}})
-        except DamagedCheckpointError as fault:
-            raise ConfigError(f"{self.name}: {fault}") from fault
 
 
 @dataclass(frozen=True)
@@ -147,6 +56,21 @@ class SavedRun:
     policy: Policy | None = None
     calibration: Calibration = field(default_factory=dict)
     unknown: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Five lines: the folder, the data, the inputs, the labels and the model."""
+        data, model, schema = self.config.data, self.config.model, self.schema
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return "\n".join(
+            [
+                f"SavedRun({str(self.path)!r})",
+                f"  data: {data.prepared or data.without_tables().interactions or data.source}",
+                f"  inputs: {', '.join(spec.key for spec in schema.features)}; numbers {schema.dense_names}",
+                f"  labels: {', '.join(f'{one.name} ({one.task})' for one in schema.labels)}",
+                f"  model: {parameters:,} parameters, width {model.embedding_dim}, {model.pooling} over at most "
+                f"{schema.max_history} events",
+            ]
+        )
 
     def predict(
         self,
@@ -176,10 +100,11 @@ class SavedRun:
             output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
 
         Returns:
-            Without `out` the table of the results, in the order of the rows: the columns of the user, the item and the
-            time, `score` (float32, the logit) and `probability`; of a regression `prediction`, on the label's scale. Of
-            several labels each has columns of its own, which end in its name, such as `score_like`. With `out` the
-            shares of rows without a known user, item or value; the metadata of the table's schema have them too.
+            Without `out` the table of the results, a DataFrame for a DataFrame of pandas, in the order of the rows: the
+            columns of the user, the item and the time, `score` (float32, the logit) and `probability`; of a regression
+            `prediction`, on the label's scale. Of several labels each has columns of its own, which end in its name,
+            such as `score_like`. With `out` the shares of rows without a known user, item or value; the metadata of the
+            table's schema have them too.
 
         Raises:
             ConfigError: a wrong `out`, or one that is a file of a table that is read; or no calibration for `output`.
@@ -195,7 +120,7 @@ class SavedRun:
         tables = (interactions, history, users, items, semantic_ids)
         with self._scored(tables, (), None, batch_size, out, output) as scores:
             if out is None:
-                return pa.Table.from_batches(list(scores.batches()))
+                return _as_given(pa.Table.from_batches(list(scores.batches())), interactions)
             scores.write(out)
             return scores.unknown
 
@@ -243,6 +168,65 @@ class SavedRun:
                 scores.write(out)
             return metrics
 
+    def importance(
+        self,
+        interactions: Paths | pa.Table,
+        *,
+        history: Paths | pa.Table | None = None,
+        users: Paths | None = None,
+        items: Paths | None = None,
+        semantic_ids: str | Path | None = None,
+        batch_size: int = 4096,
+        seed: int = 0,
+    ) -> dict:
+        """Returns how far the AUC falls where an input is shuffled between rows, see `jfi.training.metrics.inspection`.
+
+        Args:
+            interactions, history, users, items, semantic_ids: as of `evaluate`.
+            batch_size: rows that are shuffled together.
+            seed: of the permutations.
+
+        Raises:
+            DataError: as `evaluate`; also for implicit feedback, whose rows have no labels.
+        """
+        weights = [one.weight for one in self.config.data.targets()]
+        with self._read((interactions, history, users, items, semantic_ids)) as (rows, _):
+            return importance(self.model, rows, self.schema, weights, batch_size, seed)
+
+    def attention(
+        self,
+        interactions: Paths | pa.Table,
+        *,
+        history: Paths | pa.Table | None = None,
+        users: Paths | None = None,
+        items: Paths | None = None,
+        semantic_ids: str | Path | None = None,
+        batch_size: int = 256,
+    ) -> pa.Table:
+        """Returns the attention of each row's target to the events of its history, a row of the table for an event.
+
+        Args:
+            interactions, history, users, items, semantic_ids: as of `predict`.
+            batch_size: rows per call of the model.
+
+        Returns:
+            The columns `row`, the number of the row in `interactions`; `event`, 0 for the oldest one of its history;
+            the event's `item` and `time` in seconds; and `weight_1` to `weight_<heads>`. The weights of a head sum to 1
+            over the events of a row. It is a DataFrame if pandas' were given.
+
+        Raises:
+            ValueError: the model does not pool by attention.
+            DataError: as `predict`.
+        """
+        with self._read((interactions, history, users, items, semantic_ids)) as (rows, folder):
+            return _as_given(attention(self.model, rows, read_ids(folder / "rows", "item"), batch_size), interactions)
+
+    @contextmanager
+    def _read(self, tables: tuple[Paths | pa.Table | None, ...]) -> Iterator[tuple[ScoringRows, Path]]:
+        with temporary_folder(".jfi-") as folder, naming(folder):
+            sources, config = self._sources(tables), column_settings(self.config.data)
+            yield ScoringRows(sources, folder, self.schema, config, policy=self.policy), folder
+
     def check_output(self, output: str) -> None:
         """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
         if output not in PREDICTED:
@@ -270,17 +254,26 @@ class SavedRun:
     ) -> AbstractContextManager[Scores]:
         """The scores of `tables`, which are in the order of the fields of `Sources`."""
         self.check_output(output)
-        config = column_settings(self.config.data)
-        named = (None, None, config.users, config.items, config.semantic_ids)
-        paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
+        config, sources = column_settings(self.config.data), self._sources(tables)
         folder = None if out is None else out.parent
-        sources = Sources(*paths)
         read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
         check_results({"--out": out}, read)
         options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         options["calibration"] = self.calibration if output == "calibrated" else None
         options |= {"policy": self.policy, "expected": self.unknown}
         return scored(self.model, sources, self.schema, config, **options)
+
+    def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
+        """Returns the tables, which are in the order of the fields, or those of the run's config."""
+        config = column_settings(self.config.data)
+        named = (None, None, config.users, config.items, config.semantic_ids)
+        paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
+        return Sources(*paths)
+
+
+def _as_given(table: pa.Table, given: Any) -> Any:
+    """Returns a DataFrame of pandas where one was given."""
+    return table.to_pandas() if type(given).__module__.split(".")[0] == "pandas" else table
 
 
 def _source(given: Any, own: str | list[str] | None) -> str | list[str] | pa.Table | None:

@@ -16,7 +16,7 @@ from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError
 from jfi.training.defaults import with_bias
 from jfi.training.model.build_model import build_model, shards_of, table_configs
-from jfi.training.run.saved_run import BestEpoch
+from jfi.training.run.best_epoch import BestEpoch
 
 #: Where a row of a table has no row in the other run.
 FRESH = -1
