@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": ("serve", "serve an artifact over HTTP, or answer JSON lines"),
     "semantic-ids": ("semantic_ids", "turn the content of items into semantic IDs"),
     "policy": ("policy", "fit which events of a history are worth computing, from dwell times"),
-    "config": ("configs", "list the configs that come along, or copy one"),
+    "config": ("configs", "list the bundled configs, or copy one"),
 }
 
 

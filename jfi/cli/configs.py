@@ -6,12 +6,12 @@ from pathlib import Path
 
 from jfi.utils.errors import InputError, suggest
 
-#: The configs that come along.
+#: The bundled configs.
 FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def main(options: argparse.Namespace) -> None:
-    """Lists the configs that come along, or copies one."""
+    """Lists the bundled configs, or copies one."""
     known = {path.relative_to(FOLDER).as_posix().removesuffix(".yaml"): path for path in sorted(FOLDER.rglob("*.yaml"))}
     if options.action == "list" and options.name is not None:
         raise InputError(f"jfi config list: takes no {options.name}")

@@ -15,7 +15,8 @@ jfi predict --run runs/20250101-120000 --interactions new.parquet --out scores.p
 jfi predict --run runs/20250101-120000 --interactions today.csv --history log.parquet --out scores.csv
 
 A row's history is what its user did before it, in --history and in --interactions. The table may lack the label, and it
-may have users and items that training has not seen.
+may have users and items that training has not seen. Rows without a user or an item are refused, or left out and counted
+if the run's config has data.null_ids: drop.
 """
 _EVALUATE = """Scores rows that have labels or are positives, and prints their metrics.
 
@@ -58,7 +59,7 @@ Writes the policy as JSON, and a picture of relevance by surface and dwell for e
 to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
 (data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
 """
-_CONFIG = """Lists the configs that come along, or copies one to start from.
+_CONFIG = """Lists the bundled configs, or copies one to start from.
 
 jfi config list
 jfi config copy movielens_100k

@@ -1,4 +1,4 @@
-"""Refuses the settings that `data.features` has replaced, with the entries to write in their place."""
+"""Refuses settings of earlier versions: those that `data.features` has replaced, and those with another name now."""
 
 import functools
 from collections.abc import Mapping
@@ -24,10 +24,27 @@ _LISTS = {
 #: By name of a mapping from columns the setting of an entry.
 _MAPPINGS = {"separators": "separator", "min_count": "min_count", "hash_buckets": "hash_buckets"}
 REMOVED = (*_LISTS, "event_crosses", *_MAPPINGS)
+#: By former name of a setting, in any section, its name now.
+_RENAMED = {
+    "data.group": "data.request_id",
+    "data.unknown_share": "data.oov_dropout",
+    "model.semantic_id_spread": "model.semantic_id_init_std",
+    "optimizer.average": "optimizer.ema_decay",
+    "training.accumulate": "training.gradient_accumulation_steps",
+}
+
+
+def describe_renamed(setting: str) -> str | None:
+    """Returns a line with the name that a setting of earlier versions has now; None for any other setting.
+
+    >>> describe_renamed("data.group")
+    'data.group is no setting any more; it is data.request_id now'
+    """
+    return f"{setting} is no setting any more; it is {_RENAMED[setting]} now" if setting in _RENAMED else None
 
 
 def check_removed(data: Mapping[str, object], where: str = "") -> None:
-    """Raises DataError if settings of the section `data` are of those that entries of `features` have replaced.
+    """Raises DataError if settings of the section `data` are of earlier versions.
 
     Args:
         data: the settings.
@@ -38,6 +55,8 @@ def check_removed(data: Mapping[str, object], where: str = "") -> None:
     jfi.data.errors.DataError: data.item_categorical is no setting any more; declare each feature: data.features: \
 [{name: genres, of: item, separator: '|'}]
     """
+    if line := next(filter(None, (describe_renamed(f"data.{name}") for name in data)), None):
+        raise DataError(f"{where}{line}")
     first = next((name for name in data if name in REMOVED), None)
     if first is None:
         return

@@ -110,7 +110,8 @@ class TrainingConfig:
             encoder must be the same. The optimizers start anew.
         rows_after: training samples are those newer than this time, in seconds since 1970; older rows are only events
             of histories. Null takes all. `auto` is null, or with `warm_start` the time of the newest row that the other
-            run has trained on, so that no row is trained on twice.
+            run has trained on, so that no row is trained on twice; null again with `data.split: leave_one_out` or
+            `user`, or if the other run's best evaluation lies within its first epoch.
         ranking: of implicit feedback, what HR@k and NDCG@k rank a held-out positive among: `sampled` items
             (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
         ranking_k: k of HR@k and NDCG@k.

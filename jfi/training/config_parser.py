@@ -19,7 +19,7 @@ import yaml
 
 from jfi.data import DataError
 from jfi.data.prepared.manifest import CHOICES, prepared_config
-from jfi.data.removed_settings import REMOVED, check_removed
+from jfi.data.removed_settings import REMOVED, check_removed, describe_renamed
 from jfi.training.config import Config, ConfigError
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import EXIT_CODES, shorten
@@ -215,6 +215,8 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
     known = _fields(section)
     for key, value in tree.items():
         if key not in known:
+            if line := describe_renamed(f"{prefix}{key}"):
+                raise ConfigError(f"{path}: {line}")
             hint = suggest(str(key), known, cutoff=0.0, prefix=prefix)
             raise ConfigError(f"{path}: unknown key {prefix}{key}; {hint}")
         inner, optional = _dataclass_of(known[key])
@@ -247,6 +249,8 @@ def _check_option(option: str, others: list[str]) -> None:
     for part in option.removeprefix("--").split("."):
         known = {} if section is None else _fields(section)
         if section is not None and part not in known and option not in others:
+            if line := describe_renamed(option.removeprefix("--")):
+                raise ConfigError(f"{option}: {line}")
             options = [f"--{leaf}" for leaf in _leaves(Config)] + others
             raise ConfigError(f"unknown option {option}; {suggest(option, options, cutoff=0.0)}")
         section = _dataclass_of(known[part])[0] if part in known else None  # None inside a free mapping
@@ -274,10 +278,10 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def _copy_hint(path: str) -> str:
-    """Advice for a file that is absent, if it has the name of a config that comes along; else ""."""
+    """Advice for a file that is absent, if it has the name of a bundled config; else ""."""
     name = path.removeprefix("configs/").removesuffix(".yaml")
     known = (Path(__file__).parents[1] / "configs" / f"{name}.yaml").is_file()
-    return f"; a config of this name comes along: jfi config copy {name}" if known else ""
+    return f"; there is a bundled config of this name: jfi config copy {name}" if known else ""
 
 
 def _must_be_one_of(found: re.Match) -> str:

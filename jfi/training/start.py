@@ -147,10 +147,9 @@ def _check_before_reading(config: Config) -> float | Literal["auto"] | None:
     check_packages(config.training)
     after = config.training.rows_after
     if config.training.warm_start is not None:
-        changed, newest = check_warm_start(config.training.warm_start, config)
-        for line in changed:
+        lines, after = check_warm_start(config.training.warm_start, config)
+        for line in lines:
             print(line, flush=True)
-        after = newest if after == "auto" else after
     return after
 
 

@@ -1,4 +1,4 @@
-"""The `jfi` command: its help is quick and true, and the configs come along."""
+"""The `jfi` command: its help is quick and true, and the configs are bundled."""
 
 import re
 import subprocess

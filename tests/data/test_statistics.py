@@ -98,6 +98,13 @@ def test_similar_ones_are_those_of_the_baselines(tmp_path):
     assert np.ptp(columns["agreement"]) > 0.01 and np.ptp(columns["similarity"]) > 0.1
 
 
+def test_rows_without_ids_are_counted(caplog):
+    table = pa.table({"user_id": [1, None, 3], "item_id": [7, 7, 7], "timestamp": [0, 3, 5], "liked": [1, 1, 0]})
+    made = add_statistics(table, DataConfig(label="liked", statistics=["item"], null_ids="drop"))
+    assert made["past_item_count"].to_pylist() == [0.0, np.log(2)]
+    assert "left out 1 of 3 rows without a user or an item (data.null_ids: drop)" in caplog.text
+
+
 def columns_of(table: pa.Table) -> np.ndarray:
     return np.array([table[name].to_numpy() for name in CONFIG.statistics_columns()])
 

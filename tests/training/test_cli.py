@@ -145,7 +145,10 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--config"], ["--config", "expected one argument"]),
         (["--training.epochs", "three"], ["training.epochs", "got 'three', must be an integer"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
-        (["--config", "configs/encoder"], ["No such file", "of this name comes along: jfi config copy encoder"]),
+        (
+            ["--config", "configs/encoder"],
+            ["No such file", "there is a bundled config of this name: jfi config copy encoder"],
+        ),
     ],
 )
 def test_wrong_value_names_its_key(arguments, parts):
@@ -357,6 +360,27 @@ def test_settings_that_features_have_replaced_show_the_entries(settings, entries
     assert str(refused.value) == expected
     with pytest.raises(DataError):
         dataclasses.replace(DataConfig(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "now"),
+    [
+        ("data.group", "data.request_id"),
+        ("data.unknown_share", "data.oov_dropout"),
+        ("model.semantic_id_spread", "model.semantic_id_init_std"),
+        ("optimizer.average", "optimizer.ema_decay"),
+        ("training.accumulate", "training.gradient_accumulation_steps"),
+    ],
+)
+def test_a_renamed_setting_shows_its_name_now(setting, now, yaml_file):
+    expected = f"{setting} is no setting any more; it is {now} now"
+    assert fault(f"--{setting}", "1") == f"--{setting}: {expected}"
+    section, name = setting.split(".")
+    path = yaml_file(f"{section}:\n  {name}: 1\n")
+    assert fault("--config", path) == f"{path}: {expected}"
+    if section == "data":
+        with pytest.raises(DataError, match=f"^{expected}$"):
+            DataConfig(**{name: "x"})
 
 
 def test_a_column_of_a_removed_mapping_may_be_named_by_the_option():

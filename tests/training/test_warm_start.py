@@ -15,8 +15,11 @@ from jfi.training.config_parser import load_config, save_config
 from jfi.training.distributed.processes import World
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
+from jfi.training.run.best_epoch import BestEpoch
 from jfi.training.run.recorder import read_metrics
+from jfi.training.run.run_position import Progress
 from jfi.training.run.saved_run import load_run
+from jfi.training.run.warm_start import check_warm_start
 
 ITEMS = "embedding_collection.embeddings.item_id.weight"
 
@@ -122,9 +125,11 @@ def test_a_warm_run_trains_on_rows_that_the_old_one_has_not_trained_on(old, tmp_
     date = "1970-01-01T02:39:00+00:00"
     out = capsys.readouterr().out
     assert (
-        f"training.rows_after: 160 of 320 training samples are newer than {date}, the newest row that the run of "
-        "training.warm_start has trained on; older rows are only events of histories" in out
+        f"training.rows_after: auto takes rows newer than {date}, the newest row that the run of training.warm_start "
+        "has trained on\n" in out
     )
+    line = f"training.rows_after: 160 of 320 training samples are newer than {date}; older rows are only events of "
+    assert f"{line}histories" in out
     assert "training has not improved on the run of training.warm_start" in out
     assert load_config(tmp_path / "run/config.yaml").training.rows_after == rows[159][2]
     old_metrics = load_run(old).evaluate(str(tmp_path / "grown.csv"))  # of all rows, most of which it has seen
@@ -143,6 +148,48 @@ def test_a_warm_run_trains_on_rows_that_the_old_one_has_not_trained_on(old, tmp_
     with pytest.raises(ConfigError, match=r"training\.rows_after: 0 of 320 training samples are newer than .*; name a"):
         train(config_of(tmp_path / "grown.csv", tmp_path / "none", warm_start=str(tmp_path / "later")))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_time_of_the_config_is_not_called_that_of_the_old_run(old, tmp_path, capsys):
+    config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old), rows_after=row(99)[2])
+    assert check_warm_start(old, config) == ([], row(99)[2])
+    Trainer(config, load_dataset(config.data), World(), str(old))
+    line = "training.rows_after: 60 of 160 training samples are newer than 1970-01-01T01:39:00+00:00; older rows are"
+    assert line in capsys.readouterr().out
+
+
+def test_the_batch_size_goes_by_the_newer_samples(old, tmp_path, monkeypatch):
+    monkeypatch.setattr("jfi.training.defaults._LARGE", 100)
+    for after, size in ((None, 1024), (row(99)[2], 512)):
+        config = config_of(old.parent / "table.csv", tmp_path / "run", batch_size=None, rows_after=after)
+        assert Trainer(config, load_dataset(config.data), World()).config.training.batch_size == size
+
+
+def test_rows_after_a_best_evaluation_within_the_first_epoch_are_not_lost(old, tmp_path, monkeypatch):
+    """Its parameters have seen only part of the rows: a run that starts from it takes all rows again."""
+    end = Progress.end_evaluation
+
+    def worse(progress, epoch, metrics, monitor, calibration):
+        end(progress, epoch, {**metrics, monitor: -epoch}, monitor, calibration)
+
+    monkeypatch.setattr(Progress, "end_evaluation", worse)
+    for name, after, found, rows in (("a", None, None, "all rows"), ("b", 0.0, 0.0, "rows newer than 1970-01-01")):
+        options = {"epochs": 1, "eval_every": 2, "monitor": "auc", "rows_after": after}
+        train(config_of(old.parent / "table.csv", tmp_path / name, **options))
+        assert BestEpoch.of(tmp_path / name).epoch == 0.4
+        new = config_of(old.parent / "table.csv", tmp_path / "new", warm_start=str(tmp_path / name))
+        (line,), bound = check_warm_start(tmp_path / name, new)
+        assert bound == found
+        assert line.startswith(f"training.rows_after: auto takes {rows}")
+        assert line.endswith("lies within its first epoch, which has seen only part of its rows")
+
+
+@pytest.mark.parametrize("split", ["leave_one_out", "user"])
+def test_rows_after_takes_all_rows_of_splits_by_user(old, tmp_path, split):
+    config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old))
+    config.data = replace_data(config.data, split=split)
+    line = f"training.rows_after: auto takes all rows, since with data.split: {split} new rows of a user may be older"
+    assert check_warm_start(old, config) == ([f"{line} than rows of another"], None)
 
 
 def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):

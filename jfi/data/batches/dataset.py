@@ -88,7 +88,7 @@ class InteractionDataset:
         self.chooser: EventChooser | None = None
         if policy is not None:
             self.chooser = EventChooser(policy, arrays.events, arrays.engagement, schema.max_history)
-        self._unknown_share = oov_dropout
+        self._oov_dropout = oov_dropout
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
         #: The order of the last batches, which the parts of a batch share, and its arguments.
@@ -184,7 +184,7 @@ class InteractionDataset:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         order = self._order_of(split, batch_size, (seed, epoch) if shuffle else None, batching or self.batching)
-        dropout = OovDropout(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
+        dropout = OovDropout(self._oov_dropout, seed, epoch) if split == "train" and self._oov_dropout else None
 
         def make(number: int) -> Batch:
             part = order.part(number, rank, world_size)

@@ -1,5 +1,6 @@
 """Adds statistics of the past to a table of interactions."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import describe_left_out, read_blocks, read_table
 from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import Tables, column_settings
@@ -20,6 +21,8 @@ from jfi.data.prepared.stages.sort import ROW
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.schema import DataSchema
 from jfi.utils.files import temporary_folder
+
+_log = logging.getLogger(__name__)
 
 
 def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema: DataSchema | None = None) -> pa.Table:
@@ -44,6 +47,9 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
     if not config.statistics:
         raise DataError("data.statistics is empty; it must name statistics to add")
     parts = list(read_blocks(table, table.column_names, config) if isinstance(table, pa.Table) else table)
+    name = parts[0].name if parts else "the table"
+    for line in describe_left_out(name, sum(map(len, parts)), sum(part.left_out for part in parts)):
+        _log.warning("%s", line)
     own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history", "max_slots")
     own = {name: getattr(config, name) for name in own}
     by_category = {"user_category", "session"} & set(config.statistics)
@@ -51,7 +57,7 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
     session = config.session if "session" in by_category else None
     settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))
     items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
-    given = Tables(parts[0].name if parts else "the table", None, items, None, settings, parts)
+    given = Tables(name, None, items, None, settings, parts)
     with temporary_folder("jfi-statistics-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False))
         events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]

@@ -102,6 +102,8 @@ class ScoringRows:
         self.no_label: str | None = None
         #: The rows to score that the history has too.
         self._repeated = np.zeros(0, np.int64)
+        #: By table the rows that `data.null_ids` has left out.
+        self._left_out = {"the history": 0, "the rows to score": 0}
         #: The number of rows to score.
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
@@ -127,8 +129,9 @@ class ScoringRows:
                 reader = read_rows(self._interactions(sources, wanted), self._config, folder / "read", advance, lists)
             finally:
                 self._close_keys()
-        if reader is not None:
-            for line in describe_left_out("the tables to score", reader.rows, reader.left_out):
+        num_history = 0 if reader is None else reader.rows - self.num_rows
+        for (name, left_out), rows in zip(self._left_out.items(), (num_history, self.num_rows), strict=True):
+            for line in describe_left_out(name, rows, left_out):
                 _log.warning("%s", line)
         if not self.num_rows:
             return
@@ -221,8 +224,10 @@ class ScoringRows:
         """The rows of the history, then those to score, whose keys are written."""
         if sources.history is not None:
             for table in read_blocks(sources.history, wanted, self._config, "history"):
+                self._left_out["the history"] += table.left_out
                 yield 0, self._fill(table, scored=False)
         for table in read_blocks(sources.interactions, wanted | set(self._by), self._config, "interactions"):
+            self._left_out["the rows to score"] += table.left_out
             self._write_keys(table)
             self.num_rows += len(table)
             yield 0, self._fill(table, scored=True)

@@ -42,7 +42,8 @@ class BestEpoch:
         name: of the run, for messages.
         calibration: see `jfi.training.metrics.calibration`; empty if the run has none.
         unknown: by column the share of the test split without a known value.
-        newest: time of the newest row that the parameters were trained on.
+        epoch: finished epochs at the best evaluation, such as 0.25.
+        newest: the parameters were trained on all training rows up to this time; -inf if it is unknown.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class BestEpoch:
     name: str
     calibration: Calibration = field(default_factory=dict)
     unknown: dict[str, float] = field(default_factory=dict)
+    epoch: float = 0
     newest: float = -math.inf
 
     @classmethod
@@ -87,13 +89,17 @@ class BestEpoch:
             raise ConfigError(f"{name}: the run has not finished an epoch yet")
         if changed:
             raise ConfigError(f"{name}: {changed}")
+        if progress.best_epoch < 1:  # the parameters have seen only part of the rows after those of an earlier run
+            after = config.training.rows_after
+            newest = -math.inf if after in (None, "auto") else after
         module, prefix = ("model", "") if config.optimizer.ema_decay is None else ("average", "module.")
         schema = load_schema(run)
         try:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name, progress.calibration, progress.unknown, newest)
+        found = progress.calibration, progress.unknown, progress.best_epoch, newest
+        return cls(best, module, prefix, config, schema, name, *found)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.

@@ -86,6 +86,7 @@ class SavedRun:
     ) -> pa.Table | UnknownShares:
         """Scores every row of a table, with a label or without.
 
+        With `data.null_ids: drop` in the run's config rows without a user or an item are left out, and counted.
         A row's history is what its user did strictly before it, in `history` and in `interactions`. Users, items and
         values that training has not seen count as unknown. The column of the label may be missing.
 

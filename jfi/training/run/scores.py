@@ -128,7 +128,7 @@ def scored(
     calibration: Calibration | None = None,
     expected: Mapping[str, float] | None = None,
 ) -> Iterator[Scores]:
-    """Scores every row of `sources.interactions`.
+    """Scores every row of `sources.interactions`, but for those that `data.null_ids: drop` leaves out.
 
     Memory grows with the distinct values and the tables of users and items, and not with the rows. Temporary files in
     `folder` are a few times as large as the tables.

@@ -55,11 +55,12 @@ class RunState:
 
     def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
         #: The line is about what the config has left open.
-        config, self.chosen = settle(config, dataset, world)
+        newer = self._newer_samples(config, dataset, world)
+        config, self.chosen = settle(config, newer, world)
         self.config = config
         #: Whether a new run starts from another one.
         self.warm = warm is not None
-        self.dataset = dataset = self._newer_samples(dataset, world)
+        self.dataset = dataset = newer
         self.world = world
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
@@ -104,15 +105,15 @@ class RunState:
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 
-    def _newer_samples(self, dataset: InteractionDataset, world: World) -> InteractionDataset:
+    @staticmethod
+    def _newer_samples(config: Config, dataset: InteractionDataset, world: World) -> InteractionDataset:
         """Returns the dataset with the training samples that `training.rows_after` leaves."""
-        after = self.config.training.rows_after
+        after = config.training.rows_after
         if after in (None, "auto"):
             return dataset
         newer = dataset.newer_than(after)
         counts = " of ".join(f"{one.num_samples('train'):,}" for one in (newer, dataset))
         line = f"training.rows_after: {counts} training samples are newer than {date_of(after) or after}"
-        line += ", the newest row that the run of training.warm_start has trained on" if self.warm else ""
         if not newer.num_samples("train"):
             raise ConfigError(f"{line}; name a table with newer rows, or set training.rows_after: null")
         if world.is_first:

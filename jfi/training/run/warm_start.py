@@ -1,7 +1,9 @@
 """Starts a run from the parameters of another one: known ids keep their rows, new ones have fresh rows."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.compute as pc
@@ -11,6 +13,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jfi.data import DataConfig, DataSchema
+from jfi.data.prepared.summary import date_of
 from jfi.data.schema.schema import as_array
 from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError
@@ -73,12 +76,12 @@ def warm_start(
     return copied
 
 
-def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], float]:
+def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], float | Literal["auto"] | None]:
     """Checks what the config alone tells of a warm start, before any table is read; `warm_start` checks the rest.
 
     Returns:
-        A line for each label that is another rule or column than in the other run, and the time of the newest row that
-        the other run has trained on.
+        A line for each label that is another rule or column than in the other run, and one where the config leaves
+        `training.rows_after` to jfi; and the value of that setting.
 
     Raises:
         ConfigError, DataError: as `warm_start`.
@@ -89,7 +92,27 @@ def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], float
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
     model, _, _ = _meta_model(config, best.schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
-    return changed, best.newest
+    after, lines = _rows_after(path, config, best)
+    return changed + lines, after
+
+
+def _rows_after(path: str | Path, config: Config, best: BestEpoch) -> tuple[float | Literal["auto"] | None, list[str]]:
+    """The value of `training.rows_after`, and a line about it where the config says `auto`."""
+    if config.training.rows_after != "auto":
+        return config.training.rows_after, []
+    after = best.newest if math.isfinite(best.newest) else None
+    by_user = [data.split for data in (config.data, best.config.data) if data.split in ("leave_one_out", "user")]
+    if by_user:
+        after = None
+        why = f", since with data.split: {by_user[0]} new rows of a user may be older than rows of another"
+    elif best.epoch < 1:
+        why = f", since the best evaluation of {path} lies within its first epoch, which has seen only part of its rows"
+    elif after is None:
+        why = f", since {path} does not say which rows it has trained on"
+    else:
+        why = ", the newest row that the run of training.warm_start has trained on"
+    which = "all rows" if after is None else f"rows newer than {date_of(after) or after}"
+    return after, [f"training.rows_after: auto takes {which}{why}"]
 
 
 def _meta_model(config: Config, schema: DataSchema) -> tuple[SequenceDLRM, dict[str, tuple[int, ...]], dict[str, str]]:

@@ -56,8 +56,8 @@ class Columns:
         self._keys = {"user": (self.config.user, read_ids(work / "rows", "user")), "item": (self.config.item, item_ids)}
         self._index = {"user": events.user, "item": events.item}
         #: By entity the row of each user or item in its table, else its first event in time; -1 where there is none.
-        self._places = {
-            of: _places(self._tables[of], key, ids, given.name)
+        self._positions = {
+            of: _positions(self._tables[of], key, ids, given.name)
             if self._tables[of] is not None
             else _first_rows(self._index[of], events.time, len(ids))
             for of, (key, ids) in self._keys.items()
@@ -93,8 +93,8 @@ class Columns:
             return CodedColumn(ids.cast(pa.large_string()), np.arange(len(ids), dtype=np.int32))
         table = self._tables[of]
         if table is None:
-            return self._coded(name).take(self._places[of])
-        return CodedColumn.of(table.categories(name, self.config.separators())).take(self._places[of])
+            return self._coded(name).take(self._positions[of])
+        return CodedColumn.of(table.categories(name, self.config.separators())).take(self._positions[of])
 
     def numbers(self, name: str, of: Entity) -> np.ndarray:
         """A column as float64, NaN where it is missing."""
@@ -102,7 +102,7 @@ class Columns:
             return self.computed[name]
         if of == "event":
             return self._columns[RawColumn(name, "number").file]
-        table, positions = self._tables[of], self._places[of]
+        table, positions = self._tables[of], self._positions[of]
         column = self._columns[RawColumn(name, "number").file] if table is None else table.numbers(name)
         return np.where(positions < 0, np.nan, column[positions]) if len(column) else np.full(len(positions), np.nan)
 
@@ -164,7 +164,7 @@ class Columns:
         return CodedColumn(dictionary.flush(), crossed)
 
 
-def _places(table: Table, key: str, ids: pa.Array, interactions: str | None) -> np.ndarray:
+def _positions(table: Table, key: str, ids: pa.Array, interactions: str | None) -> np.ndarray:
     """`[N]` int64, the row of each id in a table of users or items, -1 for one that it lacks."""
     positions = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
     if interactions is not None and positions.null_count == len(ids):
