@@ -199,7 +199,15 @@ def page(folder: Path = RESULTS) -> str:
         raise FileNotFoundError(path)
     found = figures(Results(path).cells)
     untuned, best = (statistics.fmean(found[name]["gains"]) for name in (UNTUNED, tuned(found)))
-    titles = ["beside the id", "NE gain, %", "of tuned", "of untuned tables", "test NE", "AUC", "AUC of new items"]
+    titles = [
+        "in addition to the id",
+        "NE gain, %",
+        "of tuned",
+        "of untuned tables",
+        "test NE",
+        "AUC",
+        "AUC of new items",
+    ]
     lines = [[*titles, "bytes an event", "parameters"]]
     for name, one in sorted(found.items(), key=lambda pair: -statistics.fmean(pair[1]["gains"])):
         gain = statistics.fmean(one["gains"])

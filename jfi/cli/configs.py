@@ -18,9 +18,10 @@ def main(options: argparse.Namespace) -> None:
     if options.action == "copy" and options.name is None:
         raise InputError(f"jfi config copy: name a config; {suggest('', known)}")
     if options.action == "list":
+        width = max(map(len, known)) + 2
         for name, path in known.items():
             first = path.read_text(encoding="utf-8").splitlines()[0]
-            print(f"{name:26s}{re.split(r'[.;:] ', first.lstrip('# '))[0]}")
+            print(f"{name:{width}s}{re.split(r'[.;:] ', first.lstrip('# '))[0]}")
         return
     if options.name not in known:
         raise InputError(f"jfi config copy: got {options.name!r}; {suggest(str(options.name), known)}")
