@@ -232,17 +232,6 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             found[ordered.order[part]] = self.segments.assign(statistics)
         return found
 
-    def segments_of(self, log: EventLog) -> tuple[np.ndarray, np.ndarray]:
-        """Users, `[U]`, and the segment of each, `[U]` int8, by all of their events in the log, as for a request.
-
-        Raises:
-            ValueError: the log has other surfaces.
-        """
-        self.check_log(log)
-        ordered = log.ordered
-        of = self.segments.assign(statistics_of(ordered, len(self.surfaces), ordered.first[:-1], ordered.first[1:]))
-        return log.user[ordered.order[ordered.first[:-1]]], of
-
     def check_log(self, log: EventLog) -> None:
         """Raises ValueError unless the log's surfaces are the policy's, in their order."""
         if tuple(log.surfaces) != self.surfaces:

@@ -239,11 +239,6 @@ class SemanticIDEmbedding(nn.Module):
             return torch.get_autocast_dtype(device_type)
         return self.projection.weight.dtype
 
-    @property
-    def codec_fingerprint(self) -> str:
-        """Returns the fingerprint of the codec whose tensors the state_dict holds."""
-        return _text(self.fingerprint)
-
     def extra_repr(self) -> str:
         return f"{', '.join(self.feature_names)}: {self.layout}, read={self.read!r}"
 

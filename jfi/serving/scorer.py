@@ -63,7 +63,12 @@ class Scorer:
         _check_environment(path, info, tables_device)
         self.device, self.inputs, policy = torch.device(info.device), info.inputs, None
         if info.schema.policy is not None:
-            policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
+            if all(one.kind != "age" for one in info.schema.event):
+                raise ArtifactError(f"{path} is damaged: it has a policy, but no field of an event is its age")
+            try:
+                policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
+            except ValueError as fault:
+                raise ArtifactError(f"{path} has a policy that cannot be used: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
         self.reader = RequestReader(info.schema, limits, policy, _SAID[output])
         device = torch.device(tables_device or info.device)
@@ -225,7 +230,7 @@ def _limits(path: Path, info: Info, max_candidates: int | None, max_history: int
 
 
 def _check_environment(path: Path, info: Info, tables_device: str | None) -> None:
-    made, here = info.versions["torch"], torch.__version__.split("+")[0]
+    made, here = info.versions.get("torch") or "of an unknown version", torch.__version__.split("+")[0]
     if made.split(".")[:2] != here.split(".")[:2]:
         raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
     if lacking := sorted(set(info.cpu) - set(artifact.cpu_instructions())):

@@ -3,13 +3,15 @@
 Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table.
 """
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from jfi.serving.artifact import ArtifactError
@@ -94,8 +96,16 @@ def save_tables(path: Path, kind: str, weights: dict[str, Tensor], tables: Mappi
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
-    with naming(path):  # not by save_file, whose files nobody but their owner can read, and whose errors have no number
-        path.write_bytes(save(state))
+    with naming(path):
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(state, path)  # replaces the file by one that only its owner can read
+        except SafetensorError as error:
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+            raise
+        path.chmod(mode)
 
 
 def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torch.device) -> Tables:

@@ -213,6 +213,8 @@ def _as_int64(value: object) -> int | None:
     """A semantic ID of JSON, -1 for null; None if it is none. As text, since JavaScript rounds integers over 2^53."""
     if value is None or value == "":
         return UNKNOWN_SID
+    if type(value) is float and value.is_integer() and abs(value) <= 2**53:  # 1.0 is an integer of JSON Schema
+        return int(value)
     if type(value) is str and _INTEGER.fullmatch(value):
         value = int(value)
     return value if type(value) is int and -(2**63) <= value < 2**63 else None

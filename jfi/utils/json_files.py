@@ -53,12 +53,15 @@ def convert(tree: Any, kind: type[T], path: str | Path, fault: type[Exception] =
 
 def _check_fields(tree: Any, value: Any) -> None:
     """Raises ValueError if a tree has a field that the dataclass that was made of it lacks."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         for one, made in zip(tree, value, strict=True):
             _check_fields(one, made)
+    elif isinstance(value, dict):
+        _check_fields([*tree.values()], [*value.values()])
     elif dataclasses.is_dataclass(value):
+        known = {one.name for one in dataclasses.fields(value)}
         for name, one in tree.items():
-            if not hasattr(value, name):
+            if name not in known:
                 raise ValueError(f"object contains unknown field `{name}`")
             _check_fields(one, getattr(value, name))
 

@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_configs import data_config, replace_data
+from history_policies.logs import segments_of
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import timeline_ranges
@@ -83,7 +84,7 @@ def expected_rows(dataset: InteractionDataset, policy: Policy) -> list[list[int]
         segment = 0
         if seen:
             log = EventLog(events.user[seen], events.time[seen], places, dwell, policy.surfaces, session)
-            segment = policy.segments_of(log)[1][0]
+            segment = segments_of(policy, log)[1][0]
         stay = policy.select(policy.cells(places, dwell), np.array([segment]), np.array([len(seen)]))
         found.append([seen[i] for i in stay.rows.tolist()])
     return found
@@ -229,7 +230,7 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
             first, length = (int(one[0]) for one in events.histories(np.array([row]), 16))
             seen = np.arange(first, first + length) if events.rows is None else events.rows[first : first + length]
             parts = (one[seen] for one in (log.user, log.time, log.surface, log.dwell))
-            segments.append(policy.segments_of(EventLog(*parts, log.surfaces))[1][0] if length else 0)
+            segments.append(segments_of(policy, EventLog(*parts, log.surfaces))[1][0] if length else 0)
         of = torch.from_numpy(np.append(0, np.cumsum(lengths)))
         times = (torch.from_numpy(one) for one in (events.time[history_rows], offsets, events.time[rows]))
         seen_by = first_seen(of, *times)

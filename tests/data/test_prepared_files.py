@@ -53,6 +53,10 @@ def edit(folder: Path, **changes: object) -> None:
             "is damaged: object contains unknown field `lable`",
         ),
         (
+            checked_json(FORMAT, {"data": {"without_tables": 1}, "sizes": {}}),
+            "is damaged: object contains unknown field `without_tables`",
+        ),
+        (
             checked_json(FORMAT, {"data": {"split": "times"}, "sizes": {}}),
             "is damaged: invalid enum value 'times' - at `$.data.split`",
         ),
@@ -69,6 +73,22 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         Manifest.load(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "before"),
+    [
+        ("manifest.json", FORMAT, "jfi prepared dataset 2"),
+        ("schema.json", "jfi data schema 3", "jfi data schema 2"),
+    ],
+)
+def test_a_dataset_of_an_earlier_version_is_not_said_to_be_damaged(folder, name, kind, before):
+    content = read_checked_json(folder / name, kind, dict)
+    (folder / name).write_text(checked_json(before, content))
+    sums = read_sums(folder)
+    write_sums(folder, {one: sha256_of(folder / one) for one in sums})
+    with pytest.raises(DataError, match=f"{name}: not a file of this version of jfi .*'{kind}'"):
+        load_dataset(DataConfig(prepared=str(folder)))
 
 
 def test_an_edited_manifest_is_refused(folder):

@@ -3,7 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from jfi.history_policies import EventLog
+from jfi.history_policies import EventLog, Policy
+from jfi.history_policies.segments import statistics_of
 
 SURFACES = ["feed", "search", "live"]
 EVENT = st.tuples(
@@ -44,3 +45,11 @@ def planted(num_users: int = 300, seed: int = 0) -> tuple[EventLog, np.ndarray, 
     odds = np.where(active[user] & (surface == 0), -4 + 0.8 * np.log1p(dwell), np.log(0.1 / 0.9))
     conversion = rng.random(len(user)) < 1 / (1 + np.exp(-odds))
     return EventLog(user, time, surface, dwell, SURFACES), conversion, active
+
+
+def segments_of(policy: Policy, log: EventLog) -> tuple[np.ndarray, np.ndarray]:
+    """Users, `[U]`, and the segment of each, `[U]`, by all of their events in the log, as for a request."""
+    policy.check_log(log)
+    ordered = log.ordered
+    statistics = statistics_of(ordered, len(policy.surfaces), ordered.first[:-1], ordered.first[1:])
+    return log.user[ordered.order[ordered.first[:-1]]], policy.segments.assign(statistics)

@@ -267,7 +267,6 @@ def test_conversions_are_an_input_of_fitting_alone():
         Policy.cells,
         Policy.select,
         Policy.segments_before,
-        Policy.segments_of,
         PolicyModule.forward,
     ):
         names = inspect.signature(function).parameters

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from history_policies.logs import planted
+from history_policies.logs import planted, segments_of
 
 from jfi.history_policies import fit, segments
 
@@ -31,7 +31,7 @@ def test_the_same_events_stay(options, removed, kept):
     assert policy.edges[0] == pytest.approx(EDGES, abs=1e-4)
     ordered = log.ordered
     cells = policy.cells(log.surface[ordered.order], log.dwell[ordered.order])
-    stay = policy.select(cells, policy.segments_of(log)[1], np.diff(ordered.first))
+    stay = policy.select(cells, segments_of(policy, log)[1], np.diff(ordered.first))
     assert (len(stay.rows), stay.rows.sum()) == kept[:2]
     assert stay.weights.sum(dtype=float) == pytest.approx(kept[2], rel=1e-9)
 

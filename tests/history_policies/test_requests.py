@@ -3,7 +3,7 @@
 from functools import cache
 
 import numpy as np
-from history_policies.logs import EVENTS, make_log, planted
+from history_policies.logs import EVENTS, make_log, planted, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def fitted(segments: int, boosted: bool, newest: int) -> Policy:
 
 
 def by_log(policy: Policy, log: EventLog) -> tuple[int, list[int], list[float] | None]:
-    (segment,) = policy.segments_of(log)[1]
+    (segment,) = segments_of(policy, log)[1]
     found = policy.select(policy.cells(log.surface, log.dwell), np.array([segment]), np.array([len(log)]))
     return segment, found.rows.tolist(), None if found.weights is None else found.weights.tolist()
 

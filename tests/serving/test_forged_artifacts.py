@@ -21,6 +21,7 @@ import torch
 from hostile import Marker, attack
 from safetensors.torch import load_file, save
 
+import jfi.utils.files
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, identity, sha256_of
 from jfi.serving.scorer import Scorer
@@ -56,6 +57,20 @@ def test_the_sha256_covers_every_file_and_is_checked_before_any_is_loaded(export
     shutil.copy(exported.path / "SHA256SUMS", path)
     with pytest.raises(ArtifactError) if name in FILES[:4] else pytest.raises(pytest.fail.Exception, match="loaded"):
         Scorer(path, sha256={known})
+
+
+def test_each_file_is_hashed_once(exported, monkeypatch):
+    hashed, sha256_of = [], jfi.utils.files.sha256_of
+    monkeypatch.setattr("jfi.utils.files.sha256_of", lambda path: hashed.append(path.name) or sha256_of(path))
+    _, sums = artifact.read(exported.path)
+    assert sorted(hashed) == sorted(sums)
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+def test_a_file_that_SHA256SUMS_does_not_list_is_named(exported, tmp_path, name):
+    path = forged(tmp_path / "forged", exported.path, lambda folder: (folder / name).unlink())
+    with pytest.raises(ArtifactError, match=f"^{path}/SHA256SUMS does not list {name}$"):
+        artifact.read(path)
 
 
 def test_the_sha256_is_printed_by_export_and_that_of_SHA256SUMS(exported, tmp_path, monkeypatch, capsys):
@@ -294,6 +309,39 @@ def test_what_the_package_was_not_compiled_for_is_refused(exported, tmp_path, ch
     path = forged(tmp_path / "forged", exported.path, write)
     with pytest.raises(ArtifactError, match=r"is damaged: model\.pt2 takes other inputs than artifact\.json"):
         Scorer(path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "policy", "message"),
+    [
+        ((), None, "has a policy that cannot be used: {path}/policy.json is damaged: input data was truncated"),
+        ((), "{}", "has a policy that cannot be used: {path}/policy.json is not a policy of this version"),
+        (("age",), "", "is damaged: it has a policy, but no field of an event is its age"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_one_line(exported, tmp_path, capsys, kinds, policy, message):
+    def write(folder: Path) -> None:
+        info = json.loads((folder / artifact.INFO).read_text())
+        info["schema"]["policy"] = {"dwell": None, "surface": None, "session": None}
+        info["schema"]["event"] = [one for one in info["schema"]["event"] if one["kind"] not in kinds]
+        (folder / artifact.INFO).write_text(json.dumps(info))
+        (folder / artifact.POLICY).write_text(policy or "")
+
+    path = forged(tmp_path / "forged", exported.path, write)
+    code, text = said("serve", capsys, "--artifact", path, "--jsonl")
+    assert code == 2 and text.startswith(f"error: {path} {message.format(path=path)}") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("versions", [{}, {"torch": None}])
+def test_an_artifact_of_an_unknown_torch_is_refused_in_one_line(exported, tmp_path, capsys, versions):
+    def write(folder: Path) -> None:
+        info = json.loads((folder / artifact.INFO).read_text()) | {"versions": versions}
+        (folder / artifact.INFO).write_text(json.dumps(info))
+
+    path = forged(tmp_path / "forged", exported.path, write)
+    code, text = said("serve", capsys, "--artifact", path, "--jsonl")
+    assert code == 2 and text.count("\n") == 1
+    assert text.startswith(f"error: {path} was exported with torch of an unknown version, but this is torch ")
 
 
 @pytest.mark.parametrize("few", [pytest.param(20, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)])

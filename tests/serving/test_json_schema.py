@@ -80,6 +80,17 @@ def test_the_schema_of_semantic_ids_and_of_no_history():
         assert not valid.is_valid(body) and not accepts(reader, body)
 
 
+def test_an_integer_of_json_schema_may_have_a_fraction_of_0():
+    reader = RequestReader(Schema([], [Field("sid", "sid", ["item_sid"], layout=LAYOUT)], [], codec="abc"), READ.limits)
+    whole = {"user": {}, "candidates": [{"sid": 5.0}, {"sid": 5}, {"sid": None}], "codec": "abc"}
+    assert validator(reader).is_valid(whole) and reader(whole).ids["item_sid"].tolist() == [5, 5, -1]
+    for sid in (5.5, 2.0**53 + 2, -(2.0**53) - 2, float("inf"), float("nan")):
+        with pytest.raises(BadRequestError, match=r"candidates\[0\].sid must be a semantic ID: an integer"):
+            reader(whole | {"candidates": [{"sid": sid}]})
+    with pytest.raises(BadRequestError, match="is 9007199254740992, which is no ID of"):
+        reader(whole | {"candidates": [{"sid": 2.0**53}]})
+
+
 def test_the_schema_names_fields_limits_and_the_answer():
     schema = RequestReader(SCHEMA, READ.limits, answer="probability").json_schema()
     rows, columns = schema["properties"]["candidates"]["anyOf"]

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import resource
 import shutil
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from jfi.serving.schema import Table
 from jfi.serving.scorer import Scorer, _check_environment, group_by_size
 from jfi.serving.tables import load_tables, save_tables
 from jfi.training.run.saved_run import load_run
+from jfi.utils.files import is_storage_fault
 
 from .conftest import logits
 
@@ -191,6 +193,21 @@ def test_int8_rows_are_within_half_a_step(tmp_path):
     for name, weight in weights.items():
         step = (weight.amax(1) - weight.amin(1)) / 255
         assert ((found[f"of_{name}"] - weight).abs().amax(1) <= 0.51 * step + 1e-6).all()
+
+
+def test_tables_get_the_rights_of_other_files_and_a_full_disk_is_a_fault_of_the_storage(tmp_path):
+    weights, path = {"item": torch.randn(5000, 8)}, tmp_path / "tables"
+    (tmp_path / "other").touch()
+    save_tables(path, "float32", weights, {})
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'") as caught:
+            save_tables(path, "float32", weights, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_storage_fault(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from jfi.serving.server.app import make_app
+from jfi.serving.server.app import _BODIES, make_app, run
 from jfi.serving.server.batcher import Batcher
 from jfi.serving.server.log_lines import answer_lines
 
@@ -226,3 +227,31 @@ def test_waiting_for_more_makes_batches(scorer, request_body, max_wait):
     first, second = asyncio.run(run())
     assert first == pytest.approx(second, abs=1e-6)
     assert slow.batches == ([2] if max_wait else [1, 1])
+
+
+def test_a_signal_while_the_server_stops_listening_ends_the_wait_for_bodies(scorer, monkeypatch):
+    async def end():
+        stop, begun = asyncio.Event(), asyncio.Future()
+
+        class Site(web.TCPSite):
+            async def start(self):
+                await super().start()
+                begun.set_result(self.name)
+
+            async def stop(self):
+                await super().stop()
+                stop.set()
+
+        monkeypatch.setattr(web, "TCPSite", Site)
+        app = make_app(scorer, max_batch=1, body_seconds=600)
+        running = asyncio.create_task(run(app, "127.0.0.1", 0, stop))
+        host, port = (await begun).removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+        while not app[_BODIES].arriving:
+            await asyncio.sleep(0.01)
+        stop.set()
+        await asyncio.wait_for(running, 20)
+        writer.close()
+
+    asyncio.run(end())

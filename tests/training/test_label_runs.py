@@ -145,7 +145,7 @@ def test_a_served_model_names_its_labels(folder, several):
     for labels, expected in ((schema.labels, outputs[2:].T.tolist()), ([], outputs[2:].tolist())):
         scorer = SimpleNamespace(
             package=lambda: outputs,
-            info={"labels": labels},
+            info=SimpleNamespace(schema=dataclasses.replace(schema, labels=labels)),
             inputs=SimpleNamespace(history=[]),
             tables=None,
             device=torch.device("cpu"),

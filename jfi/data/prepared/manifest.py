@@ -8,7 +8,7 @@ from jfi.data.config import FILES, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 
-FORMAT = "jfi prepared dataset 2"
+FORMAT = "jfi prepared dataset 3"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
 CHOICES = (

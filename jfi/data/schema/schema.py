@@ -27,7 +27,7 @@ from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_f
 Role = Literal["user", "item", "context", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
 
-_FORMAT = "jfi data schema 2"
+_FORMAT = "jfi data schema 3"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in the folder next to a file of IDs.
 CODEC = "codec.safetensors"

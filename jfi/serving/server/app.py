@@ -156,9 +156,12 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
                 await stop.wait()
+        stop.clear()  # another signal from now on ends the wait for bodies and answers
         await site.stop()
+    except BaseException:
+        stop.clear()  # a server that has not begun has no connections to close
+        raise
     finally:
-        stop.clear()
         hurry = asyncio.create_task(_close_connections(runner, stop))
         await app[_BODIES].wait()  # aiohttp would drop what arrives after its cleanup has begun
         await runner.cleanup()
