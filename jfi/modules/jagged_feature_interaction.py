@@ -339,7 +339,7 @@ class JaggedFeatureInteraction(nn.Module):
             raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
         collection = self.embedding_collection
         if collection is None:
-            return lookups.with_event_inputs(sequences, ids, self.features, self._id_keys)
+            return sequences if ids is None else lookups.with_event_inputs(sequences, ids, self.features, self._id_keys)
         if not (ids is None or isinstance(ids, torch.fx.Proxy)):
             raise TypeError(
                 f"ids must be None where sequences are the ids that embedding_collection looks up, got {shown(ids)}"

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.events import as_dict
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias
+from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
 from jfi.ops.checks import may_read
@@ -130,7 +130,8 @@ def with_event_inputs(
     """
     if ids is None:
         return embeddings
-    check_type(argument, ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
+    if not isinstance(ids, KeyedJaggedTensor):
+        check_type(argument, ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
     sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:
         bias, relative, key = feature.bias, feature.relative_bias, feature.sequence_keys[0]
@@ -141,7 +142,7 @@ def with_event_inputs(
         if isinstance(relative, RelativeTimeBias):
             require_keys(argument, present, [relative.key])
             sequences[input_key(relative.key)] = ids[relative.key]
-        if feature.reads_weights:
+        if feature.weighted_values or isinstance(bias, WeightBias):  # reads_weights, without a call for each batch
             id_key = id_keys.get(key, key if key in present else key.rpartition("@")[0] or key)
             require_keys(argument, present, [id_key])
             name, events, own = f"{argument}['{id_key}']", jagged_of("sequences", sequences, key), ids[id_key]

@@ -1,5 +1,7 @@
 """The groups of `data.statistics`, and the names of the dense features that they make."""
 
+from collections.abc import Sequence
+
 #: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
 HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 _RECENT = [f"past_recent_rate_{i}" for i in range(1, len(HALF_LIVES) + 1)]
@@ -25,7 +27,7 @@ GROUPS = {
 }
 
 
-def columns_of(groups: list[str], is_implicit: bool, categories: list[str]) -> list[str]:
+def columns_of(groups: Sequence[str], is_implicit: bool, categories: list[str]) -> list[str]:
     """The dense features that groups make, in their order.
 
     Args:
