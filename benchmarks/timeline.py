@@ -98,11 +98,11 @@ class StepTrainer(Trainer):
         """`[N]`: the logits of the validation split, by the places of the samples."""
         if "average" in self.modules:
             self.modules["average"].flush()
-        self._evaluated.eval()
+        self.evaluated.eval()
         out = torch.full((self.dataset.num_samples("validation"),), torch.nan)
         for batch in self.dataset.batches("validation", batch_size, batching=batching):
             ready = batch.to(self.device)
-            logits = self._evaluated(ready.dense_features, ready.sparse_features, ready.timelines)
+            logits = self.evaluated(ready.dense_features, ready.sparse_features, ready.timelines)
             out[batch.samples] = logits.squeeze(-1).cpu()
         return out
 

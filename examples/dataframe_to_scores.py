@@ -38,6 +38,6 @@ run = jfi.load_run(result.run_dir)
 tomorrow = pd.DataFrame(
     {"user": np.repeat([0, 1], items), "item": np.tile(np.arange(items), 2), "time": time[-1] + time.freq}
 )
-scores = run.predict(tomorrow, history=log, items=catalogue).to_pandas()
+scores = run.predict(tomorrow, history=log, items=catalogue)
 best = scores.sort_values("probability", ascending=False).groupby("user").head(3)
 print(best.merge(catalogue, on="item").sort_values(["user", "probability"], ascending=[True, False]))

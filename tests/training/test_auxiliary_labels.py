@@ -87,7 +87,7 @@ def test_the_loss_has_them_and_the_model_predicts_one_label(folder, run):
     each = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none").mean(0)
     torch.testing.assert_close(loss, each[0] + 0.5 * (each[1] + each[2]))
     trainer.model.eval()
-    trainer._evaluated.eval()
+    trainer.evaluated.eval()
     assert trainer._forward(batch)[1][0].shape == trainer._forward(batch)[1][1].shape == (32,)
 
     assert {"auc", "ne", "user_auc"} <= result.test.keys() and not any("auxiliary" in name for name in result.test)

@@ -86,7 +86,7 @@ def test_the_best_parameters_may_lie_within_an_epoch(tmp_path, monkeypatch):
     kept, save = {}, Trainer.save
 
     def keep(trainer, *arguments):
-        kept[trainer.progress.step] = {k: v.clone() for k, v in trainer._evaluated.state_dict().items()}
+        kept[trainer.progress.step] = {k: v.clone() for k, v in trainer.evaluated.state_dict().items()}
         save(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "save", keep)

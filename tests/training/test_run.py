@@ -456,7 +456,7 @@ def test_the_average_is_what_is_evaluated(tmp_path):
         average.update()
         values.append(dict(average.module.named_parameters())[name].mean().item())
     assert values == pytest.approx([0.0, 0.25, 0.4375])
-    assert trainer._evaluated is average.module
+    assert trainer.evaluated is average.module
 
 
 def test_the_average_of_a_table_is_that_of_all_its_steps():

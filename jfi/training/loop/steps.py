@@ -164,7 +164,7 @@ class Steps(RunState):
         """The loss in training, else None, and the output. Train pipelines call it as well."""
         training = self.model.training
         labels = batch.labels if training else self._predicted(batch.labels)
-        model = self.model if training else self._evaluated
+        model = self.model if training else self.evaluated
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
             logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
         logits = logits.float()[: len(labels)]

@@ -90,7 +90,7 @@ class Trainer(Steps):
         if self.config.model.pooling == "attention":
             if self.pipeline is not None:
                 self.pipeline.detach()
-            model = self.model.module if world.launched else self._evaluated
+            model = self.model.module if world.launched else self.evaluated
             self._say(draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None))
         validation = next(r for r in log if r["split"] == "validation" and r["step"] == progress.best_step)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
@@ -189,7 +189,7 @@ class Trainer(Steps):
     def _predict(self, split: str, run: RunFolder, stop: StopRequest) -> Predictions:
         """The predictions of this process's part of a split."""
         self.model.eval()
-        self._evaluated.eval()
+        self.evaluated.eval()
         predictions = Predictions()
         with closing(self._outputs(split, self.config.training.eval_batch_size, split)) as outputs:
             for output in outputs:

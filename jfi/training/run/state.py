@@ -246,7 +246,7 @@ class RunState:
             )
 
     @property
-    def _evaluated(self) -> nn.Module:
+    def evaluated(self) -> nn.Module:
         return self.modules["average"].module if "average" in self.modules else self.model
 
     def _reseed(self) -> None:
