@@ -183,7 +183,7 @@ class SavedRun:
         """Returns how far the AUC falls where an input is shuffled between rows, see `jfi.training.metrics.inspection`.
 
         Args:
-            interactions, history, users, items, semantic_ids: as of `evaluate`.
+            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`.
             batch_size: rows that are shuffled together.
             seed: of the permutations.
 
@@ -207,7 +207,7 @@ class SavedRun:
         """Returns the attention of each row's target to the events of its history, a row of the table for an event.
 
         Args:
-            interactions, history, users, items, semantic_ids: as of `predict`.
+            interactions: the rows, as of `predict`, like the arguments up to `semantic_ids`.
             batch_size: rows per call of the model.
 
         Returns:
