@@ -16,7 +16,7 @@ from jfi.data.features.co_occurrence import CoOccurrence, co_occurrence, window_
 from jfi.data.features.point_in_time import PastIndex, Tallies, Tally
 from jfi.utils.encoding import UNKNOWN
 
-#: The weight of the user's own rate beside the similarities of labeled events, which are at most about 1 each.
+#: The weight of the user's own rate next to the similarities of labeled events, which are at most about 1 each.
 _RATE_WEIGHT = 1.0
 _SMALL = 1e-3
 #: The newest events of a user whose labels are counted.

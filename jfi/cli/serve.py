@@ -66,7 +66,7 @@ def open_stdin() -> BinaryIO:
 
 
 def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
-    from jfi.serving.server.log_lines import answer_lines
+    from jfi.serving.server.json_lines import answer_lines
 
     incoming: SimpleQueue = SimpleQueue()
     end = partial(incoming.put, None)

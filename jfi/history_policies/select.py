@@ -58,7 +58,7 @@ def select_events(
     entry = (segments.astype(kind) * tables.keep.shape[1]).astype(kind).repeat(lengths) + cells
     keep = tables.keep.ravel().take(entry)
     if tables.newest:
-        if seen_by is None:  # [B, newest]: a history has few newest events among all of its events
+        if seen_by is None:  # [B, newest], which is far smaller than S
             newest = offsets[1:, None] - 1 - np.arange(tables.newest)
             keep[newest[newest >= offsets[:-1, None]]] = True
         else:

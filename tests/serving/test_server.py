@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from jfi.serving.server.app import _BODIES, make_app, run
 from jfi.serving.server.batcher import Batcher
-from jfi.serving.server.log_lines import answer_lines
+from jfi.serving.server.json_lines import answer_lines
 
 
 def test_both_servers_have_the_limits_of_the_command():

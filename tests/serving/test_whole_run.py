@@ -14,7 +14,7 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.log_lines import answer_lines
+from jfi.serving.server.json_lines import answer_lines
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 
 #: Events of a history that both take.

@@ -15,7 +15,7 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.log_lines import answer_lines
+from jfi.serving.server.json_lines import answer_lines
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
 from jfi.training.model.build_model import build_model
 from jfi.utils.arguments import module_name

@@ -3,7 +3,7 @@
 Its metadata also has the SHA-256 of all items and IDs. Parquet's own checksums leave out the file's footer, which says
 how the pages are read.
 
-The codec is in a folder beside it: that of `sids.parquet` is `sids.codec/codec.safetensors`.
+The codec is in a folder next to it: that of `sids.parquet` is `sids.codec/codec.safetensors`.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class SemanticIDs:
 
     @classmethod
     def read(cls, path: str, column: str, setting: str = "data.semantic_ids") -> "SemanticIDs":
-        """The IDs of a file, and the codec beside it.
+        """Reads the IDs of a file, and the codec next to it.
 
         Args:
             path: the file.
@@ -67,17 +67,17 @@ class SemanticIDs:
             raise DataError(text if text.startswith(setting) else f"{setting}: {text}") from None
         return cls(str(path), as_text(items).cast(pa.large_string()), sids.numpy(), codec)
 
-    def of(self, items: pa.Array, few: bool = False) -> np.ndarray:
+    def of(self, items: pa.Array, allow_no_match: bool = False) -> np.ndarray:
         """The IDs `[M]` int64 of items `[M]`, UNKNOWN_SID where the file has none.
 
         Raises:
-            DataError: the file has none of the items, and `few` is false.
+            DataError: the file has none of the items, and `allow_no_match` is false.
         """
-        places = pc.index_in(items.cast(pa.large_string()), value_set=self.items)
-        if not few and len(items) and places.null_count == len(items):
+        positions = pc.index_in(items.cast(pa.large_string()), value_set=self.items)
+        if not allow_no_match and len(items) and positions.null_count == len(items):
             raise DataError(f"data.semantic_ids: {self.path} has none of the items of the interactions")
         # An item that the file lacks reads the ID that is appended.
-        return np.append(self.sids, UNKNOWN_SID)[pc.fill_null(places, -1).to_numpy(zero_copy_only=False)]
+        return np.append(self.sids, UNKNOWN_SID)[pc.fill_null(positions, -1).to_numpy(zero_copy_only=False)]
 
     def check_codec(self, codec: Codec, of: str, setting: str = "data.semantic_ids") -> None:
         """Raises DataError unless these IDs are of `codec`, which `of` has."""

@@ -8,7 +8,7 @@ An active user reads on "feed" and "search": event k of user u, with an item of 
 
 where n is the number of u's earlier events of category c with a long dwell on these two surfaces, among the `horizon`
 events before k. Dwell follows interest: it is log-normal around 40 s for an event that converts and around 4 s for one
-that does not, so that the log-odds of a conversion are linear in log dwell. "autoplay" goes on by itself: its dwell is
+that does not, so that the log-odds of a conversion are linear in log dwell. "autoplay" needs no click: its dwell is
 log-normal around 15 s whatever happens, its events rarely convert and never count.
 
 Of a passive user, who scrolls through "autoplay" and "feed", neither dwell nor history says anything: dwell is

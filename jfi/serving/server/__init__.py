@@ -1,1 +1,1 @@
-"""The HTTP server of an artifact: admission, batches, swaps of the artifact, metrics."""
+"""Servers of an artifact: over HTTP (admission, batches, swaps, metrics), and of JSON lines on standard input."""

@@ -102,6 +102,7 @@ def attention(model: SequenceDLRM, rows: ScoringRows, items: pa.Array, batch_siz
 
     Raises:
         ValueError: the model has another pooling than attention.
+        DataError: there are no rows.
     """
     device, parts = next(model.parameters()).device, []
     if rows.dataset is None:

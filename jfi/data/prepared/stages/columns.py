@@ -108,7 +108,7 @@ class Columns:
 
     def item_sids(self) -> np.ndarray:
         """The semantic ID of each item, int64."""
-        return self.sids.of(self._keys["item"][1], few=self._name is None)
+        return self.sids.of(self._keys["item"][1], allow_no_match=self._name is None)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
         """The number of users (items) whose rows have different values in a column, categorical or numeric.
