@@ -214,7 +214,6 @@ class FusedTables(FusedOptimizer):
             found = rows, *sort_rows(rows, total)
             done.record(stream)
         self._sorting = True
-        # This memory belongs to the side stream, which waits for the step that reads it before it is used again.
         return found
 
     def wait_sorted(self) -> None:
@@ -222,6 +221,19 @@ class FusedTables(FusedOptimizer):
         if self._sorting:
             torch.cuda.current_stream(self.steps.device).wait_event(self._sort_stream[1])
             self._sorting = False
+
+    def _keep_sorted(self, batches: list[_Batch]) -> None:
+        """Lets nothing overwrite the rows, which are memory of the side stream, before this stream's step reads them.
+
+        The sort of the next batch waits for this stream, but torch gives the same stream to others as well, such as the
+        copies of later batches.
+        """
+        if self._sort_stream is None or torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(self.steps.device)
+        for batch in batches:
+            for rows in batch.rows:
+                rows.record_stream(current)
 
     def _numbered(self, ids: list[tuple[str, Tensor]], tables: dict[str, nn.Parameter]) -> tuple[Tensor, int]:
         """Returns the ids [n] as global rows, and the number of all rows, which stands for padding and frozen rows."""
@@ -279,6 +291,7 @@ class FusedTables(FusedOptimizer):
             )
         self.steps += 1
         self.wait_sorted()
+        self._keep_sorted(batches)
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:
             by_tables.setdefault(batch.tables, []).append(batch)

@@ -752,3 +752,26 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
     total(twin, parts[1]).mul(0.0).backward()
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the step sorts")
+def test_memory_that_others_take_on_the_sorting_stream_changes_no_step():
+    """torch has 32 streams, so copies of batches may get the stream that sorts; the GPU is behind the host here."""
+    config = EmbeddingConfig(name="item", embedding_dim=64, num_embeddings=9000, feature_names=["item"])
+    made = []
+    for is_shared in (False, True):
+        torch.manual_seed(0)
+        collection = FusedEmbeddingCollection([config], torch.optim.Adagrad, {"lr": 0.05}, device=torch.device("cuda"))
+        for _ in range(20):
+            ids, lengths = torch.randint(9000, (10240,)), torch.full((512,), 20)
+            batch = KeyedJaggedTensor(["item"], ids, lengths=lengths, stride=512).to("cuda")
+            loss = collection(batch)["item"].values().square().sum()
+            torch.cuda._sleep(5_000_000)
+            loss.backward()
+            if is_shared:
+                with torch.cuda.stream(collection._fused._sort_stream[0]):
+                    kinds = 4 * (torch.int32, torch.int64)
+                    others = [torch.full((10240,), 2**20, dtype=kind, device="cuda") for kind in kinds]
+                del others
+        made.append(collection.embeddings["item"].weight.detach().cpu())
+    torch.testing.assert_close(*made, rtol=0, atol=0)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -72,8 +73,14 @@ def _assembled(assemble: Callable[[T], Batch], items: Iterable[T], num_threads: 
         pool.shutdown(cancel_futures=True)
 
 
+@cache
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all copies to a device; torch has 32 streams, and gives them out again when all are in use."""
+    return torch.cuda.Stream(device)
+
+
 def _copied(batches: Iterator[Batch | list[Batch]], device: torch.device) -> Iterator[Batch | list[Batch]]:
-    stream = torch.cuda.Stream(device)
+    stream = _copy_stream(torch.cuda.current_device() if device.index is None else device.index)
 
     def copy(batch: Batch) -> Batch:
         # The memory of a batch belongs to the stream of the copies, and is used again after the steps that read it.
