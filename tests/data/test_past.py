@@ -21,20 +21,20 @@ def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, 
     if by_time:
         table, asked = (one[np.argsort(one[:, 1], kind="stable")] for one in (table, asked))
     key, moment, value = table.T
-    past = Past.sort(key, moment, 7)
+    past = Past.sort([(key, moment, np.arange(len(key)))], len(key), 7)
     older = past.older(*asked.T)
     chosen = [[i for i in range(len(key)) if key[i] == k and moment[i] < m] for k, m in asked]
     assert older.count.tolist() == [len(one) for one in chosen]
-    assert older.sum(past.prefix(value)).tolist() == [value[one].sum() for one in chosen]
+    assert older.sum(past.prefix(value.take)).tolist() == [value[one].sum() for one in chosen]
     before = [(key == k) & (moment < m) for k, m in zip(key, moment, strict=True)]
-    count, total = past.of_each_row(value)
+    count, total = past.of_each_row(past.prefix(value.take))
     assert count.tolist() == [one.sum() for one in before]
     assert total.tolist() == [value[one].sum() for one in before]
     newest = [sorted(one, key=lambda i: moment[i])[-2:] for one in chosen]  # stable, as the order of equal moments is
-    assert older.newest(2).sum(past.prefix(value)).tolist() == [value[one].sum() for one in newest]
+    assert older.newest(2).sum(past.prefix(value.take)).tolist() == [value[one].sum() for one in newest]
 
     seconds, now = 1e9 + 60.0 * moment, 1e9 + 60.0 * asked[:, 1]
-    total, last = past.decayed(value[past.order], seconds[past.order], 90.0), older.end[older.count > 0] - 1
+    total, last = past.decayed(value.take, 1e9 + 60.0 * np.arange(7), 90.0), older.end[older.count > 0] - 1
     found = np.zeros(len(now))
     found[older.count > 0] = total[last] * 0.5 ** ((now[older.count > 0] - seconds[past.order[last]]) / 90.0)
     expected = [
@@ -45,6 +45,6 @@ def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, 
 
 def test_a_decayed_sum_over_many_half_lives_is_finite():
     moment = np.arange(5000)
-    past = Past.sort(np.zeros(5000, np.int64), moment, 5000)
-    found = past.decayed(np.ones(5000), moment.astype(float), 1.0)[-1]
+    past = Past.sort([(np.zeros(5000, np.int64), moment, moment)], 5000, 5000)
+    found = past.decayed(np.ones(5000).take, moment.astype(float), 1.0)[-1]
     assert found == pytest.approx(2.0, rel=1e-12)  # 1 + 1/2 + 1/4 + ...

@@ -10,22 +10,21 @@ where the surprise of an event is its label minus what the item and the user let
 `window` events j then say how much the target resembles the history, and whether users like both.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.batches.events import Histories
-from jfi.data.errors import DataError
+from jfi.data.batches.events import Histories, index_type
 from jfi.data.features.past import Past
 from jfi.data.features.point_in_time import PastIndex
+from jfi.data.schema.coded import blocks
 from jfi.utils.jagged import ranges
 
 #: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
 _AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
 _LONGEST, _SHORTEST = 128, 8
 _FEW_PAIRS = 10.0
-#: More pairs than these are not sorted in memory, which takes some 50 bytes of each.
-_MAX_PAIRS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -64,21 +63,20 @@ def co_occurrence(index: PastIndex, window: int, rows: np.ndarray, item: np.ndar
         item: `[B]` int64, the samples' targets.
     """
     events, name, with_labels = index.events, f"pairs of {window}", not index.is_implicit
-    if f"{name}: codes" not in index.arrays:
-        _make_pairs(index, window, name)
-    pairs = Past(index.arrays[f"{name}: codes"], len(index.times), index.arrays[f"{name}: keys"])
+    pairs = _pairs(index, window, name)
     alone, moment = index.past("history", ("item",)), index.moment(rows)
     of_target = alone.older(item, moment).count
     # A sample that is an event of histories, with its own item, asks for the pairs that it made.
     place, first = np.full(len(rows), -1), index.arrays.get(f"{name}: first")
-    if first is not None:
-        in_history = index.rows("history")
-        found = np.minimum(np.searchsorted(in_history, rows), len(in_history) - 1)
-        place = np.where((in_history[found] == rows) & (events.item[rows] == item), found, -1)
+    if first is not None and len(first):
+        found = rows
+        if events.rows is not None:  # values of another type would convert all of the array
+            found = np.searchsorted(events.rows, rows.astype(events.rows.dtype))
+            found = np.minimum(found, len(events.rows) - 1)
+        place = np.where((events.rows_at(found) == rows) & (events.item[rows] == item), found, -1)
     sums = np.zeros((4, len(rows)))
     for is_own in (True, False):
         chosen = np.flatnonzero((place >= 0) == is_own)
-        chosen = chosen[np.argsort(moment[chosen], kind="stable")]
         asked = _newest(index, rows[chosen], window)
         for own, _, event in asked.blocks(events, _AT_ONCE):
             part, count = chosen[own], asked.lengths[own]
@@ -103,39 +101,53 @@ def co_occurrence(index: PastIndex, window: int, rows: np.ndarray, item: np.ndar
     return CoOccurrence(*sums)
 
 
-def _make_pairs(index: PastIndex, window: int, name: str) -> None:
-    events, in_history = index.events, index.rows("history")
-    by_time = np.argsort(index.moment(in_history), kind="stable")
-    later_rows = in_history[by_time]
-    histories, moment = _newest(index, later_rows, window), index.moment(slice(None))
-    count = int(histories.lengths.sum())
-    if count > _MAX_PAIRS:
-        raise DataError(
-            f"data.statistics: similar compares {count:,} pairs of events, and {_MAX_PAIRS:,} is the most; leave it "
-            f"out, or set data.max_history to {max(1, window * _MAX_PAIRS // count)}"
-        )
-    (key, when), product = np.empty((2, count), np.int64), np.empty(0 if index.is_implicit else count)
-    for own, place, event in histories.blocks(events, _AT_ONCE):
-        later = later_rows[own].repeat(histories.lengths[own])
-        when[place] = moment[later]
-        key[place] = _pair(events.item[later].astype(np.int64), events.item[event].astype(np.int64), index.num_items)
-        if not index.is_implicit:
-            product[place] = _surprise(index)[later] * _surprise(index)[event]
-    pairs = Past.sort(key, when, len(index.times))
-    del key, when
-    first = np.empty(len(in_history), np.int64)
-    first[by_time] = histories.lengths.cumsum() - histories.lengths
-    older, agreement = pairs.of_each_row(None if index.is_implicit else product)
-    made = {"codes": pairs.codes, "keys": pairs.keys, "first": first, "older": older}
-    if not index.is_implicit:
-        made |= {"agreement": agreement, "products": pairs.prefix(product)}
-    for part, values in made.items():
-        index.array(f"{name}: {part}", lambda values=values: values)
+def _pairs(index: PastIndex, window: int, name: str) -> Past:
+    """The pairs, sorted by both items and the moment of the later event."""
+    arrays, events = index.arrays, index.events
+    if f"{name}: codes" not in arrays:
+        first, begin, count = index.new(len(events) if events.rows is None else len(events.rows), np.int64), 0, 0
+        for rows in index.rows("history"):
+            ends = count + np.cumsum(_newest(index, rows, window).lengths)
+            first[begin] = count
+            first[begin + 1 : begin + len(rows)] = ends[:-1]
+            count, begin = int(ends[-1]), begin + len(rows)
+        product = None if index.is_implicit else index.new(count, np.float64)
+        pairs = Past.sort(_unsorted(index, window, product, count), count, len(index.times), index.new)
+        arrays |= {f"{name}: codes": pairs.codes, f"{name}: keys": pairs.keys, f"{name}: first": first}
+        products = None
+        if product is not None:
+            products = arrays[f"{name}: products"] = pairs.prefix(product.take, index.new)
+        arrays[f"{name}: older"], agreement = pairs.of_each_row(products, index.new)
+        if agreement is not None:
+            arrays[f"{name}: agreement"] = agreement
+    return index.sorted_rows(name)
+
+
+def _unsorted(
+    index: PastIndex, window: int, product: np.ndarray | None, count: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields the keys, the later moments and the numbers of pairs, and writes the products of their surprises."""
+    events, end, kind = index.events, 0, index_type(count)
+    for rows in index.rows("history"):
+        histories, item, moment = _newest(index, rows, window), events.item[rows].astype(np.int64), index.moment(rows)
+        for own, _, event in histories.blocks(events, _AT_ONCE):
+            begin, end, each = end, end + len(event), histories.lengths[own]
+            key = _pair(item[own].repeat(each), events.item[event].astype(np.int64), index.num_items)
+            if product is not None:
+                product[begin:end] = _surprise(index)[rows[own]].repeat(each) * _surprise(index)[event]
+            yield key, moment[own].repeat(each), np.arange(begin, end, dtype=kind)
 
 
 def _surprise(index: PastIndex) -> np.ndarray:
     """The surprises, as multiples of 2**-10, so that sums of products are exact."""
-    return index.array("rounded surprise", lambda: np.rint(index.surprise * 1024) / 1024)
+
+    def make() -> np.ndarray:
+        found, surprise = index.new(len(index.events), np.float64), index.surprise
+        for begin, end in blocks(len(found), _AT_ONCE):
+            found[begin:end] = np.rint(surprise[begin:end] * 1024) / 1024
+        return found
+
+    return index.array("rounded surprise", make)
 
 
 def _newest(index: PastIndex, rows: np.ndarray, window: int) -> Histories:

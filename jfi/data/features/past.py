@@ -3,14 +3,33 @@
 Rows are sorted by (key, moment). Those of a key that are older than a moment are then a range, which two binary
 searches find, and a sum over them is the difference of two prefix sums. With values that are whole numbers, or
 multiples of a power of 2, the prefix sums are exact, so that rows outside of the range cannot change a sum's last bit.
+
+Arrays as long as the rows are made by a function `new` that is given, and may be maps of files. Other memory is
+bounded: rows are sorted, and values computed, a block at a time.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from jfi.data.batches.events import index_type
+from jfi.data.schema.coded import blocks
+
+#: Gives by length and type an array to write to.
+New = Callable[[int, np.dtype | type], np.ndarray]
+#: Gives the values of rows `[n]`, which are numbered as those of `Past.sort`.
+Values = Callable[[np.ndarray], np.ndarray]
+
 #: Codes of (key, moment) stay below.
 _LARGEST = 1 << 62
+#: Rows of a block, and rows that are sorted together, about; and those of a block that stays in the cache.
+_AT_ONCE, _IN_CACHE = 1 << 21, 1 << 16
+#: Rows from which it is learnt where a group of rows begins, for each group.
+_SAMPLE = 1 << 12
+#: The first rows of all keys are kept in memory if there are no more.
+_MANY_KEYS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -46,13 +65,14 @@ class Past:
         codes: `[N]` int64 ascending, key * moments + moment.
         moments: the number of moments.
         keys: `[K]` int64, distinct keys whose indices stand for them where `codes` would be too large; else empty.
-        order: `[N]` integers, the rows as they were given to `sort`, in the order of `codes`; None where it is not
-            known. Equal rows are in the order in which they were given.
+        order: `[N]` integers, the numbers of the rows in the order of `codes`; None where they are not known. Equal
+            rows are in the order in which they were given to `sort`.
 
     Example:
-        >>> past = Past.sort(key=np.array([7, 7, 3, 7]), moment=np.array([0, 2, 1, 1]), moments=3)
+        >>> rows = np.array([7, 7, 3, 7]), np.array([0, 2, 1, 1]), np.arange(4)
+        >>> past = Past.sort([rows], count=4, moments=3)
         >>> older = past.older(np.array([7, 7, 3, 8]), np.array([2, 0, 3, 3]))
-        >>> older.count, older.sum(past.prefix(np.array([1, 10, 100, 1000])))
+        >>> older.count, older.sum(past.prefix(np.array([1, 10, 100, 1000]).take))
         (array([2, 0, 1, 0]), array([1001.,    0.,  100.,    0.]))
     """
 
@@ -62,30 +82,51 @@ class Past:
     order: np.ndarray | None = None
 
     @classmethod
-    def sort(cls, key: np.ndarray, moment: np.ndarray, moments: int) -> "Past":
-        """Sorts rows.
+    def sort(cls, rows: Iterable[Sequence[np.ndarray]], count: int, moments: int, new: New = np.empty) -> "Past":
+        """Sorts rows in memory that is bounded, up to the rows of one key and moment, or of one key of very many.
 
         Args:
-            key: `[N]` int64 from 0.
-            moment: `[N]` integers in `[0, moments)`, equal for rows of the same time and larger for later ones.
+            rows: blocks of them: the keys, int64 from 0; the moments, integers in `[0, moments)`, equal for rows of the
+                same time and larger for later ones; and numbers that tell rows apart, integers.
+            count: the number of rows.
             moments: the number of moments.
+            new: makes the arrays, also temporary ones.
         """
-        keys = np.empty(0, np.int64)
-        if len(key) and int(key.max()) >= _LARGEST // (moments + 1):
-            keys, key = np.unique(key, return_inverse=True)
-        codes = key * moments + moment
-        if (codes[1:] >= codes[:-1]).all():
-            return cls(codes, moments, keys, np.arange(len(codes)))
-        bits = len(key).bit_length()
-        # A number that has the key and the row is sorted several times faster than rows by their keys.
-        if int(key.max()) < _LARGEST >> bits and (moment[1:] >= moment[:-1]).all():
-            packed = key << bits
-            packed |= np.arange(len(key))
-            packed.sort()
-            order = packed & ((1 << bits) - 1)
-        else:
-            order = np.argsort(codes, kind="stable")
-        return cls(codes.take(order), moments, keys, order)
+        columns: list[np.ndarray] = []
+        end = largest = 0
+        for block in rows:
+            columns = columns or [new(count, one.dtype) for one in block]
+            begin, end = end, end + len(block[0])
+            for column, values in zip(columns, block, strict=True):
+                column[begin:end] = values
+            largest = max(largest, int(block[0].max(initial=0)))
+        is_large = largest >= _LARGEST // (moments + 1)
+        codes, order = new(count, np.int64), new(count, columns[2].dtype if columns else np.int64)
+        keys, num_keys, end = new(count if is_large else 0, np.int64), 0, 0
+
+        def code(key: np.ndarray, moment: np.ndarray, _: np.ndarray) -> np.ndarray:
+            return key if is_large else key * moments + moment
+
+        for key, moment, number in in_ranges(columns, code):
+            by_code = _order(key, moment, moments)
+            key, begin, end = key.take(by_code), end, end + len(key)
+            if is_large:
+                is_first = np.diff(key, prepend=-1) != 0
+                keys[num_keys : num_keys + int(is_first.sum())] = key[is_first]
+                key = num_keys - 1 + np.cumsum(is_first)
+                num_keys = int(key[-1]) + 1
+            key *= moments
+            key += moment.take(by_code)
+            codes[begin:end], order[begin:end] = key, number.take(by_code)
+        return cls(codes, moments, keys[:num_keys], order)
+
+    @cached_property
+    def _starts(self) -> np.ndarray | None:
+        """`[K + 1]` int64, the first row of each key from 0, and N; None if there are too many keys."""
+        count = int(self.codes[-1]) // self.moments + 1 if len(self.codes) else 0
+        if count > min(_MANY_KEYS, 2 * len(self.codes)):
+            return None
+        return np.searchsorted(self.codes, np.arange(count + 1) * self.moments)
 
     def older(self, key: np.ndarray, moment: np.ndarray) -> Older:
         """The rows with a key that are strictly older than a moment, `[B]` int64 each; none with a key below 0."""
@@ -98,52 +139,162 @@ class Past:
         code = start + np.minimum(moment, self.moments)
         # Searches in the order of the codes find most of the way in the cache.
         order = np.argsort(code)
-        first, end = np.empty(len(code), np.int64), np.empty(len(code), np.int64)
+        end = np.empty(len(code), np.int64)
         end[order] = np.searchsorted(self.codes, code.take(order))
+        if self._starts is not None:
+            return Older(self._starts.take(key, mode="clip"), end)
+        first = np.empty(len(code), np.int64)
         first[order] = np.searchsorted(self.codes, start.take(order))
         return Older(first, end)
 
-    def of_each_row(self, values: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """For each of the N rows those of its key that are strictly older: `[N]` int64 their number, and the sum.
+    def of_each_row(
+        self, prefix: np.ndarray | None = None, new: New = np.empty
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """For each row those of its key that are strictly older: `[N]` integers their number, and float64 a sum.
+
+        Rows must have the numbers from 0 to N - 1.
 
         Args:
-            values: `[N]`, what is summed; None for nothing.
+            prefix: `[N + 1]`, prefix sums of what is summed; None for nothing.
+            new: makes the arrays.
         """
-        first, end, total = _first_of_equal(self.codes // self.moments), _first_of_equal(self.codes), None
-        if values is not None:
-            prefix, total = self.prefix(values), np.empty(len(end))
-            total[self.order] = prefix.take(end) - prefix.take(first)
-        count = np.empty(len(end), np.int64)
-        count[self.order] = np.subtract(end, first, out=end)
+        size = len(self.codes)
+        count, total = new(size, index_type(size)), None if prefix is None else new(size, np.float64)
+        first = last = np.zeros(1, np.int64)
+        for begin, end in blocks(size, _AT_ONCE):
+            # The row before tells whether the first one is equal.
+            codes = self.codes[max(begin - 1, 0) : end]
+            first = _first_of_equal(codes // self.moments, begin, first[-1])
+            last = _first_of_equal(codes, begin, last[-1])
+            row = self.order[begin:end]
+            count[row] = last - first
+            if total is not None:
+                total[row] = prefix.take(last) - prefix.take(first)
         return count, total
 
-    def prefix(self, values: np.ndarray) -> np.ndarray:
-        """`[N + 1]` float64, the prefix sums of `values [N]`, which are in the order that `sort` was given."""
-        return np.append(0.0, np.cumsum(values[self.order], dtype=np.float64))
+    def prefix(self, values: Values, new: New = np.empty) -> np.ndarray:
+        """`[N + 1]` float64, the prefix sums of values in the order of `codes`."""
+        found = new(len(self.codes) + 1, np.float64)
+        found[0] = 0.0
+        for begin, end in blocks(len(self.codes), _AT_ONCE):
+            part = values(self.order[begin:end]).astype(np.float64)
+            part[0] += found[begin]
+            np.cumsum(part, out=found[begin + 1 : end + 1])
+        return found
 
-    def decayed(self, values: np.ndarray, seconds: np.ndarray, half_life: float) -> np.ndarray:
+    def decayed(self, values: Values, seconds: np.ndarray, half_life: float, new: New = np.empty) -> np.ndarray:
         """`[N]` float64, for each sorted row the sum up to it of its key's rows, each halved by half-life of its age.
 
         Args:
-            values: `[N]`, of the sorted rows.
-            seconds: `[N]` float64, the times of the sorted rows.
+            values: what is summed.
+            seconds: `[M]` float64, the times of the moments.
             half_life: in seconds.
+            new: makes the array, and a temporary one.
         """
-        total = values.astype(np.float64)
-        starts = np.diff(self.codes // self.moments, prepend=-1) != 0
+        size = len(self.codes)
+        total, decay, start, longest = new(size, np.float64), new(size, np.float64), 0, 1
+        for begin, end in blocks(size, _AT_ONCE):
+            codes = self.codes[max(begin - 1, 0) : end]
+            key, time = codes // self.moments, seconds[codes % self.moments]
+            is_first = np.diff(key, prepend=-1) != 0
+            age = np.diff(time, prepend=0.0)
+            if begin:
+                is_first, age = is_first[1:], age[1:]
+            total[begin:end] = values(self.order[begin:end])
+            decay[begin:end] = np.exp2(np.where(is_first, -np.inf, -age / half_life))
+            starts = np.concatenate([[start], begin + np.flatnonzero(is_first), [end]])
+            longest, start = max(longest, int(np.diff(starts).max())), int(starts[-2])
         # total[i] = value[i] + decay[i] * total[i - 1], by doubling: after a step a total covers twice as many rows.
-        decay = np.exp2(np.where(starts, -np.inf, -np.diff(seconds, prepend=0.0) / half_life))
-        longest = int(np.diff(np.append(np.flatnonzero(starts), len(starts))).max(initial=1))
         step = 1
         while step < longest:
-            total[step:] += decay[step:] * total[:-step]
-            decay[step:] *= decay[:-step]
+            # The last block is the first, since a row reads those before it as they were.
+            for begin, end in reversed(list(blocks(size - step, _IN_CACHE))):
+                rows, before = slice(begin + step, end + step), slice(begin, end)
+                total[rows] += decay[rows] * total[before]
+                decay[rows] *= decay[before]
             step *= 2
         return total
 
 
-def _first_of_equal(values: np.ndarray) -> np.ndarray:
-    """`[N]` int64, for sorted values the index of the first one that is equal."""
-    first = np.arange(len(values))
+def moments_of(time: np.ndarray, new: New = np.empty) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct times `[M]` ascending, and for each of `time [N]` the index among them, `[N]` integers.
+
+    >>> moments_of(np.array([7.0, 3.0, 7.0]))
+    (array([3., 7.]), array([1, 0, 1], dtype=int32))
+    """
+    size, kind, count = len(time), index_type(len(time)), 0
+    columns = new(size, np.float64), new(size, kind)
+    for begin, end in blocks(size, _AT_ONCE):
+        columns[0][begin:end], columns[1][begin:end] = time[begin:end], np.arange(begin, end)
+    times, moments = new(size, np.float64), new(size, kind)
+    for part, rows in in_ranges(columns, lambda part, _: part):
+        distinct, index = np.unique(part, return_inverse=True)
+        times[count : count + len(distinct)], moments[rows] = distinct, count + index
+        count += len(distinct)
+    return times[:count], moments
+
+
+def in_ranges(columns: Sequence[np.ndarray], code: Callable[..., np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
+    """Yields rows in groups of ascending codes: all of a code are in one group. Rows of a group stay in their order.
+
+    Args:
+        columns: of the rows, `[N]` each; if there are several groups, blocks of them are put into another order.
+        code: gives the codes of rows `[n]`, of the values that they have in the columns.
+    """
+    size = len(columns[0]) if columns else 0
+    groups = -(-size // _AT_ONCE)
+    if groups <= 1:
+        yield from [columns] * groups
+        return
+    chosen = np.sort(np.random.default_rng(0).integers(0, size, _SAMPLE * groups))
+    sample = np.sort(code(*(one.take(chosen) for one in columns)))
+    first = np.unique(sample[_SAMPLE::_SAMPLE])
+    bounds = []
+    for begin, end in blocks(size, _AT_ONCE):
+        part = [one[begin:end] for one in columns]
+        group = np.searchsorted(first, code(*part), side="right").astype(np.int16)
+        order = np.argsort(group, kind="stable")
+        for one in part:
+            one[:] = one.take(order)
+        bounds.append(begin + np.searchsorted(group.take(order), np.arange(len(first) + 2)))
+    for i in range(len(first) + 1):
+        if any(bound[i] < bound[i + 1] for bound in bounds):
+            yield [np.concatenate([one[bound[i] : bound[i + 1]] for bound in bounds]) for one in columns]
+
+
+def _order(key: np.ndarray, moment: np.ndarray, moments: int) -> np.ndarray:
+    """`[n]` int64, the order of rows by (key, moment); equal ones stay in their order."""
+    low, bits = key.min(), len(key).bit_length()
+    if (int(key.max()) - int(low) + 1) * moments < _LARGEST >> bits:
+        return _stable_order((key - low) * moments + moment)
+    order = _stable_order(moment)
+    return order.take(_stable_order(key.take(order)))
+
+
+def _stable_order(values: np.ndarray) -> np.ndarray:
+    """`[n]` int64, the order of integers; equal ones stay in their order."""
+    low, bits = values.min(), len(values).bit_length()
+    if int(values.max()) - int(low) >= _LARGEST >> bits:
+        return np.argsort(values, kind="stable")
+    # A number that has the value and the index is sorted several times faster than indices by their values.
+    packed = (values - low).astype(np.int64) << bits
+    packed |= np.arange(len(values))
+    packed.sort()
+    packed &= (1 << bits) - 1
+    return packed
+
+
+def _first_of_equal(values: np.ndarray, begin: int, before: np.integer) -> np.ndarray:
+    """`[n]` int64, for sorted values from index `begin` on the index of the first one that is equal.
+
+    Args:
+        values: `[n]`, or `[n + 1]` with the value before them if `begin` is not 0.
+        begin: the index of the first one.
+        before: the result for the value before.
+    """
+    first = np.arange(len(values)) + max(begin - 1, 0)
     first[1:][values[1:] == values[:-1]] = 0
-    return np.maximum.accumulate(first, out=first)
+    if begin:
+        first[0] = before
+    np.maximum.accumulate(first, out=first)
+    return first[1:] if begin else first

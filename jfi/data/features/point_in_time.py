@@ -15,15 +15,17 @@ Keys are tuples of parts, such as `("user", "item")`, `("item", "hour")` or `("u
 target with several values of a column has a key for each of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from jfi.data.batches.events import Events
-from jfi.data.features.past import Older, Past
+from jfi.data.batches.events import Events, index_type
+from jfi.data.features.past import New, Older, Past, moments_of
+from jfi.data.features.sessions import PAUSE, session_starts
+from jfi.data.schema.coded import blocks
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema
 from jfi.utils.encoding import UNKNOWN
@@ -31,8 +33,6 @@ from jfi.utils.encoding import UNKNOWN
 Rows = Literal["labeled", "history", "labeled history"]
 Key = tuple[str, ...]
 
-#: A session ends where a user pauses for longer, in seconds.
-PAUSE = 1800.0
 #: Values of a multi-valued column of the user or the context that are used.
 _MAX_VALUES = 8
 #: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
@@ -80,7 +80,7 @@ class PastIndex:
         is_implicit: whether every row is a positive.
         session: `[E]` integers, equal for the events of a session of a user, or None without a column of it.
         arrays: those that are made already, by name.
-        keep: gives an array to be used in the place of a new one, such as the map of a file with the same values.
+        new: makes arrays, also temporary ones; they may be maps of files.
     """
 
     def __init__(
@@ -91,20 +91,21 @@ class PastIndex:
         is_implicit: bool,
         session: np.ndarray | None = None,
         arrays: dict[str, np.ndarray] | None = None,
-        keep: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+        new: New = np.empty,
     ) -> None:
-        self.events, self.is_implicit, self._session, self._keep = events, is_implicit, session, keep
+        self.events, self.is_implicit, self._session, self.new = events, is_implicit, session, new
         self._features, self._item_key = list(zip(schema.features, columns, strict=False)), schema.item_key
         spec, ids = next(one for one in self._features if one[0].key == schema.item_key)
         #: The number of items, and of those that training knows.
         self.num_items, self.num_known = len(ids.ids), spec.num_embeddings
         #: The arrays that were made so far, by name.
         self.arrays = {} if arrays is None else arrays
+        self._pasts: dict[str, Past] = {}
 
     def array(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the array of this name, made if there is none yet."""
         if name not in self.arrays:
-            self.arrays[name] = self._keep(make())
+            self.arrays[name] = make()
         return self.arrays[name]
 
     def name(self, rows: Rows, key: Key) -> str:
@@ -121,37 +122,47 @@ class PastIndex:
     @property
     def times(self) -> np.ndarray:
         """`[M]` float64 ascending, the distinct times; their indices are the moments."""
-        return self.array("times", lambda: np.unique(self.events.time))
+        if "times" not in self.arrays:
+            self.arrays["times"], self.arrays["moments"] = moments_of(self.events.time, self.new)
+        return self.arrays["times"]
 
-    def moment(self, events: np.ndarray | slice) -> np.ndarray:
+    def moment(self, events: np.ndarray) -> np.ndarray:
         """`[n]` int64, the moments of events."""
-        return np.searchsorted(self.times, self.events.time[events])
+        times = self.times
+        if "moments" in self.arrays:
+            return self.arrays["moments"][events].astype(np.int64)
+        return np.searchsorted(times, self.events.time[events])
 
-    def rows(self, rows: Rows) -> np.ndarray:
-        """The events `[N]` that a set of rows consists of, ascending."""
+    def rows(self, rows: Rows) -> Iterator[np.ndarray]:
+        """Yields the events that a set of rows consists of, int64 ascending, a block at a time."""
         of = self.events
-        if rows == "labeled":
-            return np.flatnonzero(~np.isnan(of.label))
-        found = np.arange(len(of)) if of.rows is None else np.asarray(of.rows, np.int64)
-        return found if rows == "history" else found[~np.isnan(of.label[found])]
+        for begin, end in blocks(len(of) if rows == "labeled" or of.rows is None else len(of.rows), _AT_ONCE):
+            found = np.arange(begin, end)
+            found = found if rows == "labeled" else of.rows_at(found)
+            yield found if rows == "history" else found[~np.isnan(of.label[found])]
 
     def past(self, rows: Rows, key: Key) -> Past:
-        """Returns the rows of a set, sorted by key and moment."""
+        """Returns the rows of a set, sorted by key and moment, which have the numbers of their events."""
         name = self.name(rows, key)
         if f"{name}: codes" not in self.arrays:
-            events = self.rows(rows)
+            count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
+            past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
+            self.arrays |= {f"{name}: codes": past.codes, f"{name}: keys": past.keys, f"{name}: events": past.order}
+        return self.sorted_rows(name)
+
+    def sorted_rows(self, name: str) -> Past:
+        """Returns the sorted rows of this name, whose arrays are there."""
+        if name not in self._pasts:
+            codes, keys, order = (self.arrays.get(f"{name}: {part}") for part in ("codes", "keys", "events"))
+            self._pasts[name] = Past(codes, len(self.times), keys, order)
+        return self._pasts[name]
+
+    def _keyed(self, rows: Rows, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields the keys, the moments and the events of a set of rows, as `Past.sort` takes them."""
+        for events in self.rows(rows):
             keys = self.keys(key, events, self.events.item[events].astype(np.int64))
             index, _ = kept = np.nonzero(keys >= 0)
-            past = Past.sort(keys[kept], self.moment(events)[index], len(self.times))
-            self.array(f"{name}: codes", lambda: past.codes)
-            self.array(f"{name}: keys", lambda: past.keys)
-            self.array(f"{name}: events", lambda: events[index[past.order]])
-        return Past(self.arrays[f"{name}: codes"], len(self.times), self.arrays[f"{name}: keys"])
-
-    def sorted_values(self, rows: Rows, key: Key, values: np.ndarray) -> np.ndarray:
-        """The values `[E]` of events in the order of `past(rows, key)`."""
-        self.past(rows, key)
-        return values[self.arrays[f"{self.name(rows, key)}: events"]]
+            yield keys[kept], self.moment(events)[index], events[index].astype(index_type(len(self.events)))
 
     def prefix(self, rows: Rows, key: Key, values: str) -> np.ndarray:
         """`[N + 1]` float64, prefix sums of values of the rows.
@@ -159,42 +170,28 @@ class PastIndex:
         Args:
             values: "label", "has label" or "item surprise".
         """
+        label = self.events.label
+        known = {
+            "label": lambda events: np.nan_to_num(label[events]),
+            "has label": lambda events: ~np.isnan(label[events]),
+        }
 
         def make() -> np.ndarray:
-            of = self.events.label
-            known = {"label": np.nan_to_num, "has label": lambda one: ~np.isnan(one)}
-            found = self.item_surprise if values not in known else known[values](of)
-            return np.append(0.0, np.cumsum(self.sorted_values(rows, key, found), dtype=np.float64))
+            return self.past(rows, key).prefix(known.get(values) or self.item_surprise.take, self.new)
 
         return self.array(f"{self.name(rows, key)}: {values}", make)
 
     def decayed(self, key: Key, half_life: float, label: bool) -> np.ndarray:
         """`[N]` float64, sums of labels, or of ones, at each labeled row; see `Past.decayed`."""
         past, kind = self.past("labeled", key), "labels" if label else "rows"
-
-        def make() -> np.ndarray:
-            events = self.events.label if label else np.broadcast_to(1.0, len(self.events))
-            values = self.sorted_values("labeled", key, events)
-            return past.decayed(values, self.times[past.codes % past.moments], half_life)
-
-        return self.array(f"{self.name('labeled', key)}: {kind} by {half_life!r}", make)
+        values = self.events.label.take if label else lambda events: np.ones(len(events))
+        name = f"{self.name('labeled', key)}: {kind} by {half_life!r}"
+        return self.array(name, lambda: past.decayed(values, self.times, half_life, self.new))
 
     @property
     def session_starts(self) -> np.ndarray:
         """`[H]` integers, for each row of histories the first one of its session, which has all of its first moment."""
-
-        def make() -> np.ndarray:
-            rows = self.rows("history")
-            user, time = self.events.user[rows], self.events.time[rows]
-            new = (np.diff(user, prepend=-1) != 0) | (np.diff(time, prepend=-np.inf) > PAUSE)
-            moment = np.maximum.accumulate(
-                np.where(new | (np.diff(time, prepend=-np.inf) > 0), np.arange(len(rows)), 0)
-            )
-            if self._session is not None:
-                new[1:] |= np.diff(self._session[rows]) != 0
-            return np.maximum.accumulate(np.where(new, moment, 0))
-
-        return self.array("session starts", make)
+        return self.array("session starts", lambda: session_starts(self.events, self._session, self.new, _AT_ONCE))
 
     @property
     def surprise(self) -> np.ndarray:
@@ -207,10 +204,10 @@ class PastIndex:
         return self.array("item surprise", lambda: self._differences(lambda one: one.item.rate(one.overall, 10.0)))
 
     def _differences(self, expected: Callable[["Tallies"], np.ndarray]) -> np.ndarray:
-        found, rows = np.zeros(len(self.events)), self.rows("labeled")
-        for begin in range(0, len(rows), _AT_ONCE):
-            chosen = rows[begin : begin + _AT_ONCE]
-            found[chosen] = self.events.label[chosen] - expected(Tallies(self, chosen))
+        found = self.new(len(self.events), np.float64)
+        found[:] = 0.0
+        for events in self.rows("labeled"):
+            found[events] = self.events.label[events] - expected(Tallies(self, events))
         return found
 
     @staticmethod

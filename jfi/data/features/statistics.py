@@ -5,8 +5,8 @@ are known by then; rows of its own time are not among them. With labels a rate i
 some more rows of the rate that is expected anyway. In implicit feedback a share takes its place, of all older rows or
 of the user's; a sampled negative has the statistics of its item at the time of its positive, made by the same function.
 
-docs/features.md says what the columns of each group are. `similar` looks at the 32 newest events, the same in every
-table, so that a table to score has the scale of training. It takes the most time.
+docs/features.md says what the columns of each group are. `similar` looks at as many of the newest events in every table
+as in training, so that a table to score has the same scale. It takes the most time.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,13 @@ import numpy as np
 from jfi.data.features.co_occurrence import co_occurrence
 from jfi.data.features.groups import GROUPS, columns_of
 from jfi.data.features.point_in_time import PastIndex, Tallies
+from jfi.data.schema.coded import blocks
 from jfi.data.schema.schema import DataSchema
 from jfi.utils.encoding import standardize
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item or
 #: category.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
-#: The newest events that `similar` compares a target with.
-WINDOW = 32
 #: Added to a sum of similarities before its logarithm is taken.
 _LEAST_SIMILARITY = 1e-3
 _AT_ONCE = 1 << 18
@@ -63,16 +62,17 @@ class Statistics:
                 columns |= getattr(self, f"_{name}")(asked)
         return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, self.categories)}
 
-    def of_rows(self, rows: np.ndarray, new: Callable[[str, type, int], np.ndarray]) -> Columns:
+    def of_rows(self, rows: np.ndarray | None, new: Callable[[str, type, int], np.ndarray]) -> Columns:
         """Returns by column the statistics `[E]` of events at `rows [N]`, NaN elsewhere.
 
         Args:
-            rows: `[N]` int64.
+            rows: `[N]` int64, or None for all.
             new: gives by name, type and length an array to write to.
         """
         found: Columns = {}
-        for begin in range(0, max(len(rows), 1), _AT_ONCE):
-            part = rows[begin : begin + _AT_ONCE]
+        count = len(self.index.events) if rows is None else len(rows)
+        for begin, end in blocks(max(count, 1), _AT_ONCE):
+            part = np.arange(begin, min(end, count)) if rows is None else rows[begin:end]
             for name, values in self.of(part).items():
                 if name not in found:
                     found[name] = new(f"statistic-{len(found)}", np.float64, len(self.index.events))

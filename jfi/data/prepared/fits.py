@@ -66,6 +66,7 @@ def _parts(schema: DataSchema) -> dict[str, object]:
         **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},
         "means and deviations": known.moments,
         "half-lives of statistics": known.half_lives,
+        "newest events of statistics": known.window,
         "labels": schema.labels,
         "auxiliary labels": schema.num_auxiliary,
     }

@@ -15,7 +15,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import WINDOW, DenseStatistics, Statistics
+from jfi.data.features.statistics import DenseStatistics, Statistics
 from jfi.data.prepared.checksums import open_checked, verify
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
@@ -115,9 +115,8 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
     if negatives is not None and config.statistics:
         past = {name: _numpy(column.values) for name, column in _read(folder / _PAST).items()}
         index = PastIndex(events, schema, ids, is_implicit=True, arrays=past)
-        # The run may have another `max_history`, and drawn items have the statistics of the stored columns.
-        window = min(WINDOW, Manifest.load(folder).data.max_history)
-        made = config.statistics, config.names("item", "category"), window, schema.encodings.half_lives
+        encodings = schema.encodings
+        made = config.statistics, config.names("item", "category"), encodings.window, encodings.half_lives
         statistics = DenseStatistics(Statistics(index, *made), schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)

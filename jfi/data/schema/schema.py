@@ -130,6 +130,7 @@ class Encodings:
         buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
         defaults: the value or the number that stands for a missing one of a column.
         half_lives: of the statistics of popularity, in seconds.
+        window: the newest events that the statistics `similar` compare a target with.
     """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
@@ -138,6 +139,7 @@ class Encodings:
     buckets: dict[str, HashBuckets] = field(default_factory=dict)
     defaults: dict[str, str | float] = field(default_factory=dict)
     half_lives: list[float] = field(default_factory=list)
+    window: int = 0
 
     def scale(self, column: str) -> tuple[float, float, float | None]:
         """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
@@ -164,6 +166,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     sha256: str
     labels: list[LabelSpec]
     half_lives: list[float] = []
+    window: int | None = None
     num_auxiliary: int = 0
     codec: str | None = None
 
@@ -241,6 +244,7 @@ class DataSchema:
             buckets={name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
             defaults=self.encodings.defaults,
             half_lives=self.encodings.half_lives,
+            window=self.encodings.window,
             values={name: len(values) for name, values in columns.items()},
             sha256=sha256_of(folder / _LARGE),
             labels=self.labels,
@@ -272,6 +276,7 @@ class DataSchema:
                 {name: HashBuckets(count) for name, count in content.buckets.items()},
                 content.defaults,
                 content.half_lives,
+                min(32, content.max_history) if content.window is None else content.window,  # none was stored at first
             ),
             titles=titles,
             codec=None if content.codec is None else _read_codec(Path(folder) / CODEC, content.codec),

@@ -67,6 +67,14 @@ class Columns:
         """An array `[count]`, or of that shape, to write to, the map of a file of this name."""
         return new_map(self._scratch / f"{name}.npy", kind, count)
 
+    def temporary(self, count: int, kind: np.dtype | type) -> np.ndarray:
+        """An array `[count]` to write to, the map of a file that takes space as long as the array is there."""
+        if not count:
+            return np.empty(0, kind)
+        found = self.new("temporary", kind, count)
+        (self._scratch / "temporary.npy").unlink()
+        return found
+
     @property
     def train(self) -> np.ndarray:
         """`[E]` bool: the rows that vocabularies, quantiles and means come from."""

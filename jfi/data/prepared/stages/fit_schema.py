@@ -6,7 +6,7 @@ import pyarrow.compute as pc
 
 from jfi.data.config import AGE, HISTORY, SID
 from jfi.data.errors import DataError
-from jfi.data.features.groups import HALF_LIVES
+from jfi.data.features.groups import HALF_LIVES, similar_window
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.labels import labels_of
@@ -28,7 +28,8 @@ def learn_schema(columns: Columns) -> DataSchema:
     config, train = columns.config, columns.train
     counts = {"user": columns.count_training("user"), "item": columns.count_training("item")}
     samples = train & ~np.isnan(columns.events.label)
-    encodings = Encodings(defaults=config.defaults())
+    window = similar_window(len(columns.events), config.max_history)
+    encodings = Encodings(defaults=config.defaults(), window=window)
     users, items, contexts, history = [], [], [], []
     for name in config.names("user", "category"):
         users += _learn_keys(columns, name, "user", counts["user"], encodings)[0]

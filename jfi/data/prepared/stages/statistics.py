@@ -6,7 +6,7 @@ import numpy as np
 
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import WINDOW, Columns, DenseStatistics, Statistics
+from jfi.data.features.statistics import Columns, DenseStatistics, Statistics
 from jfi.data.prepared.stages.columns import Columns as RawColumns
 from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.schema.columns import Categorical, moments
@@ -38,24 +38,16 @@ def compute_statistics(
         What gives the statistics of other targets; its arrays are maps of temporary files.
     """
     config, events = columns.config, columns.events
-
-    def keep(values: np.ndarray) -> np.ndarray:
-        if not values.size:
-            return values
-        kept = columns.new(f"past-{len(index.arrays)}", values.dtype, values.shape)
-        kept[...] = values
-        return kept
-
     if repeated is not None and len(repeated):
         label = columns.new("counted", np.float32, len(events))
         label[:] = events.label
         label[repeated] = np.nan
         events = replace(events, label=label)
     session = read_sessions(columns) if "session" in config.statistics else None
-    index = PastIndex(events, schema, ids, config.label is None, session, keep=keep)
-    window, categories = min(WINDOW, config.max_history), config.names("item", "category")
-    statistics = Statistics(index, config.statistics, categories, window, schema.encodings.half_lives)
-    columns.computed |= statistics.of_rows(np.arange(len(events)) if rows is None else rows, columns.new)
+    index = PastIndex(events, schema, ids, config.label is None, session, new=columns.temporary)
+    categories, encodings = config.names("item", "category"), schema.encodings
+    statistics = Statistics(index, config.statistics, categories, encodings.window, encodings.half_lives)
+    columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
         samples = np.flatnonzero(columns.train & ~np.isnan(events.label))
