@@ -31,9 +31,9 @@ from benchmarks import report
 from benchmarks.quality.run import environment
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.batches.choose_events import EventChooser
-from jfi.data.batches.events import Histories
 from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.training_log import training_log
+from jfi.events.events import Histories
 from jfi.history_policies import Policy, fit
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export

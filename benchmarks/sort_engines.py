@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.prepared.stages.external_sort import sort_batches
-from jfi.data.schema.coded import BLOCK
+from jfi.utils.jagged import BLOCK
 
 BY = ["user", "item", "time", "row"]
 ENGINES = {"duckdb, limit 1GB": "1GB", "duckdb, limit 500MB": "500MB", "polars, streaming": None}

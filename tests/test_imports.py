@@ -1,7 +1,7 @@
 """Who may import whom: by the files' import lines, and in a fresh process for each package.
 
 utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines <- cli;
-data beside models; history <- data; sid <- modules, data.
+data beside models; history, events <- data; sid <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
 """
@@ -37,6 +37,7 @@ FORBIDDEN = {
     },
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},
     "jfi.models": {"jfi.data", "jfi.training"},
+    "jfi.events": {"torchrec", "pyarrow", "jfi.data"},
     "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines", "sklearn"},
     "jfi.semantic_ids": {
         "torchrec",
@@ -279,13 +280,14 @@ inputs._private(inputs.public, inputs.__doc__, self._own)
 MAY_IMPORT = {"utils": set(), "reference": set(), "plan": {"utils"}}
 MAY_IMPORT["kernels"] = MAY_IMPORT["cpu"] = {"utils", "reference", "plan"}
 MAY_IMPORT["ops"] = MAY_IMPORT["kernels"] | {"kernels", "cpu"}
-MAY_IMPORT["history_policies"] = {"utils"}
+MAY_IMPORT["history_policies"] = MAY_IMPORT["events"] = {"utils"}
 MAY_IMPORT["semantic_ids"] = {"utils", "data"}
-MAY_IMPORT["data"] = {"utils", "history_policies", "semantic_ids"}
+MAY_IMPORT["data"] = {"utils", "events", "history_policies", "semantic_ids"}
 MAY_IMPORT["modules"] = {"utils", "reference", "plan", "ops", "semantic_ids"}
 MAY_IMPORT["models"] = MAY_IMPORT["cuda_graphs"] = MAY_IMPORT["modules"] | {"modules"}
 MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
-MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data", "history_policies"}
+MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data"}
+MAY_IMPORT["training"] |= {"events", "history_policies"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
 MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "semantic_ids", "cli"}
 

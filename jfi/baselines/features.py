@@ -12,8 +12,9 @@ import numpy as np
 
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
-from jfi.data.features.co_occurrence import CoOccurrence, co_occurrence, window_of
-from jfi.data.features.point_in_time import PastIndex, Tallies, Tally
+from jfi.data.features.past_index import past_index
+from jfi.events.co_occurrence import CoOccurrence, co_occurrence, window_of
+from jfi.events.point_in_time import Tallies, Tally
 from jfi.utils.encoding import UNKNOWN
 
 #: The weight of the user's own rate next to the similarities of labeled events, which are at most about 1 each.
@@ -39,7 +40,7 @@ class Smoothing:
 
 
 class Features:
-    """The features of samples, each made of rows that are strictly older; `jfi.data.features.point_in_time` has them.
+    """The features of samples, each made of rows that are strictly older; `jfi.events.point_in_time` has them.
 
     Args:
         dataset: of a training run; its arrays are read into memory.
@@ -56,8 +57,8 @@ class Features:
     def __init__(self, dataset: InteractionDataset, samples: Samples) -> None:
         arrays, schema = dataset.arrays(), dataset.schema
         self.samples, self._negatives = samples, arrays.negatives
-        index = PastIndex(arrays.events, schema, arrays.columns, dataset.is_implicit)
-        self._index, self._tallies = index, Tallies(index, samples.events, samples.item)
+        index = past_index(arrays.events, schema, arrays.columns, dataset.is_implicit, contexts=True)
+        self._index, self._tallies = index, Tallies(index, index.questions(samples.events, samples.item))
         self._overall = self._tallies.overall
         if self._negatives is not None:
             self._overall = np.full(len(samples.item), 1 / (1 + self._negatives.per_positive))
@@ -119,7 +120,7 @@ class Features:
 
     @cached_property
     def _co_occurrence(self) -> CoOccurrence:
-        return co_occurrence(self._index, self._window, self.samples.events, self.samples.item)
+        return co_occurrence(self._tallies, self._window)
 
     @cached_property
     def _item_tally(self) -> Tally:

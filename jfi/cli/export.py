@@ -1,15 +1,20 @@
 """Runs `jfi export`."""
 
 import argparse
+import dataclasses
+from datetime import UTC, datetime
 
 import torch
 
+from jfi.data import DataError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
+from jfi.serving.log_totals import read_totals
+from jfi.serving.past import LogTotals
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.saved_run import load_run
+from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.exit_codes import raise_on_sigterm
 
 
@@ -31,6 +36,7 @@ def main(options: argparse.Namespace) -> None:
     limits = Limits(options.max_candidates, run.schema.max_history)
     own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
+    past = _read_log(run, options.history)
     try:
         with raise_on_sigterm():
             sha256 = export(
@@ -43,6 +49,7 @@ def main(options: argparse.Namespace) -> None:
                 impl=options.impl,
                 policy=run.policy,
                 calibration=calibration,
+                past=past,
                 run=options.run.resolve().name,
                 trained=RunFolder(options.run).read_versions(),
             )
@@ -50,3 +57,26 @@ def main(options: argparse.Namespace) -> None:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")
+
+
+def _read_log(run: SavedRun, history: str | None) -> LogTotals | None:
+    """Returns the statistics of the log, by default of the run's own; None if each request must have those it needs."""
+    config = run.config.data
+    if not config.statistics_columns():
+        if history is not None:
+            raise ConfigError(f"--history {history}: run {run.path} has no data.statistics, which alone read it")
+        return None
+    if history == "none":
+        return None
+    if history is not None:
+        config = dataclasses.replace(config, interactions=history, split="time", validation=None, test=None)
+    try:
+        found = read_totals(config, run.schema)
+    except DataError as fault:
+        if history is not None:
+            raise
+        print(f"requests must have data.statistics of each candidate, since the run's log cannot be read: {fault}")
+        return None
+    until = datetime.fromtimestamp(found.fields.until, UTC).isoformat(sep=" ", timespec="seconds")
+    print(f"data.statistics of requests are those of the log as of {until}")
+    return found

@@ -180,6 +180,8 @@ def export() -> OptionParser:
     parser.add_argument("--tables", **tables, help="format of the embedding tables (default: float32)")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
     parser.add_argument("--max-candidates", type=at_least_one, default=1000, help="limit per request (default: 1000)")
+    log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
+    parser.add_argument("--history", help=log)
     return parser
 
 

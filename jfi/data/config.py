@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jfi.data.features.groups import columns_of
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
+from jfi.events.groups import columns_of
 from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 

@@ -5,8 +5,8 @@ import math
 
 from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
-from jfi.data.features.groups import GROUPS
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
+from jfi.events.groups import GROUPS
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
 

@@ -21,6 +21,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
+from jfi.serving.past import LogTotals
 from jfi.serving.schema import Inputs, Limits, Schema, Table
 from jfi.serving.scorer import batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
@@ -47,6 +48,7 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
+    past: LogTotals | None = None,
     run: str | None = None,
     trained: dict[str, str | None] | None = None,
 ) -> str:
@@ -62,6 +64,7 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+        past: the statistics of requests that have none; None if each request must have those that the model reads.
         run: name of the model's run, which the server says, or None.
         trained: versions that the run has recorded, which the server says, or None.
 
@@ -108,13 +111,15 @@ def export(
         embedding_dim=scoring.embedding_dim,
         inputs=inputs,
         limits=limits,
-        schema=dataclasses.replace(schema, vocabularies={}),
+        schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
         calibration=calibration,
     )
     with writing_folder(path) as folder:
         _compile(scoring, example, folder / artifact.MODEL)
         if policy is not None:
             policy.save(folder / artifact.POLICY)
+        if past is not None:
+            past.save(folder)
         save_tables(folder / artifact.TABLES, tables, weights, described)
         write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(schema.vocabularies))
         write_file(folder / artifact.INFO, msgspec.json.encode(info))

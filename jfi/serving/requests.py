@@ -4,12 +4,14 @@ A value that training has not seen, or that is null, gets id 0; a number that is
 other fault is refused with its place: an unknown or missing field, a value of a wrong type, a number that is infinite.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.json_schema import request_schema
+from jfi.serving.past import RequestPast
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.validation import (
     BadRequestError,
@@ -29,8 +31,8 @@ from jfi.serving.validation import (
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
 
-#: The field of a request that names the codec of its semantic IDs.
-CODEC = "codec"
+#: The fields of a request that name the codec of its semantic IDs, and its time in seconds.
+CODEC, TIME = "codec", "time"
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,18 @@ class RequestReader:
         limits: the limits of a request.
         policy: chooses among the events, with `schema.policy`.
         answer: what a score is.
+        past: the artifact's own statistics, with `schema.past`.
     """
 
     def __init__(
-        self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None, answer: str = "logit"
+        self,
+        schema: Schema,
+        limits: Limits,
+        policy: RequestPolicy | None = None,
+        answer: str = "logit",
+        past: RequestPast | None = None,
     ) -> None:
-        self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
+        self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
         if schema.policy is not None:
@@ -88,6 +96,13 @@ class RequestReader:
             for part, fields in read.items()
             if fields or part != "history"
         }
+        #: Names of the statistics, which a request may leave out.
+        self._statistics: list[str] = []
+        if past is not None:
+            self._statistics = past.fields.names
+            # The ids by which they are looked up, which the model may read too.
+            self.fields["user"].setdefault(past.fields.user, "category")
+            self.fields["candidates"].setdefault(past.fields.item, "category")
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -99,7 +114,7 @@ class RequestReader:
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
-        return request_schema(self.fields, self.schema.codec, self.limits, self._answer)
+        return request_schema(self.fields, self.schema.codec, self.limits, self._answer, self._statistics)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -130,13 +145,19 @@ class RequestReader:
         """
         if not isinstance(request, dict):
             raise BadRequestError(f"the request must be an object, got {shown(request)}")
+        now = None
+        if self._past is not None and TIME in request:
+            now, request = _time(request[TIME]), {name: part for name, part in request.items() if name != TIME}
         check_names("the request", request, self._parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        candidates = Rows("candidates", request["candidates"], [*self.fields["candidates"]])
+        given = request["candidates"]
+        looks_up = self._statistics and not _has_any(given, self._statistics)
+        left_out = self._statistics if looks_up else []
+        candidates = Rows("candidates", given, [one for one in self.fields["candidates"] if one not in left_out])
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
         if count > self.limits.max_candidates:
@@ -144,15 +165,31 @@ class RequestReader:
         history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
         history.keep_last(self.limits.max_history)
 
-        user = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
-        user = self._encode(self.schema.user, user, _place_of_user)
-        candidate = self._encode(self.schema.candidate, candidates.columns(), candidates.place)
+        values = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
+        user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
+        statistics = [one for one in self.schema.candidate if one.name in left_out]  # behind all other fields
+        plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
+        candidate = self._encode(plain, columns, candidates.place)
+        if looks_up:
+            (name,) = texts(Field(self._past.fields.user, "category"), values[self._past.fields.user], _place_of_user)
+            items = texts(Field(self._past.fields.item, "category"), columns[self._past.fields.item], candidates.place)
+            found = self._past(name, items, self._ids_of_columns(candidate), now)
+            self._encode_into(candidate, statistics, found, candidates.place)
         event, num_events, weights = self._encode_history(history)
-        columns = [column.repeat(count) for column in user.dense] + candidate.dense
+        dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
-        dense = np.stack(columns, axis=1) if columns else np.zeros((count, 1), np.float32)
+        dense = np.stack(dense_columns, axis=1) if dense_columns else np.zeros((count, 1), np.float32)
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
         return Request(ids, counts, event.ages, dense, num_events, count, weights)
+
+    def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
+        """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
+        found = {}
+        for column in self._past.fields.columns.values():
+            key = column.keys[0]
+            ids, counts = candidate.ids[key], candidate.counts.get(key)
+            found[key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
+        return found
 
     def _encode_history(self, history: Rows) -> "tuple[_Encoded, int, np.ndarray | None]":
         """The events that the policy keeps, their number and their weights, if any."""
@@ -184,9 +221,13 @@ class RequestReader:
             found[role] = columns[one.name]
         return self._policy(*found.values())
 
-    def _encode(self, fields: list[Field], columns: dict[str, Values], place: Place) -> "_Encoded":
+    def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> "_Encoded":
         """Encodes the user, the candidates or the events."""
-        encoded = _Encoded()
+        return self._encode_into(_Encoded(), fields, columns, place)
+
+    def _encode_into(
+        self, encoded: "_Encoded", fields: list[Field], columns: Mapping[str, Values], place: Place
+    ) -> "_Encoded":
         for one in fields:
             if one.kind == "cross":
                 parts = [texts(one, columns[name], place) for name in one.columns]  # checked before: they come first
@@ -200,13 +241,31 @@ class RequestReader:
             elif one.kind == "categories":
                 encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self._known[one.name], values, place)
             elif one.kind == "slots":
-                ids, counts = lists(one, self._known[one.name], values, place)
-                for slot, key in enumerate(one.keys):
-                    encoded.ids[key] = np.zeros(len(counts), np.int64)
-                    encoded.ids[key][counts > slot] = ids[(counts.cumsum() - counts)[counts > slot] + slot]
+                of_slots = _first_values(*lists(one, self._known[one.name], values, place), len(one.keys))
+                encoded.ids |= {key: of_slots[:, slot] for slot, key in enumerate(one.keys)}
             else:
                 _add_numbers(encoded, one, values, place)
         return encoded
+
+
+def _has_any(rows: object, names: list[str]) -> bool:
+    """Returns whether candidates, by rows or by columns, have one of these fields."""
+    first = rows[0] if isinstance(rows, list) and rows else rows
+    return isinstance(first, dict) and any(name in first for name in names)
+
+
+def _time(value: object) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e15:
+        raise BadRequestError(f"{TIME} must be a number of seconds since 1970, got {shown(value)}")
+    return float(value)
+
+
+def _first_values(ids: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:
+    """`[R, most]`, the first ids of each row of lists, 0 where there are fewer."""
+    found, start = np.zeros((len(counts), most), np.int64), counts.cumsum() - counts
+    for slot in range(most):
+        found[counts > slot, slot] = ids[start[counts > slot] + slot]
+    return found
 
 
 def _place_of_user(_: int, field: str) -> str:

@@ -84,6 +84,53 @@ class PolicyFields:
 
 
 @dataclass(frozen=True)
+class ItemColumn:
+    """A categorical column of the item that statistics count by.
+
+    Args:
+        keys: of the candidate's field.
+        size: all ids are below it.
+        slots: of a column with lists the number of values that count, else 1.
+    """
+
+    keys: list[str]
+    size: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class PastFields:
+    """The statistics of the past that an artifact has of its own, and the fields by which they are looked up.
+
+    Args:
+        user, item: names of the fields of the ids, of the user and of a candidate.
+        names: of the statistics, which a request may have as numbers of each candidate.
+        until: time of the newest row that counts, in seconds.
+        groups: of `data.statistics`.
+        window: the newest events that `similar` compares a target with.
+        half_lives: of `popularity`, in seconds.
+        is_implicit: whether every row is a positive.
+        all_are_events: whether every row is an event of histories.
+        num_known: the number of items that training knows.
+        categories: names of the categorical columns of the item.
+        columns: those of them that have values, by name.
+    """
+
+    user: str
+    item: str
+    names: list[str]
+    until: float
+    groups: list[str]
+    window: int
+    half_lives: list[float]
+    is_implicit: bool
+    all_are_events: bool
+    num_known: int
+    categories: list[str]
+    columns: dict[str, ItemColumn]
+
+
+@dataclass(frozen=True)
 class Schema:
     """All fields of a request.
 
@@ -96,6 +143,7 @@ class Schema:
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
         tasks: of each output, "binary" for a logit or "regression".
+        past: the artifact's own statistics, or None: then a request must have those that the model reads.
     """
 
     user: list[Field]
@@ -106,6 +154,7 @@ class Schema:
     codec: str | None = None
     labels: list[str] = field(default_factory=list)
     tasks: list[Literal["binary", "regression"]] = field(default_factory=lambda: ["binary"])
+    past: PastFields | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.past import LogTotals, PastError, RequestPast
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema
 from jfi.serving.tables import Tables, load_tables
@@ -69,8 +70,14 @@ class Scorer:
                 policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
             except ValueError as fault:
                 raise ArtifactError(f"{path} has a policy that cannot be used: {fault}") from None
+        past = None
+        if info.schema.past is not None:
+            try:
+                past = RequestPast(LogTotals.load(path, info.schema.past))
+            except PastError as fault:
+                raise ArtifactError(f"{path} is damaged: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
-        self.reader = RequestReader(info.schema, limits, policy, _SAID[output])
+        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.

@@ -4,11 +4,15 @@
 that assembles the next batch. `ranges` and `repeat` give the lock up: their sums are torch's.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+#: Rows that are in memory together.
+BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,15 @@ class Timelines:
     def count(self) -> int:
         """Returns U."""
         return self.row_offsets.size(0) - 1
+
+
+def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """The ranges of `count` rows, `size` each and the rest.
+
+    >>> list(blocks(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -11,8 +11,9 @@ from tables import CLICKS, GENRES, IMPLICIT, LABELED, first_rows, load, random_r
 
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
-from jfi.data.features.co_occurrence import co_occurrence
-from jfi.data.features.point_in_time import PastIndex, Tallies
+from jfi.data.features.past_index import past_index
+from jfi.events.co_occurrence import co_occurrence
+from jfi.events.point_in_time import Tallies
 
 SMOOTHING = Smoothing(item=3.0, user=2.0, half_life=4.0)
 KINDS = {
@@ -64,8 +65,8 @@ def features_until(dataset, cut):
 
 def tallies_of(dataset, samples):
     arrays = dataset.arrays()
-    index = PastIndex(arrays.events, dataset.schema, arrays.columns, dataset.is_implicit)
-    return Tallies(index, samples.events, samples.item)
+    index = past_index(arrays.events, dataset.schema, arrays.columns, dataset.is_implicit, contexts=True)
+    return Tallies(index, index.questions(samples.events, samples.item))
 
 
 class Loops:
@@ -122,7 +123,7 @@ def test_tallies_are_those_of_loops(folder, kind):
     dataset = make(folder, kind)
     samples = Samples.of(dataset)
     tallies, loops, columns = tallies_of(dataset, samples), Loops(dataset), Features(dataset, samples).all(SMOOTHING)
-    similar = co_occurrence(tallies.index, 5, samples.events, samples.item)
+    similar = co_occurrence(tallies, 5)
     recent, user_newest = tallies.decayed(("item",), 4.0), tallies.tally("history", ("user",), 10)
     of_genres, of_device = tallies.tally("labeled", ("column genres",)), tallies.tally("labeled", ("context device",))
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from jfi.data.batches.events import Events, order_by_item, user_blocks
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.order import Shuffled
+from jfi.events.events import Events, order_by_item, user_blocks
 
 
 def random_events(rng: np.random.Generator, count: int = 400, users: int = 12, items: int = 15) -> Events:

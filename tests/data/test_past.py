@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfi.data.features.past import Past
+from jfi.events.past import Past
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(-3, 3)), max_size=30)
 ASKED = st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 9)), min_size=1, max_size=10)

@@ -9,20 +9,23 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
-from jfi.data.features import co_occurrence, groups, past, point_in_time, statistics
-from jfi.data.features.groups import GROUPS
-from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import Statistics
-from jfi.data.prepared.add_statistics import add_statistics
+from jfi.data.features.past_index import past_index
+from jfi.data.prepared.add_statistics import add_statistics, read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.data.schema.schema import DataSchema
+from jfi.events import co_occurrence, groups, past, point_in_time, statistics
+from jfi.events.groups import GROUPS
+from jfi.events.point_in_time import Questions
+from jfi.events.statistics import Statistics
+from jfi.events.totals import index_of_totals, totals_of
 from jfi.utils.encoding import standardize
 
 USERS, ITEMS = 5, 6
@@ -279,7 +282,7 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
         monkeypatch.setattr(past, "_LARGEST", 1 << 12)
 
     def make() -> dict[str, np.ndarray]:
-        index = PastIndex(events, dataset.schema, columns, dataset.is_implicit, session)
+        index = past_index(events, dataset.schema, columns, dataset.is_implicit, session)
         maker = Statistics(index, list(GROUPS), ["genres", "brand"], 4, dataset.schema.encodings.half_lives)
         columns_of_rows = maker.of_rows(None, lambda name, kind, count: np.empty(count, kind))
         rows = np.arange(len(events))
@@ -402,3 +405,28 @@ def test_boosting_cannot_tell_negatives_of_a_random_log():
     model = ensemble.HistGradientBoostingClassifier(random_state=0).fit(train.dense_features, train.labels)
     auc = metrics.roc_auc_score(test.labels, model.predict_proba(test.dense_features)[:, 1])
     assert abs(auc - 0.5) < 0.02
+
+
+@kinds
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(0, 300))
+def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind, seed, count):
+    """Bit by bit, though of most keys a few rows are left."""
+    folder = tmp_path_factory.mktemp("log")
+    pq.write_table(log(seed, count), folder / "log.parquet")
+    config = replace(CONFIG, interactions=str(folder / "log.parquet"), max_history=40, **kind)
+    schema = load_dataset(replace(config, interactions=log(0, 200))).schema
+    with read_log(config, schema) as (made, users, items):
+        index, rng = made.index, np.random.default_rng(seed)
+        user, item = (rng.integers(-1, len(of), 50) for of in (users, items))
+        later = rng.choice([1e-3, 100.0, 1800.0, 50000.0], 50)
+        asked = Questions(user, index.times[-1] + later, np.maximum(item, 0))
+        ids = {part: column.ids[asked.item] for part, column in index.item_columns.items()}
+        expected, arrays = made.answers(asked), totals_of(index)
+        sizes = {part: column.size for part, column in index.item_columns.items()}
+        totals = index_of_totals(arrays, len(items), index.num_known, sizes, index.is_implicit, index.all_are_events)
+        found = replace(made, index=totals).answers(replace(asked, ids=ids))
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert sum(map(len, totals.arrays.values())) < sum(map(len, index.arrays.values()))

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
-from jfi.data.features.groups import GROUPS
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings, open_tables
+from jfi.events.groups import GROUPS
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(GROUPS)

@@ -9,9 +9,9 @@ from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import cut_chunks
-from jfi.data.schema.coded import blocks
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
+from jfi.utils.jagged import blocks
 
 WIDTH = 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

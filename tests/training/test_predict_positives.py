@@ -15,11 +15,11 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import DataError
-from jfi.data.features.groups import GROUPS
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.schema import coded
+from jfi.events.groups import GROUPS
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.training.run.saved_run import SavedRun
 

@@ -10,14 +10,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, Histories
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart
-from jfi.data.features.statistics import DenseStatistics
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
+from jfi.events.events import Events, Histories
+from jfi.events.statistics import DenseStatistics
 from jfi.utils.encoding import UNKNOWN, age_buckets
 from jfi.utils.jagged import Timelines, repeat
 

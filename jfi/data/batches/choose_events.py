@@ -14,15 +14,14 @@ older than what it would choose among alone.
 import numpy as np
 
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, Histories, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.coded import blocks
+from jfi.events.events import Events, Histories, user_blocks
 from jfi.history_policies import Policy
 from jfi.history_policies.segments import statistics_of
 from jfi.history_policies.select import select_events
 from jfi.utils.files import DamagedFileError
-from jfi.utils.jagged import ranges
+from jfi.utils.jagged import blocks, ranges
 
 
 class EventChooser:

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jfi.data.batches.balance import assign_timelines
-from jfi.data.batches.events import Events, index_type
 from jfi.data.batches.order import BatchPart, Order
-from jfi.data.schema.coded import blocks
-from jfi.utils.jagged import ranges
+from jfi.events.events import Events, index_type
+from jfi.utils.jagged import blocks, ranges
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from jfi.data.batches.assemble import Arrays, assemble
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
-from jfi.data.batches.events import Histories
 from jfi.data.batches.negatives import Candidates, Kind
 from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
 from jfi.data.schema.schema import DataSchema
+from jfi.events.events import Histories
 from jfi.history_policies import Policy
 from jfi.utils.errors import suggest
 

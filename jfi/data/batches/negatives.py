@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.data.batches.events import Events
+from jfi.events.events import Events
 from jfi.utils.encoding import mix
 
 Kind = Literal["sampled", "full"]

@@ -1,15 +1,17 @@
-"""Adds statistics of the past to a table of interactions."""
+"""Statistics of the past for a table of interactions alone, with no features, splits or samples."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import describe_left_out, read_blocks, read_table
+from jfi.data.io.blocks import describe_left_out, name_of, read_blocks, read_table
 from jfi.data.io.table import Table, join_tables
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.sources import Tables, column_settings
@@ -17,9 +19,10 @@ from jfi.data.prepared.stages.column_files import read_columns
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.fit_schema import learn_schema
-from jfi.data.prepared.stages.sort import ROW
+from jfi.data.prepared.stages.sort import ROW, read_ids
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.schema import DataSchema
+from jfi.events.statistics import DenseStatistics, Statistics
 from jfi.utils.files import temporary_folder
 
 _log = logging.getLogger(__name__)
@@ -50,27 +53,68 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
     name = parts[0].name if parts else "the table"
     for line in describe_left_out(name, sum(map(len, parts)), sum(part.left_out for part in parts)):
         _log.warning("%s", line)
-    own = ("user", "item", "timestamp", "timestamp_unit", "label", "history", "statistics", "max_history", "max_slots")
-    own = {name: getattr(config, name) for name in own}
-    by_category = {"user_category", "session"} & set(config.statistics)
-    categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]
-    session = config.session if "session" in by_category else None
-    settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))
-    items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
-    given = Tables(name, None, items, None, settings, parts)
+    given = _tables(replace(config, interactions=None), name, parts)
     with temporary_folder("jfi-statistics-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False))
-        events, row = sorted_events(settings, folder), read_columns(folder / "rows")[ROW]
-        data = join_tables(parts).data
-        columns = Columns(given, folder, events)
-        if schema is None:
-            schema = learn_schema(columns)
-        else:
-            of_items = [spec for spec in schema.features[:-1] if spec.of == "item" and not spec.semantic]
-            schema = replace(schema, features=[*of_items, schema.features[-1]])
-        compute_statistics(columns, schema, encode_features(columns, schema))
+        columns, _ = _sorted_log(given, folder, schema)
+        row, data = read_columns(folder / "rows")[ROW], join_tables(parts).data
         for name, values in columns.computed.items():
             column = np.empty(len(values))
             column[row] = values
             data = data.append_column(name, pa.array(column))
         return data
+
+
+@contextmanager
+def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistics, pa.Array, pa.Array]]:
+    """Yields what makes statistics of a log, and the ids of its users and items; all is gone afterwards.
+
+    Args:
+        config: the section `data` of a run, whose interactions are the log.
+        schema: of the run.
+
+    Raises:
+        DataError: a column is missing or malformed.
+    """
+    given = _tables(config, name_of(config), None)
+    with temporary_folder("jfi-log-") as folder:
+        _, made = _sorted_log(given, folder, schema, np.zeros(0, np.int64))
+        yield made.statistics, read_ids(folder / "rows", "user"), read_ids(folder / "rows", "item")
+
+
+def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
+    """The tables with the settings and the columns that statistics need."""
+    names = (
+        "user",
+        "item",
+        "timestamp",
+        "timestamp_unit",
+        "label",
+        "history",
+        "statistics",
+        "max_history",
+        "max_slots",
+    )
+    names += ("interactions", "encoding", "quoting", "delimiter", "header", "missing_values", "null_ids")
+    names += ("split", "validation", "test") if parts is None and config.split == "files" else ()
+    own = {name: getattr(config, name) for name in names}
+    by_category = {"user_category", "session"} & set(config.statistics)
+    categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]
+    session = config.session if "session" in by_category else None
+    settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))
+    items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
+    return Tables(name, None, items, None, settings, parts)
+
+
+def _sorted_log(
+    given: Tables, folder: Path, schema: DataSchema | None, rows: np.ndarray | None = None
+) -> tuple[Columns, DenseStatistics]:
+    """Sorts the interactions, and computes the statistics of rows `[N]` int64, of all if None."""
+    read_and_sort(given, folder, Stages(folder, durable=False), check=rows is None)
+    columns = Columns(given, folder, sorted_events(given.config, folder))
+    if schema is None:
+        schema = learn_schema(columns)
+    else:
+        names = {given.config.item, *given.config.names("item", "category")}
+        of_items = [spec for spec in schema.features[:-1] if spec.of == "item" and spec.column in names]
+        schema = replace(schema, features=[*of_items, schema.features[-1]])
+    return columns, compute_statistics(columns, schema, encode_features(columns, schema), rows=rows)

@@ -15,11 +15,11 @@ from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.checked_json import checked_json, read_checked_json
-from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import LABEL, WEIGHT
 from jfi.data.schema.rules import label_columns, parse_rule
 from jfi.data.schema.schema import Entity
 from jfi.utils.files import write_file
+from jfi.utils.jagged import blocks
 
 #: The file's name in a prepared dataset.
 NAME = "fingerprint.json"

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import Events, index_type, order_by_item
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
@@ -42,6 +41,7 @@ from jfi.data.prepared.stages.summarize import summarize
 from jfi.data.prepared.store import write_prepared
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
+from jfi.events.events import Events, index_type, order_by_item
 from jfi.utils.display import Display
 from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
 

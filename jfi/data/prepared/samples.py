@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jfi.data.batches.events import Events
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.splits import SPLITS
-from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
+from jfi.events.events import Events
+from jfi.utils.jagged import blocks
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import first_rows, order_by_item, user_blocks
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -28,12 +27,13 @@ from jfi.data.prepared.stages.engagement import read_engagement
 from jfi.data.prepared.stages.read import read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.schema.coded import blocks
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
+from jfi.events.events import first_rows, order_by_item, user_blocks
 from jfi.history_policies import Policy
 from jfi.semantic_ids.packing import UNKNOWN_SID
+from jfi.utils.jagged import blocks
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,10 @@ from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.engagement import Engagement
-from jfi.data.batches.events import Events, index_type
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import DenseStatistics, Statistics
+from jfi.data.features.past_index import dense_statistics, past_index
 from jfi.data.prepared.checksums import open_checked, verify
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import Fingerprint
@@ -29,6 +27,8 @@ from jfi.data.prepared.tables import column_name, dense_names, table_of
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
+from jfi.events.events import Events, index_type
+from jfi.events.statistics import Statistics
 from jfi.utils.files import is_storage_fault, naming, sha256_of, write_sums
 
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
@@ -114,10 +114,10 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
     statistics = None
     if negatives is not None and config.statistics:
         past = {name: _numpy(column.values) for name, column in _read(folder / _PAST).items()}
-        index = PastIndex(events, schema, ids, is_implicit=True, arrays=past)
+        index = past_index(events, schema, ids, is_implicit=True, arrays=past)
         encodings = schema.encodings
         made = config.statistics, config.names("item", "category"), encodings.window, encodings.half_lives
-        statistics = DenseStatistics(Statistics(index, *made), schema, config.statistics_columns())
+        statistics = dense_statistics(Statistics(index, *made), schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)
     dataset = InteractionDataset(arrays, schema, *options)

@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import index_type
 from jfi.data.config import DataConfig
 from jfi.data.prepared.stages.encode_columns import id_type
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import Entity, FeatureSpec
+from jfi.events.events import index_type
 
 #: Before the names of the columns of contexts, which could be those of other columns of events.
 _CONTEXT = "context_"

@@ -1,6 +1,6 @@
 """Categorical columns as codes of their distinct values, read a block of rows at a time from maps of files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,19 +9,7 @@ import pyarrow.compute as pc
 
 from jfi.data.io.arrays import is_list
 from jfi.utils.encoding import mix
-from jfi.utils.jagged import ranges
-
-#: Rows that are in memory together.
-BLOCK = 1 << 20
-
-
-def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """The ranges of `count` rows, `size` each and the rest.
-
-    >>> list(blocks(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+from jfi.utils.jagged import BLOCK, blocks, ranges
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.schema.coded import BLOCK, CodedColumn, blocks, nth_values
+from jfi.data.schema.coded import CodedColumn, nth_values
 from jfi.data.schema.schema import Strings, as_array
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
-from jfi.utils.jagged import ranges
+from jfi.utils.jagged import BLOCK, blocks, ranges
 
 #: Quantiles are those of at most about this many rows, spread evenly over the training rows.
 _QUANTILE_ROWS = 1 << 22

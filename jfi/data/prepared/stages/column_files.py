@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.events import index_type
 from jfi.data.errors import DataError
-from jfi.data.schema.coded import blocks
+from jfi.events.events import index_type
+from jfi.utils.jagged import blocks
 
 _INDEX = "columns.json"
 

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.batches.events import Events
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import DROP
 from jfi.data.io.table import Table
@@ -16,9 +15,11 @@ from jfi.data.prepared.stages.column_files import new_map, read_columns
 from jfi.data.prepared.stages.read import RawColumn, read_values
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.prepared.stages.splits import SPLITS, count_training
-from jfi.data.schema.coded import CodedColumn, Dictionary, blocks
+from jfi.data.schema.coded import CodedColumn, Dictionary
 from jfi.data.schema.schema import Entity
+from jfi.events.events import Events
 from jfi.utils.encoding import CROSSED
+from jfi.utils.jagged import blocks
 
 #: The folder of temporary files, next to those of the stages.
 SCRATCH = "scratch"

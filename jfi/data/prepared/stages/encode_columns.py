@@ -6,14 +6,15 @@ from typing import Literal
 import numpy as np
 
 from jfi.data.batches.assemble import Dense
-from jfi.data.batches.events import Events
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import count_training
-from jfi.data.schema.coded import CodedColumn, blocks
+from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import Categorical, cut, encode
 from jfi.data.schema.schema import DataSchema
+from jfi.events.events import Events
 from jfi.utils.encoding import UNKNOWN, standardize
+from jfi.utils.jagged import blocks
 
 
 def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:

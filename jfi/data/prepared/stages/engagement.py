@@ -7,8 +7,8 @@ import pyarrow.compute as pc
 from jfi.data.batches.engagement import ONLY_SURFACE, Engagement
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
-from jfi.data.schema.coded import blocks
 from jfi.utils.encoding import LARGEST_NUMBER
+from jfi.utils.jagged import blocks
 
 #: Seconds by `data.dwell_unit`.
 SECONDS = {"s": 1.0, "ms": 1e-3}

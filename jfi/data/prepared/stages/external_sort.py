@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.errors import DataError
-from jfi.data.schema.coded import BLOCK
+from jfi.utils.jagged import BLOCK
 
 if TYPE_CHECKING:
     import duckdb

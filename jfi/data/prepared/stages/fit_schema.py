@@ -6,11 +6,11 @@ import pyarrow.compute as pc
 
 from jfi.data.config import AGE, HISTORY, SID
 from jfi.data.errors import DataError
-from jfi.data.features.groups import HALF_LIVES, similar_window
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
+from jfi.events.groups import HALF_LIVES, similar_window
 from jfi.utils.arguments import module_name
 from jfi.utils.encoding import UNKNOWN, HashBuckets
 

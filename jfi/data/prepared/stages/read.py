@@ -20,9 +20,10 @@ from jfi.data.io.blocks import DROP, describe_left_out
 from jfi.data.io.table import Table, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
-from jfi.data.schema.coded import Dictionary, blocks, flat_lists
+from jfi.data.schema.coded import Dictionary, flat_lists
 from jfi.data.schema.labels import check_held, labels_of, read_labels, read_targets, target_names
 from jfi.data.schema.rules import describe_values, parse_rule
+from jfi.utils.jagged import blocks
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
 

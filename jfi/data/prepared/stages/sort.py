@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.events import first_rows, index_type, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.table import Table
@@ -14,8 +13,9 @@ from jfi.data.prepared.stages import splits
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.prepared.stages.external_sort import sort_batches
 from jfi.data.prepared.stages.read import raw_columns, read_values
-from jfi.data.schema.coded import blocks
 from jfi.data.schema.columns import sort_values
+from jfi.events.events import first_rows, index_type, user_blocks
+from jfi.utils.jagged import blocks
 
 #: The column of a row's place in the table.
 ROW = "row"

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.schema.coded import blocks
 from jfi.utils.encoding import hash_text, mix
+from jfi.utils.jagged import blocks
 
 SPLITS = ("train", "validation", "test")
 

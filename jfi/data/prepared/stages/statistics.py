@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.data.batches.negatives import NegativeSampler
-from jfi.data.features.point_in_time import PastIndex
-from jfi.data.features.statistics import Columns, DenseStatistics, Statistics
+from jfi.data.features.past_index import dense_statistics, past_index
 from jfi.data.prepared.stages.columns import Columns as RawColumns
 from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema
+from jfi.events.statistics import Columns, DenseStatistics, Statistics
 
 #: Of implicit feedback the training samples, positives and negatives, that means and deviations come from, about.
 _SAMPLES = 1 << 16
@@ -44,7 +44,7 @@ def compute_statistics(
         label[repeated] = np.nan
         events = replace(events, label=label)
     session = read_sessions(columns) if "session" in config.statistics else None
-    index = PastIndex(events, schema, ids, config.label is None, session, new=columns.temporary)
+    index = past_index(events, schema, ids, config.label is None, session, new=columns.temporary)
     categories, encodings = config.names("item", "category"), schema.encodings
     statistics = Statistics(index, config.statistics, categories, encodings.window, encodings.half_lives)
     columns.computed |= statistics.of_rows(rows, columns.new)
@@ -57,7 +57,7 @@ def compute_statistics(
             weights[:] = False
             weights[samples] = True
         schema.encodings.moments.update({name: moments(found[name], weights) for name in missing})
-    return DenseStatistics(statistics, schema, names)
+    return dense_statistics(statistics, schema, names)
 
 
 def _with_negatives(statistics: Statistics, samples: np.ndarray, negatives: NegativeSampler) -> Columns:

@@ -7,16 +7,17 @@ import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.events import Events, user_blocks
 from jfi.data.config import DataConfig
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.summary import Summary, date_of
-from jfi.data.schema.coded import CodedColumn, blocks
+from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
+from jfi.events.events import Events, user_blocks
 from jfi.semantic_ids.packing import UNKNOWN_SID
+from jfi.utils.jagged import blocks
 
 #: Times outside of these years are probably of another unit.
 _YEARS = (1980, 2100)

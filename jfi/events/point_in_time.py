@@ -15,26 +15,22 @@ Keys are tuples of parts, such as `("user", "item")`, `("item", "hour")` or `("u
 target with several values of a column has a key for each of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from jfi.data.batches.events import Events, index_type
-from jfi.data.features.past import New, Older, Past, moments_of
-from jfi.data.features.sessions import PAUSE, session_starts
-from jfi.data.schema.coded import blocks
-from jfi.data.schema.columns import Categorical
-from jfi.data.schema.schema import DataSchema
+from jfi.events.events import Events, index_type
+from jfi.events.past import New, Older, Past, moments_of
+from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
+from jfi.utils.jagged import blocks
 
 Rows = Literal["labeled", "history", "labeled history"]
 Key = tuple[str, ...]
 
-#: Values of a multi-valued column of the user or the context that are used.
-_MAX_VALUES = 8
 #: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
 _SMOOTHING = 10.0
 _HOURS = 24
@@ -70,34 +66,57 @@ class Column:
     key: str
 
 
+@dataclass(frozen=True)
+class Questions:
+    """B users, times and targets whose past is looked up.
+
+    Args:
+        user: `[B]` int64, -1 for one without rows.
+        seconds: `[B]` float64.
+        item: `[B]` int64, -1 for one without rows.
+        events: `[B]` int64, the events of the dataset that these are, whose columns of users and contexts they have; or
+            None for none.
+        ids: by part of a key the ids `[B, K]` of a column of the target, 0 for none; without it those of the item.
+    """
+
+    user: np.ndarray
+    seconds: np.ndarray
+    item: np.ndarray
+    events: np.ndarray | None = None
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+
+
 class PastIndex:
     """Sorted arrays over the events of a dataset, each made when it is first needed.
 
     Args:
         events: all events.
-        schema: of the dataset.
-        columns: by key of `schema.features`, except the age, the ids of each user, item or event.
+        columns: by name of the part of a key, those of the item first; totals have no ids of them.
+        num_items: the number of items.
+        num_known: of these the items that training knows.
         is_implicit: whether every row is a positive.
         session: `[E]` integers, equal for the events of a session of a user, or None without a column of it.
         arrays: those that are made already, by name.
         new: makes arrays, also temporary ones; they may be maps of files.
+        all_are_events: whether every row is an event of histories; None goes by `events`.
     """
 
     def __init__(
         self,
         events: Events,
-        schema: DataSchema,
-        columns: Sequence[Categorical],
+        columns: dict[str, Column],
+        num_items: int,
+        num_known: int,
         is_implicit: bool,
         session: np.ndarray | None = None,
         arrays: dict[str, np.ndarray] | None = None,
         new: New = np.empty,
+        all_are_events: bool | None = None,
     ) -> None:
         self.events, self.is_implicit, self._session, self.new = events, is_implicit, session, new
-        self._features, self._item_key = list(zip(schema.features, columns, strict=False)), schema.item_key
-        spec, ids = next(one for one in self._features if one[0].key == schema.item_key)
-        #: The number of items, and of those that training knows.
-        self.num_items, self.num_known = len(ids.ids), spec.num_embeddings
+        self.columns, self.num_items, self.num_known = columns, num_items, num_known
+        self.item_columns = {part: one for part, one in columns.items() if one.of == "item"}
+        self.all_are_events = events.rows is None if all_are_events is None else all_are_events
         #: The arrays that were made so far, by name.
         self.arrays = {} if arrays is None else arrays
         self._pasts: dict[str, Past] = {}
@@ -110,7 +129,7 @@ class PastIndex:
 
     def name(self, rows: Rows, key: Key) -> str:
         """The name of sorted rows, one for all sets that have the same rows."""
-        if self.is_implicit and (rows == "labeled history" or self.events.rows is None):
+        if self.is_implicit and (rows == "labeled history" or self.all_are_events):
             rows = "history"
         return f"{rows} by {' x '.join(key) or 'nothing'}"
 
@@ -153,14 +172,15 @@ class PastIndex:
     def sorted_rows(self, name: str) -> Past:
         """Returns the sorted rows of this name, whose arrays are there."""
         if name not in self._pasts:
-            codes, keys, order = (self.arrays.get(f"{name}: {part}") for part in ("codes", "keys", "events"))
-            self._pasts[name] = Past(codes, len(self.times), keys, order)
+            parts = ("codes", "keys", "events", "position")
+            codes, keys, order, position = (self.arrays.get(f"{name}: {part}") for part in parts)
+            self._pasts[name] = Past(codes, len(self.times), keys, order, position)
         return self._pasts[name]
 
     def _keyed(self, rows: Rows, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the keys, the moments and the events of a set of rows, as `Past.sort` takes them."""
         for events in self.rows(rows):
-            keys = self.keys(key, events, self.events.item[events].astype(np.int64))
+            keys = self.keys(key, self.questions(events))
             index, _ = kept = np.nonzero(keys >= 0)
             yield keys[kept], self.moment(events)[index], events[index].astype(index_type(len(self.events)))
 
@@ -207,7 +227,7 @@ class PastIndex:
         found = self.new(len(self.events), np.float64)
         found[:] = 0.0
         for events in self.rows("labeled"):
-            found[events] = self.events.label[events] - expected(Tallies(self, events))
+            found[events] = self.events.label[events] - expected(Tallies(self, self.questions(events)))
         return found
 
     @staticmethod
@@ -215,52 +235,32 @@ class PastIndex:
         item, user = (tally.rate(one.overall, _SMOOTHING) for tally in (one.item, one.user))
         return np.clip(item + user - one.overall, 0.0, 1.0)
 
-    @cached_property
-    def item_columns(self) -> dict[str, Column]:
-        """The categorical columns of the item but its id, by name of the part of a key."""
-        by_column: dict[str, list[tuple[Categorical, int]]] = {}
-        for spec, ids in self._features:
-            if spec.role == "history" and spec.of == "item" and not spec.semantic and spec.column != self._item_key:
-                by_column.setdefault(spec.column, []).append((ids, spec.num_embeddings))
-        return {
-            f"column {name}": Column("item", _matrix([ids for ids, _ in slots]), slots[0][1], name)
-            for name, slots in by_column.items()
-        }
+    def questions(self, events: np.ndarray, item: np.ndarray | None = None) -> Questions:
+        """Returns the questions of events, `[B]` int64, with other targets `[B]` int64 or None for their own items."""
+        of = self.events
+        item = of.item[events] if item is None else item
+        return Questions(of.user[events].astype(np.int64), of.time[events], item.astype(np.int64), events)
 
-    @cached_property
-    def columns(self) -> dict[str, Column]:
-        """All categorical columns by name of the part of a key, those of the item first."""
-        found = dict(self.item_columns)
-        for spec, ids in self._features:
-            if spec.role in ("user", "context"):
-                values = _matrix([ids] if ids.offsets is None else [*map(ids.slot, range(_MAX_VALUES))])
-                of = "user" if spec.of == "user" else "event"
-                found[f"{spec.role} {spec.key}"] = Column(of, values, spec.num_embeddings, spec.key)
-        return found
-
-    def keys(self, key: Key, events: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """`[n, K]` int64, the keys of questions, -1 for none.
-
-        Args:
-            key: its parts.
-            events, item: `[n]` int64 each.
-        """
-        found = np.zeros((len(item), 1), np.int64)
+    def keys(self, key: Key, questions: Questions) -> np.ndarray:
+        """`[n, K]` int64, the keys of questions, -1 for none; of a user's rows "user" is the first part."""
+        found = np.zeros((len(questions.item), 1), np.int64)
         for part in key:
-            values, size = self._values(part, events, item)
+            values, size = self._values(part, questions)
             found = np.where((found < 0) | (values < 0), -1, found * size + values)
         return found
 
-    def _values(self, part: str, events: np.ndarray, item: np.ndarray) -> tuple[np.ndarray, int]:
+    def _values(self, part: str, asked: Questions) -> tuple[np.ndarray, int]:
         if part == "item":
-            return item[:, None], self.num_items
+            return asked.item[:, None], self.num_items
         if part == "user":
-            return self.events.user[events].astype(np.int64)[:, None], int(self.events.user[-1]) + 1
+            return asked.user[:, None], 1
         if part == "hour":
-            return (self.events.time[events] // 3600 % _HOURS).astype(np.int64)[:, None], _HOURS
-        column = self.item_columns[part] if part in self.item_columns else self.columns[part]
-        rows = {"item": item, "event": events}.get(column.of)
-        ids = column.ids[self.events.user[events] if rows is None else rows]
+            return (asked.seconds // 3600 % _HOURS).astype(np.int64)[:, None], _HOURS
+        column = self.columns[part]
+        if part in asked.ids:
+            ids = asked.ids[part]
+        else:
+            ids = column.ids[{"item": asked.item, "user": asked.user, "event": asked.events}[column.of]]
         return np.where(ids == UNKNOWN, -1, ids), column.size
 
 
@@ -269,14 +269,15 @@ class Tallies:
 
     Args:
         index: of the dataset.
-        events: `[B]` int64, the event of each question.
-        item: `[B]` int64, the targets; None for the events' own items.
+        questions: the questions.
     """
 
-    def __init__(self, index: PastIndex, events: np.ndarray, item: np.ndarray | None = None) -> None:
-        self.index, self.events = index, events
-        self.item_ids = index.events.item[events].astype(np.int64) if item is None else item
-        self.seconds, self.moment = index.events.time[events], index.moment(events)
+    def __init__(self, index: PastIndex, questions: Questions) -> None:
+        self.index, self.questions, self.seconds = index, questions, questions.seconds
+        if questions.events is None:
+            self.moment = np.searchsorted(index.times, questions.seconds)
+        else:
+            self.moment = index.moment(questions.events)
         self._keys: dict[Key, np.ndarray] = {}
         self._older: dict[tuple[Rows, Key], list[Older]] = {}
 
@@ -290,7 +291,7 @@ class Tallies:
     def keys(self, key: Key) -> np.ndarray:
         """`[B, K]` int64, the keys of the questions, -1 for none."""
         if key not in self._keys:
-            self._keys[key] = self.index.keys(key, self.events, self.item_ids)
+            self._keys[key] = self.index.keys(key, self.questions)
         return self._keys[key]
 
     def num_rows(self, rows: Rows, key: Key = ()) -> np.ndarray:
@@ -378,7 +379,7 @@ class Tallies:
         count, moment = np.zeros(len(self.seconds), np.int64), self.moment.copy()
         some = np.flatnonzero(np.nan_to_num(self.age("history", ("user",)), nan=np.inf) <= PAUSE)
         start = self.index.session_starts[older.end[some] - 1]
-        count[some] = older.end[some] - start
+        count[some] = Older(start, older.end[some], older.position).count
         moment[some] = past.codes[start] % past.moments
         return count, moment
 
@@ -387,10 +388,5 @@ class Tallies:
         past, moment = self.index.past("history", ("user", *key)), self.session[1]
         found = np.zeros(len(moment), np.int64)
         for own, older in zip(self.keys(("user", *key)).T, self.older("history", ("user", *key)), strict=True):
-            found += older.end - past.older(own, moment).end
+            found += Older(past.older(own, moment).end, older.end, older.position).count
         return found
-
-
-def _matrix(columns: Sequence[Categorical]) -> np.ndarray:
-    """`[N, K]` integers, the ids of columns of one id a row."""
-    return np.stack([one.ids for one in columns], axis=1)

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.data.batches.events import index_type
-from jfi.data.schema.coded import blocks
+from jfi.events.events import index_type
+from jfi.utils.jagged import blocks
 
 #: Gives by length and type an array to write to.
 New = Callable[[int, np.dtype | type], np.ndarray]
@@ -38,19 +38,21 @@ class Older:
 
     Args:
         first, end: `[B]` int64.
+        position: see `Past`.
     """
 
     first: np.ndarray
     end: np.ndarray
+    position: np.ndarray | None = None
 
     @property
     def count(self) -> np.ndarray:
         """`[B]` int64, the number of rows of each range."""
-        return self.end - self.first
+        return self.end - self.first if self.position is None else self.position[self.end] - self.position[self.first]
 
     def newest(self, most: int) -> "Older":
         """The newest rows of each range, at most this many."""
-        return Older(np.maximum(self.first, self.end - most), self.end)
+        return Older(np.maximum(self.first, self.end - most), self.end, self.position)
 
     def sum(self, prefix: np.ndarray) -> np.ndarray:
         """`[B]`, the sums over each range of the values that have these prefix sums `[N + 1]`."""
@@ -67,6 +69,7 @@ class Past:
         keys: `[K]` int64, distinct keys whose indices stand for them where `codes` would be too large; else empty.
         order: `[N]` integers, the numbers of the rows in the order of `codes`; None where they are not known. Equal
             rows are in the order in which they were given to `sort`.
+        position: `[N + 1]` int64, where not all rows are there: the number of rows before each one that is, and of all.
 
     Example:
         >>> rows = np.array([7, 7, 3, 7]), np.array([0, 2, 1, 1]), np.arange(4)
@@ -80,6 +83,7 @@ class Past:
     moments: int
     keys: np.ndarray
     order: np.ndarray | None = None
+    position: np.ndarray | None = None
 
     @classmethod
     def sort(cls, rows: Iterable[Sequence[np.ndarray]], count: int, moments: int, new: New = np.empty) -> "Past":
@@ -142,10 +146,10 @@ class Past:
         end = np.empty(len(code), np.int64)
         end[order] = np.searchsorted(self.codes, code.take(order))
         if self._starts is not None:
-            return Older(self._starts.take(key, mode="clip"), end)
+            return Older(self._starts.take(key, mode="clip"), end, self.position)
         first = np.empty(len(code), np.int64)
         first[order] = np.searchsorted(self.codes, start.take(order))
-        return Older(first, end)
+        return Older(first, end, self.position)
 
     def of_each_row(
         self, prefix: np.ndarray | None = None, new: New = np.empty

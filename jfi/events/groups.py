@@ -5,7 +5,7 @@ from collections.abc import Sequence
 #: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
 HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 #: The newest events that `similar` compares a target with, at most, and the pairs of a row and such an event.
-_WINDOW, _MAX_PAIRS = 32, 1 << 26
+WINDOW, _MAX_PAIRS = 32, 1 << 26
 _RECENT = [f"past_recent_rate_{i}" for i in range(1, len(HALF_LIVES) + 1)]
 _POPULARITY = [f"past_popularity_{i}" for i in range(1, len(HALF_LIVES) + 1)]
 #: By group its columns: of a table with labels, and of implicit feedback. One with `{}` is made for each categorical
@@ -35,7 +35,7 @@ def similar_window(num_events: int, max_history: int) -> int:
     >>> similar_window(1_000_000, 200), similar_window(50_000_000, 200), similar_window(1_000_000, 5)
     (32, 1, 5)
     """
-    return min(_WINDOW, max_history, max(1, _MAX_PAIRS // max(num_events, 1)))
+    return min(WINDOW, max_history, max(1, _MAX_PAIRS // max(num_events, 1)))
 
 
 def columns_of(groups: Sequence[str], is_implicit: bool, categories: list[str]) -> list[str]:

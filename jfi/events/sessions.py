@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jfi.data.batches.events import Events, user_blocks
-from jfi.data.features.past import New
+from jfi.events.events import Events, user_blocks
+from jfi.events.past import New
 
 #: A session ends where a user pauses for longer, in seconds.
 PAUSE = 1800.0

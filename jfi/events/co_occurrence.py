@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.batches.events import Histories, index_type
-from jfi.data.features.past import Past
-from jfi.data.features.point_in_time import PastIndex
-from jfi.data.schema.coded import blocks
-from jfi.utils.jagged import ranges
+from jfi.events.events import Histories, index_type
+from jfi.events.past import Past
+from jfi.events.point_in_time import PastIndex, Tallies
+from jfi.utils.jagged import blocks, ranges
 
 #: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
 _AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
@@ -53,33 +52,36 @@ def window_of(num_events: int, max_history: int) -> int:
     return min(max_history, max(_SHORTEST, min(_LONGEST, _LARGEST_LOG // max(num_events, 1))))
 
 
-def co_occurrence(index: PastIndex, window: int, rows: np.ndarray, item: np.ndarray) -> CoOccurrence:
-    """The sums for the samples `rows [B]` with targets `item [B]`.
+def co_occurrence(asked: Tallies, window: int) -> CoOccurrence:
+    """The sums for questions.
 
     Args:
-        index: of the dataset; it keeps the pairs. In implicit feedback no label is surprising.
+        asked: the questions; their index keeps the pairs. In implicit feedback no label is surprising.
         window: the number of newest events of a history that count.
-        rows: `[B]` int64, the samples' events.
-        item: `[B]` int64, the samples' targets.
     """
+    index, item, rows, moment = asked.index, asked.questions.item, asked.questions.events, asked.moment
     events, name, with_labels = index.events, f"pairs of {window}", not index.is_implicit
-    pairs = _pairs(index, window, name)
-    alone, moment = index.past("history", ("item",)), index.moment(rows)
+    pairs, alone = _pairs(index, window, name), index.past("history", ("item",))
     of_target = alone.older(item, moment).count
     # A sample that is an event of histories, with its own item, asks for the pairs that it made.
-    place, first = np.full(len(rows), -1), index.arrays.get(f"{name}: first")
-    if first is not None and len(first):
+    place, first = np.full(len(item), -1), index.arrays.get(f"{name}: first")
+    if rows is not None and first is not None and len(first):
         found = rows
         if events.rows is not None:  # values of another type would convert all of the array
             found = np.searchsorted(events.rows, rows.astype(events.rows.dtype))
             found = np.minimum(found, len(events.rows) - 1)
         place = np.where((events.rows_at(found) == rows) & (events.item[rows] == item), found, -1)
-    sums = np.zeros((4, len(rows)))
+    if rows is None:
+        (newest,) = (one.newest(window) for one in asked.older("history", ("user",)))
+        start, lengths = newest.first, newest.end - newest.first
+    else:
+        start, lengths = events.histories(rows, window)
+    sums = np.zeros((4, len(item)))
     for is_own in (True, False):
         chosen = np.flatnonzero((place >= 0) == is_own)
-        asked = _newest(index, rows[chosen], window)
-        for own, _, event in asked.blocks(events, _AT_ONCE):
-            part, count = chosen[own], asked.lengths[own]
+        histories = Histories(lengths[chosen], start[chosen])
+        for own, _, event in histories.blocks(events, _AT_ONCE):
+            part, count = chosen[own], histories.lengths[own]
             now, other, agreed = moment[part].repeat(count), events.item[event].astype(np.int64), 0.0
             if is_own:
                 own_pairs = ranges(first[place[part]], count)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.features.co_occurrence import co_occurrence
-from jfi.data.features.groups import GROUPS, columns_of
-from jfi.data.features.point_in_time import PastIndex, Tallies
-from jfi.data.schema.coded import blocks
-from jfi.data.schema.schema import DataSchema
+from jfi.events.co_occurrence import co_occurrence
+from jfi.events.groups import GROUPS, columns_of
+from jfi.events.point_in_time import PastIndex, Questions, Tallies
 from jfi.utils.encoding import standardize
+from jfi.utils.jagged import blocks
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item or
 #: category.
@@ -56,7 +55,11 @@ class Statistics:
             events: `[B]` int64, the event of each question.
             item: `[B]` int64, the targets; None for the events' own items.
         """
-        asked, columns = Tallies(self.index, events, item), {}
+        return self.answers(self.index.questions(events, item))
+
+    def answers(self, questions: Questions) -> Columns:
+        """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value."""
+        asked, columns = Tallies(self.index, questions), {}
         for name in GROUPS:
             if name in self.groups:
                 columns |= getattr(self, f"_{name}")(asked)
@@ -112,7 +115,7 @@ class Statistics:
         }
 
     def _similar(self, asked: Tallies) -> Columns:
-        sums = co_occurrence(self.index, self.window, asked.events, asked.item_ids)
+        sums = co_occurrence(asked, self.window)
         columns = {"past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY)}
         if self.index.is_implicit:
             return columns
@@ -196,13 +199,11 @@ class DenseStatistics:
 
     Args:
         statistics: makes the columns.
-        schema: of the dataset.
-        names: the columns among the dense features.
+        columns: of the dense features that it fills the name, the index, and the mean, deviation and default.
     """
 
-    def __init__(self, statistics: Statistics, schema: DataSchema, names: list[str]) -> None:
-        self.statistics = statistics
-        self._columns = [(name, schema.dense_names.index(name), schema.encodings.scale(name)) for name in names]
+    def __init__(self, statistics: Statistics, columns: list[tuple[str, int, tuple]]) -> None:
+        self.statistics, self._columns = statistics, columns
 
     def fill(self, dense: np.ndarray, rows: np.ndarray, events: np.ndarray, item: np.ndarray) -> None:
         """Writes the statistics of events with other targets, `[n]` int64 each, to the `rows [n]` of `dense [B, D]`."""

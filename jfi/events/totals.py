@@ -1,0 +1,104 @@
+"""What answers questions later than all rows of a log, in a fraction of its size: counters as of its end.
+
+Of the rows of a key the oldest one, the newest ones and those of the user's last session stay, each with its position
+among all of them, so that the same code answers with the same numbers.
+"""
+
+import numpy as np
+
+from jfi.events.events import Events
+from jfi.events.groups import WINDOW
+from jfi.events.point_in_time import Column, PastIndex
+
+#: Arrays that make others, and answer questions of the log's own rows alone.
+_LEFT_OUT = ("events", "first", "older", "agreement")
+_OF_USER = "history by user"
+#: Of the events of histories that stay.
+_EVENTS = ("user", "item", "time", "label")
+
+
+def index_of_totals(
+    arrays: dict[str, np.ndarray],
+    num_items: int,
+    num_known: int,
+    sizes: dict[str, int],
+    is_implicit: bool,
+    all_are_events: bool,
+) -> PastIndex:
+    """Returns the index of a log for questions later than all of its rows, which have the ids of their columns.
+
+    Args:
+        arrays: of `totals_of`.
+        num_items: of the log.
+        num_known: of these the items that training knows.
+        sizes: by part of a key the size of a column of the item.
+        is_implicit: whether every row is a positive.
+        all_are_events: whether every row is an event of histories.
+
+    Raises:
+        KeyError: `arrays` lacks one that is needed, now or when a question is answered.
+    """
+    user, item, time, label = (arrays[f"event {name}"] for name in _EVENTS)
+    events = Events(user, item, time, label, np.zeros(len(user), np.int8))
+    none = np.zeros((0, 1), np.int64)
+    columns = {part: Column("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
+
+    def refuse(*_: object) -> np.ndarray:
+        raise KeyError("an array that questions need")  # it cannot be made of some rows
+
+    own: dict = {"arrays": arrays, "new": refuse, "all_are_events": all_are_events}
+    return PastIndex(events, columns, num_items, num_known, is_implicit, **own)
+
+
+def totals_of(index: PastIndex) -> dict[str, np.ndarray]:
+    """Returns the arrays for `index_of_totals` from those that an index has made for its questions."""
+    index.past("history", ("user",))
+    times, arrays, events = index.times, index.arrays, index.events
+    last_session = _last_sessions(index) if "session starts" in arrays else None
+    names = [name.removesuffix(": codes") for name in arrays if name.endswith(": codes")]
+    kept = {name: _kept_rows(index, name, last_session) for name in names}
+    moments = {name: arrays[f"{name}: codes"][rows] % len(times) for name, rows in kept.items()}
+    left = np.unique(np.concatenate([[len(times) - 1] if len(times) else [], *moments.values()]).astype(np.int64))
+    found = {"times": times[left]}
+    for name, rows in kept.items():
+        codes, position = arrays[f"{name}: codes"], np.append(rows, len(arrays[f"{name}: codes"]))
+        key = codes[rows] // len(times)
+        found[f"{name}: codes"] = key * len(left) + np.searchsorted(left, moments[name])
+        found[f"{name}: keys"], found[f"{name}: position"] = arrays[f"{name}: keys"], position
+        for other, values in arrays.items():
+            of, _, what = other.rpartition(": ")
+            if of == name and what not in ("codes", "keys", *_LEFT_OUT):
+                found[other] = values[position if len(values) > len(codes) else rows]
+    rows = events.rows_at(kept[_OF_USER])
+    found |= {f"event {name}": np.asarray(getattr(events, name)[rows]) for name in _EVENTS}
+    if "rounded surprise" in arrays:
+        found["rounded surprise"] = arrays["rounded surprise"][rows]
+    if last_session is not None:
+        starts = arrays["session starts"][kept[_OF_USER]]
+        found["session starts"] = np.searchsorted(kept[_OF_USER], starts)
+    return found
+
+
+def _last_sessions(index: PastIndex) -> np.ndarray:
+    """`[U]` int64, the first moment of each user's last session; later than all moments for one without events."""
+    events = index.events
+    found = np.full(int(events.user[-1]) + 1, len(index.times))
+    user = events.user if events.rows is None else events.user[events.rows]
+    last = np.flatnonzero(np.diff(user, append=-1) != 0)
+    found[user[last]] = index.moment(events.rows_at(index.session_starts[last]))
+    return found
+
+
+def _kept_rows(index: PastIndex, name: str, last_session: np.ndarray | None) -> np.ndarray:
+    """`[n]` int64, the sorted rows that stay: the oldest and the newest of a key, and those of a last session."""
+    codes, moments = index.arrays[f"{name}: codes"], len(index.times)
+    key = codes // moments
+    start = np.diff(key, prepend=-1) != 0
+    first = np.flatnonzero(start)
+    end = np.append(first, len(codes))[1:]
+    newest = WINDOW if name.endswith("by user") else 3 if name.endswith("by user x item") else 1
+    stays = start | (np.arange(len(codes)) >= np.repeat(end - newest, end - first))
+    if last_session is not None and name.startswith("history by user"):
+        user = index.events.user[index.arrays[f"{name}: events"]]
+        stays |= codes % moments >= last_session[user]
+    return np.flatnonzero(stays)

@@ -1,0 +1,120 @@
+"""Statistics of the past for requests, of the log as it was at the export.
+
+An artifact has the counters of all users and items, see `jfi.events.totals`. A request then has the ids of the
+user and of the candidates; what the model reads of a user or an item that the log does not have is what it read in
+training before their first row.
+
+past.safetensors    the counters
+past.json           the ids of the users and of the items that they are of
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jfi.events.point_in_time import Questions
+from jfi.events.statistics import Statistics
+from jfi.events.totals import index_of_totals
+from jfi.serving.artifact import PAST
+from jfi.serving.schema import PastFields
+from jfi.serving.vocabulary_tables import KnownValues
+from jfi.utils.files import naming, write_file
+from jfi.utils.json_files import read_json
+
+COUNTERS, IDS = PAST
+
+
+class PastError(ValueError):
+    """Counters that are not those of their fields."""
+
+
+@dataclass(frozen=True)
+class PastIds:
+    """The contents of past.json."""
+
+    users: list[str]
+    items: list[str]
+
+
+@dataclass(frozen=True)
+class LogTotals:
+    """The counters of a log as of its end.
+
+    Args:
+        fields: of requests.
+        ids: of the users and items.
+        arrays: of `jfi.events.totals.totals_of`.
+    """
+
+    fields: PastFields
+    ids: PastIds
+    arrays: dict[str, np.ndarray]
+
+    def save(self, folder: Path) -> None:
+        """Writes both files."""
+        with naming(folder / COUNTERS):
+            save_file({name: np.ascontiguousarray(one) for name, one in self.arrays.items()}, folder / COUNTERS)
+        write_file(folder / IDS, msgspec.json.encode(self.ids))
+
+    @classmethod
+    def load(cls, folder: Path, fields: PastFields) -> "LogTotals":
+        """Reads both files.
+
+        Raises:
+            PastError: they are not of these fields.
+        """
+        ids = read_json(folder / IDS, PastIds, PastError)
+        try:
+            return cls(fields, ids, load_file(folder / COUNTERS))
+        except SafetensorError as error:
+            raise PastError(f"{COUNTERS}: {error}") from None
+
+
+class RequestPast:
+    """Looks up the statistics of requests.
+
+    Args:
+        totals: of the log.
+
+    Raises:
+        PastError: the counters are not those that the fields need.
+    """
+
+    def __init__(self, totals: LogTotals) -> None:
+        self.fields = fields = totals.fields
+        self._users, self._items = KnownValues(totals.ids.users), KnownValues(totals.ids.items)
+        sizes = {f"column {name}": column.size for name, column in fields.columns.items()}
+        own = (len(totals.ids.items), fields.num_known, sizes, fields.is_implicit, fields.all_are_events)
+        try:
+            index = index_of_totals(totals.arrays, *own)
+            self._statistics = Statistics(index, fields.groups, fields.categories, fields.window, fields.half_lives)
+            none = {column.keys[0]: np.zeros((1, column.slots), np.int64) for column in fields.columns.values()}
+            self("", [""], none)
+        except (KeyError, IndexError, ValueError) as error:
+            raise PastError(f"{COUNTERS} lacks what {', '.join(fields.groups)} need: {error!r}") from None
+
+    def __call__(
+        self, user: str | None, items: list[str | None], ids: dict[str, np.ndarray], now: float | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns by name the statistics `[R]` float64 of candidates, NaN for a missing value.
+
+        Args:
+            user: id of the user, None for a new one.
+            items: `[R]` ids of the candidates.
+            ids: by key of `fields.columns` the ids `[R, K]` of the candidates' values, 0 for none.
+            now: seconds; None for the clock's. A time before the end of the log counts as right after it.
+        """
+        until = np.nextafter(self.fields.until, np.inf)
+        seconds = max(time.time() if now is None else now, until)
+        asked = Questions(
+            np.repeat(self._users.ids([user]) - 1, len(items)),
+            np.full(len(items), seconds),
+            self._items.ids(items) - 1,
+            ids={f"column {name}": ids[column.keys[0]] for name, column in self.fields.columns.items()},
+        )
+        return self._statistics.answers(asked)

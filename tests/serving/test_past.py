@@ -1,0 +1,231 @@
+"""An artifact's own statistics: requests get what `jfi predict` computes for rows right after the same log."""
+
+import contextlib
+import dataclasses
+import io
+import shutil
+from datetime import UTC, datetime
+
+import commands
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jsonschema import Draft202012Validator
+from safetensors.numpy import load_file, save_file
+
+import jfi
+from jfi.data import DataConfig, FeatureConfig
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.sources import column_settings
+from jfi.events.groups import GROUPS
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.log_totals import read_totals
+from jfi.serving.past import COUNTERS, IDS, LogTotals, RequestPast
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.scorer import Scorer
+from jfi.training import Config, ModelConfig, TrainingConfig, train
+
+from .conftest import rewriting
+
+
+def export(*arguments) -> str:
+    """Runs `jfi export`, and returns what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        commands.run("export", *arguments)
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A log in time order with repeated items and lists of tags, a run on it, and its artifact."""
+    folder, rng = tmp_path_factory.mktemp("past"), np.random.default_rng(0)
+    count, items = 1500, 40
+    tags = [[f"t{tag}" for tag in rng.choice(6, rng.integers(0, 4), replace=False)] for _ in range(items)]
+    item, time = rng.integers(0, items, count), np.sort(rng.integers(0, 200_000, count)) * 10
+    log = {"user_id": [f"u{user}" for user in rng.integers(0, 25, count)], "item_id": item, "timestamp": time}
+    log |= {"rating": rng.integers(1, 6, count), "tags": [tags[one] for one in item]}
+    log |= {"brand": [f"b{one % 5}" for one in item]}
+    pq.write_table(pa.table(log), folder / "log.parquet")
+    features = [FeatureConfig("tags", "item"), FeatureConfig("brand", "item"), FeatureConfig("rating", "event")]
+    data = DataConfig(
+        interactions=str(folder / "log.parquet"),
+        label="rating >= 4",
+        features=features,
+        statistics=list(GROUPS),
+        max_history=20,
+        max_slots=2,
+    )
+    model = ModelConfig(8, num_heads=2, dense_arch=[8], over_arch=[8], cross_layers=0)
+    training = TrainingConfig(str(folder / "run"), epochs=1, device="cpu", batch_size=256)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw_curves", "draw_attention"):
+            patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
+        train(Config(data, model, training=training))
+    shown = export("--run", folder / "run")
+    until = datetime.fromtimestamp(time[-1], UTC).isoformat(sep=" ", timespec="seconds")
+    assert f"data.statistics of requests are those of the log as of {until}" in shown
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return jfi.load_run(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def past_scorer(folder):
+    return Scorer(folder / "run/artifact")
+
+
+def request_of(log: pa.Table, user: str, rows: list[dict], now: float) -> dict:
+    """The request for the candidates of `rows`, with the user's history in the log."""
+    own = [row for row in log.to_pylist() if row["user_id"] == user]
+    keep = ("item_id", "tags", "brand", "rating")
+    history = [{name: row[name] for name in keep} | {"age": now - row["timestamp"]} for row in own]
+    candidates = [{name: row[name] for name in ("item_id", "tags", "brand")} for row in rows]
+    return {"user": {"user_id": user}, "history": history, "candidates": candidates, "time": now}
+
+
+def rows_after(log: pa.Table, user: str, now: float) -> list[dict]:
+    """Rows of a user with all items of the log, a new one, and one with other tags than in the log."""
+    by_item = {row["item_id"]: row for row in log.to_pylist()}
+    items = [by_item[item] for item in sorted(by_item)]
+    items += [items[0] | {"item_id": 1000, "tags": ["t1", "t2", "t3"]}]
+    return [row | {"user_id": user, "timestamp": now, "rating": None} for row in items]
+
+
+@pytest.mark.parametrize(("user", "later"), [("u3", 0.5), ("u7", 900), ("u11", 10**6), ("a new one", 60)])
+def test_a_request_gets_what_predict_computes_right_after_the_log(folder, run, past_scorer, tmp_path, user, later):
+    log = pq.read_table(folder / "log.parquet")
+    now = float(log["timestamp"].to_pylist()[-1] + later)
+    rows = rows_after(log, user, now)
+    table = pa.Table.from_pylist(rows, log.schema.set(2, pa.field("timestamp", pa.float64())))
+    request = past_scorer.reader(request_of(log, user, rows, now))
+    sources, config = Sources(table, log), column_settings(run.config.data)
+    scoring = ScoringRows(sources, tmp_path, run.schema, config)
+    (batch,) = scoring.dataset.batches("rows", 1000)
+    order = scoring.rows[batch.samples.numpy()]
+    expected = np.empty_like(batch.dense_features.numpy())
+    expected[order] = batch.dense_features.numpy()
+    np.testing.assert_array_equal(request.dense, expected)
+    predicted = run.predict(table, history=log)["score"].to_numpy()
+    np.testing.assert_allclose(past_scorer.score([request])[0], predicted, atol=2e-6)
+
+
+def test_a_request_may_have_the_statistics_itself(folder, past_scorer):
+    log, reader = pq.read_table(folder / "log.parquet"), past_scorer.reader
+    now = float(log["timestamp"].to_pylist()[-1] + 60)
+    request = request_of(log, "u3", rows_after(log, "u3", now), now)
+    names = reader.schema.past.names
+    totals = LogTotals.load(folder / "run/artifact", reader.schema.past)
+    ids = {key: np.zeros((41, 2), np.int64) for column in totals.fields.columns.values() for key in column.keys}
+    values = RequestPast(totals)("u3", [str(one["item_id"]) for one in request["candidates"]], ids, now)
+    for i, one in enumerate(request["candidates"]):
+        one |= {name: None if np.isnan(values[name][i]) else float(values[name][i]) for name in names}
+    given, own = reader(request), reader(without(request, names))
+    same = [not name.startswith(("past_user_tags", "past_user_brand", "past_session_")) for name in names]
+    np.testing.assert_array_equal(given.dense[:, same], own.dense[:, same])
+    by_columns = {name: [one[name] for one in request["candidates"]] for name in request["candidates"][0]}
+    np.testing.assert_array_equal(reader(request | {"candidates": by_columns}).dense, given.dense)
+    del request["candidates"][3][names[2]]
+    with pytest.raises(BadRequestError, match=rf"candidates\[3\] lacks the field '{names[2]}'"):
+        reader(request)
+
+
+def without(request: dict, names: list[str]) -> dict:
+    rows = [{name: value for name, value in one.items() if name not in names} for one in request["candidates"]]
+    return request | {"candidates": rows}
+
+
+def test_the_schema_of_requests_takes_both_forms(folder, past_scorer):
+    log, reader = pq.read_table(folder / "log.parquet"), past_scorer.reader
+    now = float(log["timestamp"].to_pylist()[-1])
+    request, names = request_of(log, "u3", rows_after(log, "u3", now), now), reader.schema.past.names
+    check = Draft202012Validator(reader.json_schema())
+    carrying = request | {"candidates": [one | dict.fromkeys(names, 0.5) for one in request["candidates"]]}
+    for one in (request, carrying):
+        assert not list(check.iter_errors(one))
+        reader(one)
+    partly = request | {"candidates": [one | {names[0]: 0.5} for one in request["candidates"]]}
+    assert list(check.iter_errors(partly))
+    del request["time"]
+    assert not list(check.iter_errors(request))
+    reader(request)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"time": "now"}, "time must be a number of seconds since 1970, got 'now'"),
+        ({"time": True}, "time must be a number"),
+        ({"time": 1e300}, "time must be a number"),
+        ({"user": {}}, "user lacks the field 'user_id'"),
+        ({"user": {"user_id": ["u1"]}}, "user.user_id must be a string, a number or a boolean, or null"),
+    ],
+)
+def test_faults_of_requests_are_named(folder, past_scorer, change, message):
+    log = pq.read_table(folder / "log.parquet")
+    request = request_of(log, "u3", rows_after(log, "u3", 1e7), 1e7) | change
+    with pytest.raises(BadRequestError, match=message):
+        past_scorer.reader(request)
+
+
+def test_a_user_of_null_is_new_and_a_time_before_the_end_is_right_after_it(folder, past_scorer):
+    log, reader = pq.read_table(folder / "log.parquet"), past_scorer.reader
+    rows, end = rows_after(log, "u3", 0.0), float(log["timestamp"].to_pylist()[-1])
+    new = reader(request_of(log, "nobody", rows, end + 60))
+    null = reader(request_of(log, "nobody", rows, end + 60) | {"user": {"user_id": None}})
+    np.testing.assert_array_equal(null.dense, new.dense)
+    request = request_of(log, "u3", rows, end)
+    early, late = (reader(request | {"time": time}) for time in (5.0, end))
+    np.testing.assert_array_equal(early.dense, late.dense)
+
+
+def test_damaged_counters_are_refused(folder, tmp_path):
+    with rewriting(tmp_path / "ids", folder / "run/artifact") as copy:
+        (copy / IDS).write_text('{"users": []}')
+    with pytest.raises(ArtifactError, match=r"past.json is damaged"):
+        Scorer(tmp_path / "ids")
+    with rewriting(tmp_path / "counters", folder / "run/artifact") as copy:
+        arrays = load_file(copy / COUNTERS)
+        del arrays["times"]
+        save_file(arrays, copy / COUNTERS)
+    with pytest.raises(ArtifactError, match=r"past.safetensors lacks what item, user, .* need"):
+        Scorer(tmp_path / "counters")
+    with rewriting(tmp_path / "missing", folder / "run/artifact") as copy:
+        (copy / COUNTERS).unlink()
+    with pytest.raises(ArtifactError, match=r"does not list past.safetensors"):
+        Scorer(tmp_path / "missing")
+
+
+def test_a_newer_log_counts_its_rows(folder, run, tmp_path):
+    log = pq.read_table(folder / "log.parquet")
+    more = pa.concat_tables([log, log.slice(0, 300).set_column(2, "timestamp", pa.array(np.arange(300) + 10**7))])
+    pq.write_table(more, tmp_path / "more.parquet")
+    config = dataclasses.replace(run.config.data, interactions=str(tmp_path / "more.parquet"))
+    old, new = (read_totals(one, run.schema) for one in (run.config.data, config))
+    assert new.fields.until == 10**7 + 299 > old.fields.until
+    reader = RequestReader(
+        dataclasses.replace(Scorer(folder / "run/artifact").reader.schema, past=new.fields),
+        Scorer(folder / "run/artifact").reader.limits,
+        past=RequestPast(new),
+    )
+    rows = rows_after(log, "u3", 0.0)
+    assert reader(request_of(log, "u3", rows, 2e7)).num_candidates == 41
+
+
+def test_export_without_a_log(folder, tmp_path):
+    shown = export("--run", folder / "run", "--out", tmp_path / "none", "--history", "none")
+    assert "data.statistics" not in shown
+    assert not (tmp_path / "none" / COUNTERS).exists()
+    request = Scorer(tmp_path / "none").reader.json_schema()
+    assert "time" not in request["properties"]
+    moved = tmp_path / "log.parquet"
+    shutil.move(folder / "log.parquet", moved)
+    try:
+        shown = export("--run", folder / "run", "--out", tmp_path / "moved")
+        assert "requests must have data.statistics of each candidate, since the run's log cannot be read" in shown
+    finally:
+        shutil.move(moved, folder / "log.parquet")
