@@ -22,9 +22,11 @@ COMPARED = {
     "no histories": "library defaults, no histories",
     "mean pooling": "library defaults, mean pooling",
     "sum pooling": "library defaults, sum pooling",
-    "attention": "library defaults, no statistics",
+    "attention": "library defaults",
     "statistics only": "library defaults, statistics only",
-    "attention and statistics": "library defaults",
+    "attention and statistics": "library defaults, statistics",
+    "all statistics only": "library defaults, all statistics only",
+    "attention and all statistics": "library defaults, all statistics",
 }
 MISSING = "not measured"
 

@@ -24,8 +24,9 @@ Values = Callable[[np.ndarray], np.ndarray]
 
 #: Codes of (key, moment) stay below.
 _LARGEST = 1 << 62
-#: Rows of a block, and rows that are sorted together, about; and those of a block that stays in the cache.
-_AT_ONCE, _IN_CACHE = 1 << 21, 1 << 16
+#: Rows of a block, and rows that are sorted together, about; those of a block that stays in the cache, and rows before
+#: it, a power of 2.
+_AT_ONCE, _IN_CACHE, _BEFORE = 1 << 21, 1 << 16, 1 << 12
 #: Rows from which it is learnt where a group of rows begins, for each group.
 _SAMPLE = 1 << 12
 #: The first rows of all keys are kept in memory if there are no more.
@@ -141,20 +142,15 @@ class Past:
             key = np.minimum(key, self.codes[-1] // self.moments + 1)
         start = np.maximum(key, -1) * self.moments
         code = start + np.minimum(moment, self.moments)
-        if self._starts is not None:
-            return Older(self._starts.take(key, mode="clip"), self._search(code), self.position)
-        first = self._search(start)
-        end = first.copy()
-        some = np.flatnonzero(start + self.moments > self.codes.take(first, mode="clip")) if len(self.codes) else []
-        end[some] = self._search(code[some])
-        return Older(first, end, self.position)
-
-    def _search(self, code: np.ndarray) -> np.ndarray:
-        """`[B]` int64, the first row with each code or a larger one."""
         # Searches in the order of the codes find most of the way in the cache.
-        order, found = np.argsort(code), np.empty(len(code), np.int64)
-        found[order] = np.searchsorted(self.codes, code.take(order))
-        return found
+        order = np.argsort(code)
+        end = np.empty(len(code), np.int64)
+        end[order] = np.searchsorted(self.codes, code.take(order))
+        if self._starts is not None:
+            return Older(self._starts.take(key, mode="clip"), end, self.position)
+        first = np.empty(len(code), np.int64)
+        first[order] = np.searchsorted(self.codes, start.take(order))
+        return Older(first, end, self.position)
 
     def of_each_row(
         self, prefix: np.ndarray | None = None, new: New = np.empty
@@ -202,19 +198,23 @@ class Past:
         """
         size = len(self.codes)
         total, decay, start, longest = new(size, np.float64), new(size, np.float64), 0, 1
-        for begin, end in blocks(size, _AT_ONCE):
-            codes = self.codes[max(begin - 1, 0) : end]
-            key, time = codes // self.moments, seconds[codes % self.moments]
-            is_first = np.diff(key, prepend=-1) != 0
-            age = np.diff(time, prepend=0.0)
-            if begin:
-                is_first, age = is_first[1:], age[1:]
-            total[begin:end] = values(self.order[begin:end])
-            decay[begin:end] = np.exp2(np.where(is_first, -np.inf, -age / half_life))
-            starts = np.concatenate([[start], begin + np.flatnonzero(is_first), [end]])
-            longest, start = max(longest, int(np.diff(starts).max())), int(starts[-2])
         # total[i] = value[i] + decay[i] * total[i - 1], by doubling: after a step a total covers twice as many rows.
-        step = 1
+        # The first steps are made a block at a time, with the rows before it that they read.
+        for begin, end in blocks(size, _IN_CACHE):
+            before = max(begin - _BEFORE, 0)
+            codes, own = self.codes[before:end], slice(begin - before, None)
+            is_first = np.diff(codes // self.moments, prepend=-1) != 0
+            age = np.diff(seconds[codes % self.moments], prepend=0.0)
+            sums, step = np.array(values(self.order[before:end]), np.float64), 1
+            factors = np.exp2(np.where(is_first, -np.inf, -age / half_life))
+            while step < _BEFORE:
+                sums[step:] += factors[step:] * sums[:-step]
+                factors[step:] *= factors[:-step]
+                step *= 2
+            total[begin:end], decay[begin:end] = sums[own], factors[own]
+            starts = np.concatenate([[start], begin + np.flatnonzero(is_first[own]), [end]])
+            longest, start = max(longest, int(np.diff(starts).max())), int(starts[-2])
+        step = _BEFORE
         while step < longest:
             # The last block is the first, since a row reads those before it as they were.
             for begin, end in reversed(list(blocks(size - step, _IN_CACHE))):

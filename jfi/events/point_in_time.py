@@ -164,10 +164,19 @@ class PastIndex:
         """Returns the rows of a set, sorted by key and moment, which have the numbers of their events."""
         name = self.name(rows, key)
         if f"{name}: codes" not in self.arrays:
-            count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
-            past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
+            if rows != "history" and self._all_labeled and (rows == "labeled history" or self.all_are_events):
+                past = self.past("history", key)  # the same rows
+            else:
+                count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
+                past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
             self.arrays |= {f"{name}: codes": past.codes, f"{name}: keys": past.keys, f"{name}: events": past.order}
         return self.sorted_rows(name)
+
+    @cached_property
+    def _all_labeled(self) -> bool:
+        """Whether all events of histories have a label."""
+        count = len(self.events if self.events.rows is None else self.events.rows)
+        return sum(map(len, self.rows("labeled history"))) == count
 
     def sorted_rows(self, name: str) -> Past:
         """Returns the sorted rows of this name, whose arrays are there."""
@@ -191,10 +200,7 @@ class PastIndex:
             values: "label", "has label" or "item surprise".
         """
         label = self.events.label
-        known = {
-            "label": lambda events: np.nan_to_num(label[events]),
-            "has label": lambda events: ~np.isnan(label[events]),
-        }
+        known = {"label": lambda one: np.nan_to_num(label[one]), "has label": lambda one: ~np.isnan(label[one])}
 
         def make() -> np.ndarray:
             return self.past(rows, key).prefix(known.get(values) or self.item_surprise.take, self.new)
@@ -279,14 +285,15 @@ class Tallies:
         else:
             self.moment = index.moment(questions.events)
         self._keys: dict[Key, np.ndarray] = {}
-        self._older: dict[tuple[Rows, Key], list[Older]] = {}
+        self._older: dict[int, list[Older]] = {}
 
     def older(self, rows: Rows, key: Key) -> list[Older]:
         """The ranges of older rows, for each value of a target with several ones."""
-        if (rows, key) not in self._older:
-            past = self.index.past(rows, key)
-            self._older[rows, key] = [past.older(one, self.moment) for one in self.keys(key).T]
-        return self._older[rows, key]
+        past = self.index.past(rows, key)
+        # Sets of the same rows have the same array.
+        if id(past.codes) not in self._older:
+            self._older[id(past.codes)] = [past.older(one, self.moment) for one in self.keys(key).T]
+        return self._older[id(past.codes)]
 
     def keys(self, key: Key) -> np.ndarray:
         """`[B, K]` int64, the keys of the questions, -1 for none."""

@@ -79,7 +79,8 @@ class Statistics:
             for name, values in self.of(part).items():
                 if name not in found:
                     found[name] = new(f"statistic-{len(found)}", np.float64, len(self.index.events))
-                    found[name][:] = np.nan
+                    if rows is not None:
+                        found[name][:] = np.nan
                 found[name][part] = values
         return found
 

@@ -48,6 +48,7 @@ CONFIG = DataConfig(
 )
 KINDS = {
     "labels": {"label": "rating >= 3"},
+    "labels of all rows": {"label": "visit >= 1"},
     "labels, views": {"label": "rating >= 3", "history": "kind == view"},
     "implicit": {},
     "implicit, views, sessions": {"history": "kind == view", "session": "visit"},
@@ -292,7 +293,7 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
     one = make()
     for module, name, size in (
         *((module, "_AT_ONCE", 16) for module in (past, point_in_time, co_occurrence, statistics)),
-        *((past, "_IN_CACHE", 5), (past, "_MANY_KEYS", 20)),
+        *((past, "_IN_CACHE", 5), (past, "_BEFORE", 4), (past, "_MANY_KEYS", 20)),
     ):
         monkeypatch.setattr(module, name, size)
     other = make()
