@@ -115,31 +115,20 @@ DEFAULTS: dict[str, object] = {
     "training.monitor": "auto",
     "training.patience": 2,
 }
-#: The value of `data.statistics` in the rows without statistics, with those that docs/training.md recommends for tables
-#: with a label, and with all.
-_GROUPS = ["item", "user", "user_item", "similar"]
-_STATISTICS_OF: dict[str, list[str]] = {
-    "none": [],
-    "some": _GROUPS,
-    "all": [*_GROUPS, "popularity", "item_hour", "age", "user_category", "session"],
-}
 
 
-def _defaults(statistics: str = "none", **model: str) -> dict[str, object]:
-    section = {f"model.{name}": value for name, value in model.items()}
-    return DEFAULTS | {"data.statistics": _STATISTICS_OF[statistics]} | section
+def _defaults(statistics: str | list[str], **model: str) -> dict[str, object]:
+    return DEFAULTS | {"data.statistics": statistics} | {f"model.{name}": value for name, value in model.items()}
 
 
 #: Ours without tuning.
 UNTUNED: dict[str, dict[str, object]] = {
-    "library defaults, no histories": _defaults(pooling="none"),
-    "library defaults, mean pooling": _defaults(pooling="mean"),
-    "library defaults, sum pooling": _defaults(pooling="sum"),
-    "library defaults": _defaults(),
-    "library defaults, statistics only": _defaults("some", pooling="none"),
-    "library defaults, statistics": _defaults("some"),
-    "library defaults, all statistics only": _defaults("all", pooling="none"),
-    "library defaults, all statistics": _defaults("all"),
+    "library defaults, no histories": _defaults([], pooling="none"),
+    "library defaults, mean pooling": _defaults([], pooling="mean"),
+    "library defaults, sum pooling": _defaults([], pooling="sum"),
+    "library defaults, no statistics": _defaults([]),
+    "library defaults, statistics only": _defaults("auto", pooling="none"),
+    "library defaults": _defaults("auto"),
 }
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {

@@ -22,11 +22,9 @@ COMPARED = {
     "no histories": "library defaults, no histories",
     "mean pooling": "library defaults, mean pooling",
     "sum pooling": "library defaults, sum pooling",
-    "attention": "library defaults",
+    "attention": "library defaults, no statistics",
     "statistics only": "library defaults, statistics only",
-    "attention and statistics": "library defaults, statistics",
-    "all statistics only": "library defaults, all statistics only",
-    "attention and all statistics": "library defaults, all statistics",
+    "attention and statistics": "library defaults",
 }
 MISSING = "not measured"
 

@@ -142,15 +142,20 @@ class Past:
             key = np.minimum(key, self.codes[-1] // self.moments + 1)
         start = np.maximum(key, -1) * self.moments
         code = start + np.minimum(moment, self.moments)
-        # Searches in the order of the codes find most of the way in the cache.
-        order = np.argsort(code)
-        end = np.empty(len(code), np.int64)
-        end[order] = np.searchsorted(self.codes, code.take(order))
         if self._starts is not None:
-            return Older(self._starts.take(key, mode="clip"), end, self.position)
-        first = np.empty(len(code), np.int64)
-        first[order] = np.searchsorted(self.codes, start.take(order))
+            return Older(self._starts.take(key, mode="clip"), self._search(code), self.position)
+        first = self._search(start)
+        end = first.copy()
+        some = np.flatnonzero(start + self.moments > self.codes.take(first, mode="clip")) if len(self.codes) else []
+        end[some] = self._search(code[some])
         return Older(first, end, self.position)
+
+    def _search(self, code: np.ndarray) -> np.ndarray:
+        """`[B]` int64, the first row with each code or a larger one."""
+        # Searches in the order of the codes find most of the way in the cache.
+        order, found = np.argsort(code), np.empty(len(code), np.int64)
+        found[order] = np.searchsorted(self.codes, code.take(order))
+        return found
 
     def of_each_row(
         self, prefix: np.ndarray | None = None, new: New = np.empty
