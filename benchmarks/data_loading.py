@@ -49,6 +49,7 @@ def write_tables(folder: Path) -> DataConfig:
         features=[FeatureConfig("genres", "item", separator="|"), FeatureConfig("rating", "event")],
         split="leave_one_out",
         max_history=MAX_HISTORY,
+        statistics=[],
     )
     pa.parquet.write_table(pa.table(interactions), config.interactions)
     pa.parquet.write_table(pa.table({"item_id": np.arange(NUM_ITEMS), "genres": genres}), config.items)

@@ -33,7 +33,7 @@ try:
     from jfi.data.prepared.prepare import prepare_dataset
     features = [FeatureConfig("action", "event")] if action == "True" else []
     features.append(FeatureConfig("price", "event", "number"))
-    config = DataConfig(interactions=path, label="clicked", features=features)
+    config = DataConfig(interactions=path, label="clicked", features=features, statistics=[])
 except ImportError:  # a tree of before the features
     from jfi.data.prepare import prepare_dataset
     features = {"event_categorical": ["action"] if action == "True" else [], "event_dense": ["price"]}

@@ -76,12 +76,15 @@ def write_table(table: SyntheticTable, folder: Path) -> DataConfig:
     """Its interactions as a file; all labelled rows of a user but the last two train."""
     path = folder / "interactions.parquet"
     pa.parquet.write_table(table.interactions(), path)
-    return DataConfig(interactions=str(path), label="rating >= 4", split="leave_one_out")
+    return DataConfig(interactions=str(path), label="rating >= 4", split="leave_one_out", statistics=[])
 
 
 def movielens_config(folder: Path, movielens: Path | None, table: SyntheticTable = MOVIELENS_SIZE) -> Config:
-    """configs/movielens_100k.yaml with the files in the folder `movielens`, or a synthetic table in their place."""
-    config, _ = parse_config(["--config", str(MOVIELENS)], "")
+    """configs/movielens_100k.yaml with the files in the folder `movielens`, or a synthetic table in their place.
+
+    It has no statistics.
+    """
+    config, _ = parse_config(["--config", str(MOVIELENS), "--data.statistics=[]"], "")
     if movielens is not None:
         files = {"interactions": str(movielens / "ml-100k.inter"), "items": str(movielens / "ml-100k.item")}
         return replace(config, data=replace(config.data, **files))

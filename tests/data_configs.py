@@ -20,8 +20,11 @@ MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_value
 
 
 def data_config(**settings) -> DataConfig:
-    """Returns a config whose `features` are given by `LISTS`, `MAPPINGS` and `event_crosses`, lists of columns."""
-    return replace_data(DataConfig(), **settings)
+    """Returns a config whose `features` are given by `LISTS`, `MAPPINGS` and `event_crosses`, lists of columns.
+
+    It has no statistics unless `settings` have some.
+    """
+    return replace_data(DataConfig(statistics=[]), **settings)
 
 
 def replace_data(config: DataConfig, **settings) -> DataConfig:

@@ -50,7 +50,11 @@ class Task:
         self._baselines: dict[int, dict[str, list[BaselineResult]]] = {}
 
     def config(self, overrides: dict[str, object]) -> Config:
-        """The table's config with other fields, by their dotted name; files are named from the folder of all tables."""
+        """The table's config with other fields, by their dotted name; files are named from the folder of all tables.
+
+        It has no statistics unless the fields name some: the settings of recorded cells name them where they have any.
+        """
+        overrides = {"data.statistics": []} | overrides
         files = {f"data.{name}" for name in FILES}
         overrides = {name: str(self.data / value) if name in files else value for name, value in overrides.items()}
         text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}

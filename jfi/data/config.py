@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
-from jfi.events.groups import columns_of
+from jfi.events.groups import AUTO, Group, columns_of
 from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 
@@ -20,7 +20,6 @@ Batching = Literal["sample", "user"]
 Task = Literal["binary", "regression"]
 Of = Literal["user", "item", "event", "context"]
 FeatureType = Literal["category", "number"]
-Group = Literal["item", "user", "user_item", "similar", "popularity", "item_hour", "age", "user_category", "session"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
 
@@ -159,7 +158,9 @@ class DataConfig:
             (`user_category`), of the item at this hour of the day (`item_hour`) and of the user's events of items that
             the same users had (`similar`); the item's `popularity` of late; times since the first row of the item and
             the last events of the user (`age`); and the target's category in the `session`. Without a label shares
-            take the place of rates.
+            take the place of rates. "auto" stands for all but `item_hour` with a binary label; for `item`, `user`,
+            `popularity`, `age`, `user_category` and `session` without a label; and for none of a regression, of
+            `source: synthetic`, and where a column that the config names has the name of one that they make.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
@@ -231,7 +232,7 @@ class DataConfig:
     weight: str | None = None
     negatives: int = 4
     features: list[FeatureConfig] = field(default_factory=list)
-    statistics: list[Group] = field(default_factory=list)
+    statistics: list[Group] | Literal["auto"] = "auto"
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
@@ -289,10 +290,28 @@ class DataConfig:
         """The most events of a timeline in a batch by user."""
         return 4 * self.max_history if self.max_timeline is None else self.max_timeline
 
+    def statistics_groups(self) -> list[Group]:
+        """The groups of `statistics`, or those that "auto" stands for; the dataset has those of a prepared one."""
+        if self.statistics != "auto":
+            return self.statistics
+        if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
+            return []
+        groups = AUTO[self.label is None]
+        made = self._columns_of(groups)
+        is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
+        return [] if is_taken else groups
+
+    def with_statistics(self) -> "DataConfig":
+        """A copy whose `statistics` are the groups that "auto" stands for."""
+        return dataclasses.replace(self, statistics=self.statistics_groups())
+
     def statistics_columns(self) -> list[str]:
         """The names of the dense features that `statistics` makes."""
+        return self._columns_of(self.statistics_groups())
+
+    def _columns_of(self, groups: list[Group]) -> list[str]:
         is_implicit = self.label is None and self.source == "table"
-        return columns_of(self.statistics, is_implicit, self.names("item", "category"))
+        return columns_of(groups, is_implicit, self.names("item", "category"))
 
     def names(self, of: Of, type: FeatureType | None = None) -> list[str]:
         """The columns of the features of a user, an item, an event or a context, in their order.

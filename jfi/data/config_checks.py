@@ -224,10 +224,12 @@ def _check_targets(config: DataConfig) -> None:
 
 
 def _check_statistics(config: DataConfig) -> None:
-    for name in config.statistics:
+    if isinstance(config.statistics, str) and config.statistics != "auto":
+        raise DataError(f"data.statistics is '{config.statistics}'; it must be auto or a list of groups")
+    for name in config.statistics_groups():
         if name not in GROUPS:
             raise DataError(f"data.statistics has '{name}'; {suggest(name, GROUPS)}")
-    if config.statistics and config.task == "regression":
+    if config.statistics_groups() and config.task == "regression":
         raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
     made = config.statistics_columns()
     if twice := next((name for name in made if made.count(name) > 1), None):

@@ -1,6 +1,9 @@
 """The groups of `data.statistics`, and the names of the dense features that they make."""
 
 from collections.abc import Sequence
+from typing import Literal
+
+Group = Literal["item", "user", "user_item", "similar", "popularity", "item_hour", "age", "user_category", "session"]
 
 #: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
 HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -10,7 +13,7 @@ _RECENT = [f"past_recent_rate_{i}" for i in range(1, len(HALF_LIVES) + 1)]
 _POPULARITY = [f"past_popularity_{i}" for i in range(1, len(HALF_LIVES) + 1)]
 #: By group its columns: of a table with labels, and of implicit feedback. One with `{}` is made for each categorical
 #: column of the item, whose name it has there.
-GROUPS = {
+GROUPS: dict[Group, tuple[list[str], list[str]]] = {
     "item": (["past_item_rate", "past_item_count"], ["past_item_share", "past_item_count"]),
     "user": (
         ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
@@ -27,6 +30,12 @@ GROUPS = {
     "user_category": (["past_user_{}_rate", "past_user_{}_count"], ["past_user_{}_share", "past_user_{}_count"]),
     "session": (["past_session_count", "past_session_{}_share"],) * 2,
 }
+#: The groups that "auto" stands for: of a table with labels, and of implicit feedback, where `user_item` and `similar`
+#: tell positives from negatives, since an item that the user has had is no negative. docs/features.md has figures.
+AUTO: tuple[list[Group], list[Group]] = (
+    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"],
+    ["item", "user", "popularity", "age", "user_category", "session"],
+)
 
 
 def similar_window(num_events: int, max_history: int) -> int:

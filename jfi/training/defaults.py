@@ -42,7 +42,8 @@ def settled_as(config: Config, known: Config) -> Config:
         training = dataclasses.replace(training, rows_after=known.training.rows_after)
     if optimizer.ema_decay == "auto":
         optimizer = dataclasses.replace(optimizer, ema_decay=known.optimizer.ema_decay)
-    return with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
+    data = config.data.with_statistics()
+    return with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
 
 
 def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, str | None]:
@@ -59,8 +60,10 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
         training = dataclasses.replace(training, batch_size=max(size, training.gradient_accumulation_steps))
     if optimizer.ema_decay == "auto":
         optimizer = dataclasses.replace(optimizer, ema_decay=None if world.launched else 0.98)
-    settled = with_bias(dataclasses.replace(config, training=training, optimizer=optimizer))
+    data = config.data.with_statistics()
+    settled = with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
     found = {
+        "data.statistics": (config.data.statistics, settled.data.statistics),
         "model.bias": (config.model.bias, settled.model.bias),
         "optimizer.ema_decay": (config.optimizer.ema_decay, settled.optimizer.ema_decay),
         "training.batch_size": (config.training.batch_size, settled.training.batch_size),

@@ -13,14 +13,15 @@ import torch
 from data_configs import data_config, replace_data
 
 from jfi.data import DataConfig, DataError, InteractionDataset, load_dataset
-from jfi.data.batches import events
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import prepare
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.store import write_prepared
 from jfi.data.schema import coded
 from jfi.data.schema.schema import DataSchema
+from jfi.events import events
 from jfi.utils.encoding import Vocabulary
 
 
@@ -193,7 +194,7 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert_same_batches(loaded, prepared)
     assert prepared.summary == loaded.summary
     (folder / "written").mkdir()
-    write_prepared(loaded, config.with_absolute_paths(), folder / "written")
+    write_prepared(loaded, column_settings(config.with_absolute_paths()), folder / "written")
     assert files_of(folder / "prepared") == files_of(folder / "written")
 
 

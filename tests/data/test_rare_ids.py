@@ -254,7 +254,8 @@ def test_a_default_stands_for_a_missing_value(write, tmp_path):
 
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_a_default_stands_for_null_in_a_request(write, as_bytes):
-    config = DataConfig(interactions=filled(write, "full.csv", False), label="right", features=DEFAULTS)
+    path = filled(write, "full.csv", False)
+    config = DataConfig(interactions=path, label="right", features=DEFAULTS, statistics=[])
     schema = schema_of(config, load_dataset(config).schema, True, True)
     read, found = RequestReader(schema, Limits(10, 200)), []
     for null in (True, False):

@@ -138,6 +138,7 @@ def test_a_column_of_the_table_of_users_is_not_looked_for_in_the_interactions(tm
         users=str(tmp_path / "users.csv"),
         label="clicked",
         features=[FeatureConfig("age", "user", "number")],
+        statistics=[],
     )
     with mock.patch("jfi.data.io.json_lines.stream_utf8", wraps=json_lines.stream_utf8) as reading:
         dataset = load_dataset(config)

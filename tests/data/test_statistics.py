@@ -4,11 +4,13 @@ import functools
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from data_configs import data_config
@@ -18,11 +20,14 @@ from hypothesis import strategies as st
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
+from jfi.data.config import LabelConfig
 from jfi.data.prepared.add_statistics import add_statistics
+from jfi.data.prepared.manifest import Manifest, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings, open_tables
 from jfi.events.groups import GROUPS
+from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(GROUPS)
@@ -192,12 +197,17 @@ def test_a_table_to_score_needs_them(tmp_path):
     schema = load_dataset(config).schema
 
     def parts(interactions: pa.Table, history: pa.Table | None) -> ScoringRows:
-        folder = tmp_path / str(len(interactions.column_names))
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         return ScoringRows(Sources(interactions, history=history), folder, schema, column_settings(config))
 
+    # Its own interactions are the history while they are there; the rows to score are in it too, and count once.
+    own, given = parts(table, None), parts(table, table)
+    for one, other in zip(own.dataset.batches("rows", 50), given.dataset.batches("rows", 50), strict=True):
+        np.testing.assert_array_equal(one.dense_features.numpy(), other.dense_features.numpy())
+    (tmp_path / "rows.parquet").unlink()
     advice = (
-        r"no column 'past_user_rate' of data.statistics; name a table with the past of all users as the history, or"
+        r"no column 'past_user_rate' of data.statistics, and the run's own interactions are not there; give a table "
+        r"with the past of all users as the history \(`history`, --history\), or train the run with data.statistics: \["
     )
     with pytest.raises(DataError, match=advice):
         parts(table, None)
@@ -268,5 +278,84 @@ def test_a_prepared_dataset_has_them(tmp_path):
 
 
 def test_statistics_need_names():
-    with pytest.raises(DataError, match=r"data.statistics is empty"):
-        add_statistics(random_table(0), DataConfig(label="rating >= 3"))
+    with pytest.raises(DataError, match=r"data.statistics has no groups"):
+        add_statistics(random_table(0), DataConfig(label="rating >= 3", statistics=[]))
+
+
+LABELED, IMPLICIT = (
+    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"],
+    ["item", "user", "popularity", "age", "user_category", "session"],
+)
+TWO = [LabelConfig("like", "rating >= 3"), LabelConfig("stars", "rating", "regression")]
+GENRE = FeatureConfig("genre", "item")
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"label": "rating >= 3"}, LABELED),
+        ({"label": "rating >= 3", "features": [GENRE], "split": "leave_one_out", "batching": "user"}, LABELED),
+        ({"labels": TWO}, LABELED),
+        ({}, IMPLICIT),
+        ({"features": [GENRE], "negatives": 1}, IMPLICIT),
+        ({"label": "rating", "task": "regression"}, []),
+        ({"labels": TWO[::-1]}, []),
+        ({"source": "synthetic"}, []),
+        ({"label": "rating >= 3", "statistics": ["item_hour"]}, ["item_hour"]),
+        # The table has a column of that name, so that a list would be refused.
+        ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),
+        ({"label": "past_item_rate >= 3"}, []),
+        ({"label": "rating >= 3", "title": "past_user_rate"}, []),
+        ({"features": [FeatureConfig("pause", "event", cross=["item_id", "past_user_count"])]}, IMPLICIT),
+        ({"features": [FeatureConfig("past_user_count", "event", cross=["item_id", "genre"]), GENRE]}, []),
+        ({"label": "rating >= 3", "features": [FeatureConfig("item", "item")]}, []),  # past_user_item_rate twice
+    ],
+)
+def test_the_groups_of_auto(settings, groups):
+    config = DataConfig(interactions="rows.csv", **settings)
+    assert config.statistics_groups() == config.with_statistics().statistics == groups
+    made = config.statistics_columns()
+    assert bool(made) == bool(groups) and len(set(made)) == len(made)
+    assert made == config.with_statistics().statistics_columns() == column_settings(config).statistics_columns()
+    if config.source == "table":
+        known = column_settings(config).names("context", "number")
+        assert [name for name in known if name not in made] == config.names("context", "number")
+
+
+def test_auto_is_the_default_and_no_other_text_is_known():
+    assert DataConfig().statistics == "auto"
+    assert parse_config(["--data.statistics", "auto"], "")[0].data.statistics == "auto"
+    assert parse_config(["--data.statistics", "[]"], "")[0].data.statistics == []
+    with pytest.raises(DataError, match=r"data.statistics is 'item'; it must be auto or a list of groups"):
+        load_dataset(DataConfig(interactions="rows.csv", statistics="item"))
+
+
+def test_a_prepared_dataset_decides_what_auto_stands_for(tmp_path):
+    pa.parquet.write_table(random_table(0).drop_columns("kind"), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3")
+    for name, statistics, groups in (("a", "auto", LABELED), ("b", [], []), ("c", ["user"], ["user"])):
+        prepare_dataset(replace(config, statistics=statistics), tmp_path / name, show=False)
+        prepared = str(tmp_path / name)
+        assert Manifest.load(prepared).data.statistics == groups
+        assert resolve(DataConfig(prepared=prepared)).statistics_groups() == groups
+        assert resolve(DataConfig(prepared=prepared, statistics=groups)).statistics_groups() == groups
+        made = replace(config, statistics=groups).statistics_columns()
+        assert load_dataset(DataConfig(prepared=prepared)).schema.dense_names == made
+    with pytest.raises(DataError, match=r"data.statistics is \['item'\], but .*/c was prepared with \['user'\]"):
+        resolve(DataConfig(prepared=prepared, statistics=["item"]))
+
+
+def test_a_log_without_a_header_can_be_a_history(tmp_path):
+    """It has the names that `data.header` gives the interactions."""
+    table = random_table(0).drop_columns("kind")
+    for name in ("log", "few"):
+        rows = table if name == "log" else table.slice(100)
+        pa.csv.write_csv(rows, tmp_path / f"{name}.csv", pa.csv.WriteOptions(include_header=False))
+    header = {"interactions": table.column_names}
+    config = DataConfig(interactions=str(tmp_path / "log.csv"), label="rating >= 3", header=header)
+    schema = load_dataset(config).schema
+    for number, history in enumerate((None, config.interactions)):
+        (folder := tmp_path / f"rows {number}").mkdir()
+        sources = Sources(str(tmp_path / "few.csv"), history=history)
+        rows = ScoringRows(sources, folder, schema, column_settings(config))
+        assert rows.num_rows == 20 and len(rows.dataset.arrays().events) == 140

@@ -12,6 +12,7 @@ from data_configs import data_config
 
 import jfi
 from jfi.data.config import LabelConfig
+from jfi.data.prepared.add_statistics import add_statistics
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -46,13 +47,16 @@ def request_of(rows: list[dict], target: dict) -> dict | None:
         {"item": one["item"], "genre": one["genre"], "action": one["action"], "age": target["time"] - one["time"]}
         for one in before
     ]
-    candidate = {name: target[name] for name in ("item", "genre", "slot")}
+    candidate = {name: target[name] for name in target if name in ("item", "genre", "slot") or name.startswith("past_")}
     return {"user": {"region": target["region"]}, "history": history, "candidates": [candidate]} if history else None
 
 
 @pytest.mark.slow  # compiling takes half a minute
 def test_its_scores_are_those_of_the_run(tmp_path):
-    """By label, on a GPU where there is one; the auxiliary label has no score, and its tower is not in the package."""
+    """By label, on a GPU where there is one; the auxiliary label has no score, and its tower is not in the package.
+
+    The run has the statistics of the defaults, which requests carry.
+    """
     rows = [row(i) for i in range(240)]
     pa.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "log.csv")
     data = data_config(
@@ -67,9 +71,10 @@ def test_its_scores_are_those_of_the_run(tmp_path):
         event_categorical=["action"],
         context_categorical=["slot"],
         max_history=6,
+        statistics="auto",
     )
     model = ModelConfig(
-        8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8, 4], experts=2, cross_layers=0, dropout=0.0
+        8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[16, 8], experts=2, cross_layers=0, dropout=0.0
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):
@@ -79,6 +84,8 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     table = pa.Table.from_pylist(rows)
     wanted = run.predict(table)
 
+    rows = add_statistics(table, run.config.data, run.schema).to_pylist()
+    rows = [{name: None if value != value else value for name, value in one.items()} for one in rows]  # NaN is no JSON
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
     export(tmp_path / "artifact", run.model, schema, Limits(10, 6), device=DEVICE)
     scorer = Scorer(tmp_path / "artifact")

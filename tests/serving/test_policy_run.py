@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
         interactions=str(folder / "log.parquet"),
         items=str(folder / "items.parquet"),
         max_history=MAX_HISTORY,
+        statistics=[],
         **columns,
     )
     data = replace_data(data, event_dense=[])

@@ -70,13 +70,14 @@ def trained(tmp_path_factory) -> tuple[Path, SavedRun, dict[str, float]]:
     return folder, *run_on(folder)
 
 
-@pytest.mark.parametrize("statistics", [[], list(GROUPS)], ids=["", "statistics"])
+@pytest.mark.parametrize("statistics", [[], list(GROUPS), "auto"], ids=["", "statistics", "auto"])
 def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained, caplog, tmp_path, statistics):
     """AUC and the ranks among all items to rounding; the ranks among sampled items within the sampling."""
     folder, run, test = (tmp_path, *run_on(tmp_path, statistics=statistics)) if statistics else trained
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        metrics = run.evaluate(folder / "test.csv", history=folder / "log.csv")
+        # With "auto" the run's own interactions are the history.
+        metrics = run.evaluate(folder / "test.csv", history=None if statistics == "auto" else folder / "log.csv")
     assert "left out 3 of 90 rows, whose items training does not know" in caplog.text
     assert (metrics["rows"], metrics["labeled"]) == (90, 87)
     overall = metrics["overall"]
@@ -89,10 +90,11 @@ def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained
         assert overall[name] == pytest.approx(test[name], abs=0.15), name
     assert sum(tenth["samples"] for tenth in metrics["deciles"]) == overall["samples"]
     if statistics:
+        add = add_statistics(pa.csv.read_csv(folder / "all.csv"), run.config.data, run.schema)
+        (folder / "all.csv").unlink()
         with pytest.raises(
-            DataError, match="no statistics of sampled negatives; name a table with the past of all users"
+            DataError, match="no statistics of sampled negatives, and the run's own interactions are not there; give a"
         ):
-            add = add_statistics(pa.csv.read_csv(folder / "all.csv"), run.config.data, run.schema)
             run.evaluate(add.slice(TEST))
         # As columns of the table, or made of the history.
         tables = add.slice(TEST), folder / "test.csv"

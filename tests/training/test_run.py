@@ -52,7 +52,11 @@ def read_results(path: Path) -> list[dict]:
 
 def tiny(run_dir: Path | None, **training: object) -> Config:
     return Config(
-        data=DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0)),
+        data=DataConfig(
+            source="synthetic",
+            synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0),
+            statistics=[],
+        ),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
         optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3), ema_decay=0.9),
         training=TrainingConfig(
@@ -496,12 +500,12 @@ def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatc
 
 def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_path, capsys):
     config = tiny(tmp_path / "run", epochs=1)
+    config.data = dataclasses.replace(config.data, statistics="auto")
     config.model = dataclasses.replace(config.model, bias="auto")
     config.optimizer = dataclasses.replace(config.optimizer, ema_decay="auto")
     train(config.with_training(batch_size=None))
-    assert "defaults: model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98, training.batch_size: 512" in (
-        capsys.readouterr().out.splitlines()
-    )
+    chosen = "data.statistics: [], model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
+    assert f"defaults: {chosen}, training.batch_size: 512" in capsys.readouterr().out.splitlines()
     run, saved = RunFolder.open(tmp_path / "run")
     assert (saved.model.bias, saved.optimizer.ema_decay) == (["history_age", "recency"], 0.98)
     # A config.yaml that leaves them open again is written settled, so that later commands take it.

@@ -1,6 +1,7 @@
 """The files that a config names -> tables of some rows each, so that a source may be longer than memory."""
 
 import codecs
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
     delimiter = config.delimiter or layout.delimiter
     quote = layout.quote if len(delimiter.encode()) == 1 else None
     name = setting.removeprefix("data.")
-    name = "interactions" if name in ("validation", "test") else name
+    name = "interactions" if name in ("validation", "test", "history") else name
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
 
 
@@ -158,6 +159,17 @@ def input_files(config: DataConfig) -> list[Path]:
     """
     files = _files(config, [name for name in FILES if getattr(config, name) is not None])
     return [Path(file.path) for file in files if file.table is None and not is_url(file.path)]
+
+
+def existing_interactions(config: DataConfig) -> list[str]:
+    """Returns the paths of the interactions that a config names, of all splits; none if a file of them is not there."""
+    given = [getattr(config, name) for name in _interactions(config)]
+    paths = list(dict.fromkeys(path for one in given for path in (one if isinstance(one, list) else [one])))
+    try:
+        files = find_files(paths, delimiter=config.delimiter)
+    except DataError:
+        return []
+    return paths if all(is_url(file.path) or os.path.exists(file.path) for file in files) else []
 
 
 def count_rows(config: DataConfig) -> int | None:

@@ -39,7 +39,7 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
         schema: of a run that is to score the table; None learns one from it.
 
     Raises:
-        DataError: a column is missing or malformed, `config.statistics` is empty, or there is such a column already.
+        DataError: a column is missing or malformed, there are no groups to add, or there is such a column already.
 
     Example:
         >>> config = DataConfig(label="liked", statistics=["item"])
@@ -47,8 +47,9 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
         >>> add_statistics(pa.table(rows), config)["past_item_count"].to_pylist() == [0.0, np.log(2), np.log(2)]
         True
     """
+    config = config.with_statistics()
     if not config.statistics:
-        raise DataError("data.statistics is empty; it must name statistics to add")
+        raise DataError("data.statistics has no groups; it must name statistics to add")
     parts = list(read_blocks(table, table.column_names, config) if isinstance(table, pa.Table) else table)
     name = parts[0].name if parts else "the table"
     for line in describe_left_out(name, sum(map(len, parts)), sum(part.left_out for part in parts)):
@@ -83,6 +84,7 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
 
 def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
     """The tables with the settings and the columns that statistics need."""
+    config = config.with_statistics()
     names = (
         "user",
         "item",
@@ -97,7 +99,7 @@ def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
     names += ("interactions", "encoding", "quoting", "delimiter", "header", "missing_values", "null_ids")
     names += ("split", "validation", "test") if parts is None and config.split == "files" else ()
     own = {name: getattr(config, name) for name in names}
-    by_category = {"user_category", "session"} & set(config.statistics)
+    by_category = {"user_category", "session"} & set(config.statistics_groups())
     categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]
     session = config.session if "session" in by_category else None
     settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))

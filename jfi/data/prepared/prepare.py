@@ -172,7 +172,7 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     if config.label is None:
         by_item = order_by_item(events, columns.new("by_item", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
-    statistics = compute_statistics(columns, schema, ids, negatives) if config.statistics else None
+    statistics = compute_statistics(columns, schema, ids, negatives) if config.statistics_groups() else None
     dense, samples = encode_dense(columns, schema), read_columns(folder)
     dataset = InteractionDataset(Arrays(events, ids, dense, samples, negatives, engagement, statistics), schema)
     dataset.summary = summarize(dataset, columns)

@@ -16,7 +16,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
-from jfi.data.io.blocks import describe_left_out, read_blocks, read_table
+from jfi.data.io.blocks import describe_left_out, existing_interactions, read_blocks, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.sources import Tables
@@ -31,6 +31,7 @@ from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.events.events import first_rows, order_by_item, user_blocks
+from jfi.events.groups import Group
 from jfi.history_policies import Policy
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
@@ -47,7 +48,8 @@ class Sources:
 
     Args:
         interactions: the rows to score: a file, or an Arrow table.
-        history: rows before them, which are only part of histories, or None.
+        history: rows before them, which are only part of histories, or None. Where statistics have to be made of it,
+            None stands for the run's own interactions.
         users, items: tables of users and of items, or None.
         semantic_ids: file of the items' semantic IDs, or None.
     """
@@ -88,11 +90,11 @@ class ScoringRows:
         policy: Policy | None = None,
     ) -> None:
         # Weights, groups, further labels and titles are of training alone.
+        sources, statistics = _with_history(sources, config, positives)
         config = replace(config, weight=None, request_id=None, auxiliary_labels=[], title=None, split="time")
-        if not _makes_statistics(config, sources, positives):
-            config = replace(config, statistics=[])  # they are columns of the table
+        config = replace(config, statistics=statistics)
         if policy is None:  # nothing else reads these columns
-            session = config.session if "session" in config.statistics else None
+            session = config.session if "session" in statistics else None
             config = replace(config, dwell=None, surface=None, session=session)
         self._made = set(config.statistics_columns())
         self._config = replace(config, source="table", users=sources.users, items=sources.items)
@@ -289,26 +291,37 @@ class ScoringRows:
             self._keys_file.close()
 
 
-def _makes_statistics(config: DataConfig, sources: Sources, positives: bool) -> bool:
-    """Returns whether statistics are made of the history and the rows, which otherwise have them as columns.
+def own_history(config: DataConfig) -> list[str]:
+    """Returns the paths of a run's own interactions, of all splits, if it has statistics and the files are there."""
+    return existing_interactions(config) if config.statistics_groups() and config.source == "table" else []
+
+
+def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tuple[Sources, list[Group]]:
+    """Returns the sources with the history that statistics are made of, and the groups to make.
+
+    There are none where the rows to score have the columns.
 
     Raises:
-        DataError: they can be neither.
+        DataError: the statistics are no columns, and nothing has the past of all users.
     """
-    if not config.statistics:
-        return False
+    groups = config.statistics_groups()
+    if not groups:
+        return sources, []
     first = next(read_blocks(sources.interactions, config.columns(), config, "interactions"))
     lacking = next((name for name in config.statistics_columns() if name not in first.known), None)
     if lacking is None and not positives:
-        return False
-    if sources.history is None:
-        if lacking is None:
-            lack, advice = "no statistics of sampled negatives", ""
-        else:
-            lack = f"no column '{lacking}' of data.statistics"
-            advice = ", or make it by `jfi prepare --add-statistics` of such a table"
-        raise DataError(f"{first.name}: {lack}; name a table with the past of all users as the history{advice}")
-    return True
+        return sources, []
+    if sources.history is not None:
+        return sources, groups
+    own = own_history(config)
+    if not own:
+        lack = "statistics of sampled negatives" if lacking is None else f"column '{lacking}' of data.statistics"
+        raise DataError(
+            f"{first.name}: no {lack}, and the run's own interactions are not there; give a table with the past of all "
+            "users as the history (`history`, --history), or train the run with data.statistics: []"
+        )
+    _log.warning("statistics are made of the run's own interactions, since no history is given: %s", ", ".join(own))
+    return replace(sources, history=own), groups
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -64,8 +64,10 @@ def open_tables(config: DataConfig) -> Tables:
 def column_settings(config: DataConfig) -> DataConfig:
     """The config with the meaning of the columns that the tables have.
 
-    Those of the synthetic tables are fixed. The statistics are features of the context once they are made.
+    Those of the synthetic tables are fixed. The statistics are features of the context once they are made; their groups
+    take the place of "auto".
     """
     if config.source == "synthetic":
         config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
+    config = config.with_statistics()
     return with_statistics_features(config, config.statistics_columns())

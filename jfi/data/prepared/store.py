@@ -112,11 +112,11 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
     )
     samples = {name: _numpy(_read(folder / f"{name}.arrow")["event"]) for name in SPLITS}
     statistics = None
-    if negatives is not None and config.statistics:
+    if negatives is not None and config.statistics_groups():
         past = {name: _numpy(column.values) for name, column in _read(folder / _PAST).items()}
         index = past_index(events, schema, ids, is_implicit=True, arrays=past)
         encodings = schema.encodings
-        made = config.statistics, config.names("item", "category"), encodings.window, encodings.half_lives
+        made = config.statistics_groups(), config.names("item", "category"), encodings.window, encodings.half_lives
         statistics = dense_statistics(Statistics(index, *made), schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)

@@ -156,6 +156,7 @@ def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
 
 def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
     """The settings with two values, but for names of tables and those that are a run's own."""
+    was, now = column_settings(was), column_settings(now)  # a manifest has these
     for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *CHOICES, "prepared")]:
         if getattr(was, name) != getattr(now, name):
             yield name, getattr(was, name), getattr(now, name)

@@ -13,7 +13,7 @@ import torch
 from jfi.data import DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
-from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.scoring import ScoringRows, Sources, own_history
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
@@ -92,7 +92,8 @@ class SavedRun:
 
         Args:
             interactions: the rows, a file, an Arrow table or a DataFrame with the columns of the run's interactions.
-            history: the log before them; its rows are only part of histories.
+            history: the log before them; its rows are only part of histories. A run with statistics takes its own
+                interactions if there is none, the rows lack the columns of statistics, and the files are there.
             users: table of users; by default that of the run's config.
             items: table of items; by default that of the run's config.
             semantic_ids: file of the items' semantic IDs, of the run's codec; by default that of the run's config.
@@ -258,6 +259,8 @@ class SavedRun:
         config, sources = column_settings(self.config.data), self._sources(tables)
         folder = None if out is None else out.parent
         read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
+        if sources.history is None:
+            read["data.interactions"] = own_history(config) or None
         check_results({"--out": out}, read)
         options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         options["calibration"] = self.calibration if output == "calibrated" else None

@@ -176,7 +176,10 @@ def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None
     for name in here + there:
         if (name in here) != (name in there):
             which = "this run has, but not" if name in here else "this run lacks, but not"
-            raise ConfigError(f"training.warm_start: '{name}' is an input that {which} {path}; use the same columns")
+            more = " and data.statistics" if name.startswith("number past_") else ""
+            raise ConfigError(
+                f"training.warm_start: '{name}' is an input that {which} {path}; use the same columns{more}"
+            )
     if here != there:
         raise ConfigError(f"training.warm_start: {path} has its inputs in another order: {', '.join(there)}")
 

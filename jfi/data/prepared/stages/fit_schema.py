@@ -63,7 +63,7 @@ def learn_schema(columns: Columns) -> DataSchema:
     made = config.statistics_columns()  # their moments are added when they are made
     for name in (one for one in config.names("context", "number") if one not in made):
         encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
-    if "popularity" in config.statistics:
+    if "popularity" in config.statistics_groups():
         times = columns.events.time[samples]
         encodings.half_lives[:] = [max(float(np.ptp(times)) if len(times) else 0.0, 1.0) * part for part in HALF_LIVES]
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)

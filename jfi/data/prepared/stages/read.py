@@ -144,7 +144,9 @@ class RowReader:
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
         if made := next((name for name in config.statistics_columns() if name in first.known), None):
-            raise DataError(f"{first.name}: has a column '{made}', which data.statistics makes; rename it")
+            raise DataError(
+                f"{first.name}: has a column '{made}', which data.statistics makes; rename it, or leave its group out"
+            )
         for setting in ("user", "item", "timestamp"):
             first.require(getattr(config, setting), f" (data.{setting})")
         if config.items is None:

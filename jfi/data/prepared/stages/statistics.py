@@ -43,10 +43,10 @@ def compute_statistics(
         label[:] = events.label
         label[repeated] = np.nan
         events = replace(events, label=label)
-    session = read_sessions(columns) if "session" in config.statistics else None
+    session = read_sessions(columns) if "session" in config.statistics_groups() else None
     index = past_index(events, schema, ids, config.label is None, session, new=columns.temporary)
     categories, encodings = config.names("item", "category"), schema.encodings
-    statistics = Statistics(index, config.statistics, categories, encodings.window, encodings.half_lives)
+    statistics = Statistics(index, config.statistics_groups(), categories, encodings.window, encodings.half_lives)
     columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
