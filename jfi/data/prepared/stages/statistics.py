@@ -50,12 +50,10 @@ def compute_statistics(
     columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
-        samples = np.flatnonzero(columns.train & ~np.isnan(events.label))
-        found = _with_negatives(statistics, samples, negatives) if negatives is not None else columns.computed
-        weights = np.ones(len(found[missing[0]]), bool)
-        if negatives is None:
-            weights[:] = False
-            weights[samples] = True
+        found, weights = columns.computed, columns.train & ~np.isnan(events.label)
+        if negatives is not None:
+            found = _with_negatives(statistics, np.flatnonzero(weights), negatives)
+            weights = np.ones(len(found[missing[0]]), bool)
         schema.encodings.moments.update({name: moments(found[name], weights) for name in missing})
     return dense_statistics(statistics, schema, names)
 
