@@ -2,20 +2,24 @@
 
 import argparse
 import dataclasses
+import time
 from datetime import UTC, datetime
 
 import torch
 
 from jfi.data import DataError
+from jfi.serving.counters import LogCounters
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
-from jfi.serving.log_totals import read_totals
-from jfi.serving.past import LogTotals
+from jfi.serving.log_counters import read_counters
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.exit_codes import raise_on_sigterm
+
+#: Seconds after which the end of a log is old, without half-lives of popularity that say so.
+_OLD = 30 * 86400.0
 
 
 def main(options: argparse.Namespace) -> None:
@@ -36,9 +40,9 @@ def main(options: argparse.Namespace) -> None:
     limits = Limits(options.max_candidates, run.schema.max_history)
     own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
-    past = _read_log(run, options.history)
     try:
         with raise_on_sigterm():
+            past = _read_log(run, options.history)
             sha256 = export(
                 out,
                 model,
@@ -59,24 +63,34 @@ def main(options: argparse.Namespace) -> None:
     print(f"sha256 {sha256}")
 
 
-def _read_log(run: SavedRun, history: str | None) -> LogTotals | None:
+def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:
     """Returns the statistics of the log, by default of the run's own; None if each request must have those it needs."""
     config = run.config.data
     if not config.statistics_columns():
         if history is not None:
-            raise ConfigError(f"--history {history}: run {run.path} has no data.statistics, which alone read it")
+            raise ConfigError(f"--history {history}: only data.statistics read a log, and run {run.path} has none")
         return None
     if history == "none":
         return None
     if history is not None:
         config = dataclasses.replace(config, interactions=history, split="time", validation=None, test=None)
     try:
-        found = read_totals(config, run.schema)
+        found = read_counters(config, run.schema)
     except DataError as fault:
         if history is not None:
             raise
-        print(f"requests must have data.statistics of each candidate, since the run's log cannot be read: {fault}")
-        return None
-    until = datetime.fromtimestamp(found.fields.until, UTC).isoformat(sep=" ", timespec="seconds")
-    print(f"data.statistics of requests are those of the log as of {until}")
+        advice = "name a log of all users by --history FILE, or none; requests must have the statistics then"
+        what = f"--run {run.path}: its log, of which statistics are made, cannot be read"
+        raise ConfigError(f"{what}: {fault}; {advice}") from fault
+    until, now = found.fields.until, time.time()
+    print(f"data.statistics of requests are those of the log as of {_date(until)}")
+    if not now - max(found.fields.half_lives, default=_OLD) <= until <= now:
+        print("requests should have a `time` near it: from now on all ages are large, and recent popularity is none")
     return found
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # the column has no seconds since 1970
+        return f"{seconds:.0f} seconds"

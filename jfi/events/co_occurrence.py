@@ -76,7 +76,7 @@ def co_occurrence(asked: Tallies, window: int) -> CoOccurrence:
         start, lengths = newest.first, newest.end - newest.first
     else:
         start, lengths = events.histories(rows, window)
-    sums = np.zeros((4, len(item)))
+    sums, surprise = np.zeros((4, len(item))), _surprise(index) if with_labels else None
     for is_own in (True, False):
         chosen = np.flatnonzero((place >= 0) == is_own)
         histories = Histories(lengths[chosen], start[chosen])
@@ -96,7 +96,7 @@ def co_occurrence(asked: Tallies, window: int) -> CoOccurrence:
             weight = found / np.sqrt(np.maximum(of_target[part].repeat(count) * alone.older(other, now).count, 1))
             agreement, label = agreed / (found + _FEW_PAIRS), events.label[event]
             labeled, liked = ~np.isnan(label), np.nan_to_num(label)
-            surprising = _surprise(index)[event] if with_labels else 0.0
+            surprising = 0.0 if surprise is None else surprise[event]
             sample = np.arange(len(part)).repeat(count)
             for i, values in enumerate((weight, weight * labeled, weight * liked, agreement * surprising)):
                 sums[i, part] = np.bincount(sample, weights=values, minlength=len(part))

@@ -24,9 +24,10 @@ Values = Callable[[np.ndarray], np.ndarray]
 
 #: Codes of (key, moment) stay below.
 _LARGEST = 1 << 62
-#: Rows of a block, and rows that are sorted together, about; those of a block that stays in the cache, and rows before
-#: it, a power of 2.
-_AT_ONCE, _IN_CACHE, _BEFORE = 1 << 21, 1 << 16, 1 << 12
+#: Rows of a block, which are sorted together.
+_AT_ONCE = 1 << 21
+#: Rows of a block of decayed sums, which stays in the cache, and of those before it that it reads, a power of 2.
+_IN_CACHE, _BEFORE = 1 << 16, 1 << 12
 #: Rows from which it is learnt where a group of rows begins, for each group.
 _SAMPLE = 1 << 12
 #: The first rows of all keys are kept in memory if there are no more.

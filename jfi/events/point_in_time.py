@@ -91,7 +91,7 @@ class PastIndex:
 
     Args:
         events: all events.
-        columns: by name of the part of a key, those of the item first; totals have no ids of them.
+        columns: by name of the part of a key, those of the item first; counters have no ids of them.
         num_items: the number of items.
         num_known: of these the items that training knows.
         is_implicit: whether every row is a positive.
@@ -174,7 +174,7 @@ class PastIndex:
 
     @cached_property
     def _all_labeled(self) -> bool:
-        """Whether all events of histories have a label."""
+        """Returns whether all events of histories have a label."""
         count = len(self.events if self.events.rows is None else self.events.rows)
         return sum(map(len, self.rows("labeled history"))) == count
 

@@ -74,8 +74,10 @@ class Statistics:
         """
         found: Columns = {}
         count = len(self.index.events) if rows is None else len(rows)
-        for begin, end in blocks(max(count, 1), _AT_ONCE):
-            part = np.arange(begin, min(end, count)) if rows is None else rows[begin:end]
+        if not count:
+            self.of(np.zeros(0, np.int64))  # makes the arrays of the index
+        for begin, end in blocks(count, _AT_ONCE):
+            part = np.arange(begin, end) if rows is None else rows[begin:end]
             for name, values in self.of(part).items():
                 if name not in found:
                     found[name] = new(f"statistic-{len(found)}", np.float64, len(self.index.events))

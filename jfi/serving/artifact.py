@@ -5,7 +5,7 @@ vocabularies.json   by column the known values; their ids count from 1 in this o
 tables.safetensors  the embedding tables
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
-past.safetensors    of a run with `data.statistics`, the counters of its log, see `jfi.serving.past`
+past.safetensors    of a run with `data.statistics`, the counters of its log, see `jfi.serving.counters`
 past.json           the ids of users and items that these are of
 SHA256SUMS          SHA-256 of each of the other files, which `sha256sum -c` reads
 

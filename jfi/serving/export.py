@@ -19,9 +19,9 @@ from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.counters import LogCounters
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
-from jfi.serving.past import LogTotals
 from jfi.serving.schema import Inputs, Limits, Schema, Table
 from jfi.serving.scorer import batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
@@ -48,7 +48,7 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
-    past: LogTotals | None = None,
+    past: LogCounters | None = None,
     run: str | None = None,
     trained: dict[str, str | None] | None = None,
 ) -> str:

@@ -50,7 +50,7 @@ def _object(properties: dict[str, dict], optional: Sequence[str] = ()) -> dict:
     required = [name for name in properties if name not in optional]
     found = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     if len(optional) > 1:
-        found["dependentRequired"] = {name: [*optional] for name in optional}
+        found["dependentRequired"] = dict(zip(optional, ([one] for one in [*optional[1:], optional[0]]), strict=True))
     return found
 
 

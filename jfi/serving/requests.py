@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.json_schema import request_schema
-from jfi.serving.past import RequestPast
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.validation import (
     BadRequestError,
@@ -75,7 +75,7 @@ class RequestReader:
         limits: Limits,
         policy: RequestPolicy | None = None,
         answer: str = "logit",
-        past: RequestPast | None = None,
+        past: RequestStatistics | None = None,
     ) -> None:
         self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
@@ -98,11 +98,14 @@ class RequestReader:
         }
         #: Names of the statistics, which a request may leave out.
         self._statistics: list[str] = []
+        #: By part of a request the field of an id that only they are looked up by: without them it may be left out.
+        self._ids: dict[str, str] = {}
         if past is not None:
             self._statistics = past.fields.names
-            # The ids by which they are looked up, which the model may read too.
-            self.fields["user"].setdefault(past.fields.user, "category")
-            self.fields["candidates"].setdefault(past.fields.item, "category")
+            own = {"user": past.fields.user, "candidates": past.fields.item}
+            self._ids = {part: name for part, name in own.items() if name not in self.fields[part]}
+            for part, name in self._ids.items():
+                self.fields[part][name] = "category"
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -114,7 +117,8 @@ class RequestReader:
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
-        return request_schema(self.fields, self.schema.codec, self.limits, self._answer, self._statistics)
+        fields, answer = self.fields, self._answer
+        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -157,7 +161,10 @@ class RequestReader:
         given = request["candidates"]
         looks_up = self._statistics and not _has_any(given, self._statistics)
         left_out = self._statistics if looks_up else []
-        candidates = Rows("candidates", given, [one for one in self.fields["candidates"] if one not in left_out])
+        unused = {} if looks_up else self._ids
+        unused = {part: name for part, name in unused.items() if not _has_any(request[part], [name])}
+        names = [one for one in self.fields["candidates"] if one not in (*left_out, unused.get("candidates"))]
+        candidates = Rows("candidates", given, names)
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
         if count > self.limits.max_candidates:
@@ -165,7 +172,8 @@ class RequestReader:
         history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
         history.keep_last(self.limits.max_history)
 
-        values = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
+        of_user = [one for one in self.fields["user"] if one != unused.get("user")]
+        values = columns_of([request["user"]], of_user, _place_of_user)
         user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
         statistics = [one for one in self.schema.candidate if one.name in left_out]  # behind all other fields
         plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
@@ -186,7 +194,7 @@ class RequestReader:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
         for column in self._past.fields.columns.values():
-            key = column.keys[0]
+            key = column.key
             ids, counts = candidate.ids[key], candidate.counts.get(key)
             found[key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found
@@ -249,9 +257,11 @@ class RequestReader:
 
 
 def _has_any(rows: object, names: list[str]) -> bool:
-    """Returns whether candidates, by rows or by columns, have one of these fields."""
-    first = rows[0] if isinstance(rows, list) and rows else rows
-    return isinstance(first, dict) and any(name in first for name in names)
+    """Returns whether the user or candidates, by rows or by columns, have one of these fields."""
+    known = frozenset(names)
+    return any(
+        isinstance(row, dict) and not known.isdisjoint(row) for row in (rows if isinstance(rows, list) else [rows])
+    )
 
 
 def _time(value: object) -> float:

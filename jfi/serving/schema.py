@@ -88,12 +88,12 @@ class ItemColumn:
     """A categorical column of the item that statistics count by.
 
     Args:
-        keys: of the candidate's field.
+        key: of the candidate's field.
         size: all ids are below it.
         slots: of a column with lists the number of values that count, else 1.
     """
 
-    keys: list[str]
+    key: str
     size: int
     slots: int
 

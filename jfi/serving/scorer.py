@@ -11,8 +11,8 @@ from torch import Tensor
 from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
+from jfi.serving.counters import CountersError, LogCounters, RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.past import LogTotals, PastError, RequestPast
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema
 from jfi.serving.tables import Tables, load_tables
@@ -73,8 +73,8 @@ class Scorer:
         past = None
         if info.schema.past is not None:
             try:
-                past = RequestPast(LogTotals.load(path, info.schema.past))
-            except PastError as fault:
+                past = RequestStatistics(LogCounters.load(path, info.schema.past))
+            except CountersError as fault:
                 raise ArtifactError(f"{path} is damaged: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
         self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past)

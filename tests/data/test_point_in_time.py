@@ -22,10 +22,10 @@ from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.data.schema.schema import DataSchema
 from jfi.events import co_occurrence, groups, past, point_in_time, statistics
+from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.groups import GROUPS
 from jfi.events.point_in_time import Questions
 from jfi.events.statistics import Statistics
-from jfi.events.totals import index_of_totals, totals_of
 from jfi.utils.encoding import standardize
 
 USERS, ITEMS = 5, 6
@@ -423,9 +423,9 @@ def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind,
         later = rng.choice([1e-3, 100.0, 1800.0, 50000.0], 50)
         asked = Questions(user, index.times[-1] + later, np.maximum(item, 0))
         ids = {part: column.ids[asked.item] for part, column in index.item_columns.items()}
-        expected, arrays = made.answers(asked), totals_of(index)
+        expected, arrays = made.answers(asked), counters_of(index)
         sizes = {part: column.size for part, column in index.item_columns.items()}
-        totals = index_of_totals(arrays, len(items), index.num_known, sizes, index.is_implicit, index.all_are_events)
+        totals = index_of_counters(arrays, len(items), index.num_known, sizes, index.is_implicit, index.all_are_events)
         found = replace(made, index=totals).answers(replace(asked, ids=ids))
     assert list(found) == list(expected)
     for name, values in expected.items():

@@ -85,19 +85,9 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
 def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
     """The tables with the settings and the columns that statistics need."""
     config = config.with_statistics()
-    names = (
-        "user",
-        "item",
-        "timestamp",
-        "timestamp_unit",
-        "label",
-        "history",
-        "statistics",
-        "max_history",
-        "max_slots",
-    )
-    names += ("interactions", "encoding", "quoting", "delimiter", "header", "missing_values", "null_ids")
-    names += ("split", "validation", "test") if parts is None and config.split == "files" else ()
+    names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions encoding"
+    names = f"{names} quoting delimiter header missing_values null_ids".split()
+    names += ["split", "validation", "test"] if parts is None and config.split == "files" else []
     own = {name: getattr(config, name) for name in names}
     by_category = {"user_category", "session"} & set(config.statistics_groups())
     categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]

@@ -1,6 +1,6 @@
 """Statistics of the past for requests, of the log as it was at the export.
 
-An artifact has the counters of all users and items, see `jfi.events.totals`. A request then has the ids of the
+An artifact has the counters of all users and items, see `jfi.events.counters`. A request then has the ids of the
 user and of the candidates; what the model reads of a user or an item that the log does not have is what it read in
 training before their first row.
 
@@ -17,9 +17,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from jfi.events.counters import index_of_counters
 from jfi.events.point_in_time import Questions
 from jfi.events.statistics import Statistics
-from jfi.events.totals import index_of_totals
 from jfi.serving.artifact import PAST
 from jfi.serving.schema import PastFields
 from jfi.serving.vocabulary_tables import KnownValues
@@ -29,7 +29,7 @@ from jfi.utils.json_files import read_json
 COUNTERS, IDS = PAST
 
 
-class PastError(ValueError):
+class CountersError(ValueError):
     """Counters that are not those of their fields."""
 
 
@@ -42,13 +42,13 @@ class PastIds:
 
 
 @dataclass(frozen=True)
-class LogTotals:
+class LogCounters:
     """The counters of a log as of its end.
 
     Args:
         fields: of requests.
         ids: of the users and items.
-        arrays: of `jfi.events.totals.totals_of`.
+        arrays: of `jfi.events.counters.counters_of`.
     """
 
     fields: PastFields
@@ -62,41 +62,47 @@ class LogTotals:
         write_file(folder / IDS, msgspec.json.encode(self.ids))
 
     @classmethod
-    def load(cls, folder: Path, fields: PastFields) -> "LogTotals":
+    def load(cls, folder: Path, fields: PastFields) -> "LogCounters":
         """Reads both files.
 
         Raises:
-            PastError: they are not of these fields.
+            CountersError: they are not of these fields.
         """
-        ids = read_json(folder / IDS, PastIds, PastError)
+        ids = read_json(folder / IDS, PastIds, CountersError)
         try:
             return cls(fields, ids, load_file(folder / COUNTERS))
         except SafetensorError as error:
-            raise PastError(f"{COUNTERS}: {error}") from None
+            raise CountersError(f"{COUNTERS}: {error}") from None
 
 
-class RequestPast:
+class RequestStatistics:
     """Looks up the statistics of requests.
 
     Args:
-        totals: of the log.
+        counters: of the log.
 
     Raises:
-        PastError: the counters are not those that the fields need.
+        CountersError: the counters are not those that the fields need.
     """
 
-    def __init__(self, totals: LogTotals) -> None:
-        self.fields = fields = totals.fields
-        self._users, self._items = KnownValues(totals.ids.users), KnownValues(totals.ids.items)
+    def __init__(self, counters: LogCounters) -> None:
+        self.fields = fields = counters.fields
+        self._users, self._items = KnownValues(counters.ids.users), KnownValues(counters.ids.items)
         sizes = {f"column {name}": column.size for name, column in fields.columns.items()}
-        own = (len(totals.ids.items), fields.num_known, sizes, fields.is_implicit, fields.all_are_events)
         try:
-            index = index_of_totals(totals.arrays, *own)
+            index = index_of_counters(
+                counters.arrays,
+                len(counters.ids.items),
+                fields.num_known,
+                sizes,
+                fields.is_implicit,
+                fields.all_are_events,
+            )
             self._statistics = Statistics(index, fields.groups, fields.categories, fields.window, fields.half_lives)
-            none = {column.keys[0]: np.zeros((1, column.slots), np.int64) for column in fields.columns.values()}
+            none = {column.key: np.zeros((1, column.slots), np.int64) for column in fields.columns.values()}
             self("", [""], none)
         except (KeyError, IndexError, ValueError) as error:
-            raise PastError(f"{COUNTERS} lacks what {', '.join(fields.groups)} need: {error!r}") from None
+            raise CountersError(f"{COUNTERS} lacks what {', '.join(fields.groups)} need: {error!r}") from None
 
     def __call__(
         self, user: str | None, items: list[str | None], ids: dict[str, np.ndarray], now: float | None = None
@@ -115,6 +121,6 @@ class RequestPast:
             np.repeat(self._users.ids([user]) - 1, len(items)),
             np.full(len(items), seconds),
             self._items.ids(items) - 1,
-            ids={f"column {name}": ids[column.keys[0]] for name, column in self.fields.columns.items()},
+            ids={f"column {name}": ids[column.key] for name, column in self.fields.columns.items()},
         )
         return self._statistics.answers(asked)

@@ -15,18 +15,25 @@ from jsonschema import Draft202012Validator
 from safetensors.numpy import load_file, save_file
 
 import jfi
-from jfi.data import DataConfig, FeatureConfig
+from jfi.cli.export import _date
+from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.log_totals import read_totals
-from jfi.serving.past import COUNTERS, IDS, LogTotals, RequestPast
+from jfi.serving.counters import COUNTERS, IDS, LogCounters, RequestStatistics
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.log_counters import read_counters
 from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.training import Config, ModelConfig, TrainingConfig, train
+from jfi.serving.server.hot_swap import check
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 
 from .conftest import rewriting
+
+#: The ids of columns of a candidate without a value.
+NONE = {"tags": np.zeros((1, 2), np.int64), "brand": np.zeros((1, 1), np.int64)}
 
 
 def export(*arguments) -> str:
@@ -119,9 +126,9 @@ def test_a_request_may_have_the_statistics_itself(folder, past_scorer):
     now = float(log["timestamp"].to_pylist()[-1] + 60)
     request = request_of(log, "u3", rows_after(log, "u3", now), now)
     names = reader.schema.past.names
-    totals = LogTotals.load(folder / "run/artifact", reader.schema.past)
-    ids = {key: np.zeros((41, 2), np.int64) for column in totals.fields.columns.values() for key in column.keys}
-    values = RequestPast(totals)("u3", [str(one["item_id"]) for one in request["candidates"]], ids, now)
+    counters = LogCounters.load(folder / "run/artifact", reader.schema.past)
+    ids = {column.key: np.zeros((41, 2), np.int64) for column in counters.fields.columns.values()}
+    values = RequestStatistics(counters)("u3", [str(one["item_id"]) for one in request["candidates"]], ids, now)
     for i, one in enumerate(request["candidates"]):
         one |= {name: None if np.isnan(values[name][i]) else float(values[name][i]) for name in names}
     given, own = reader(request), reader(without(request, names))
@@ -129,6 +136,15 @@ def test_a_request_may_have_the_statistics_itself(folder, past_scorer):
     np.testing.assert_array_equal(given.dense[:, same], own.dense[:, same])
     by_columns = {name: [one[name] for one in request["candidates"]] for name in request["candidates"][0]}
     np.testing.assert_array_equal(reader(request | {"candidates": by_columns}).dense, given.dense)
+    bare = [{key: value for key, value in one.items() if key != "item_id"} for one in request["candidates"]]
+    assert "item_id" in reader.fields["candidates"]  # the model reads it
+    with pytest.raises(BadRequestError, match=r"candidates\[0\] lacks the field 'item_id'"):
+        reader(request | {"candidates": bare})
+    np.testing.assert_array_equal(reader(request | {"user": {}}).dense, given.dense)  # only look-ups read the user's id
+    some = [request["candidates"][0], *without(request, names)["candidates"][1:]]
+    for rows in (some, some[::-1]):
+        with pytest.raises(BadRequestError, match=r"candidates\[\d+\] lacks the field 'past_"):
+            reader(request | {"candidates": rows})
     del request["candidates"][3][names[2]]
     with pytest.raises(BadRequestError, match=rf"candidates\[3\] lacks the field '{names[2]}'"):
         reader(request)
@@ -205,27 +221,77 @@ def test_a_newer_log_counts_its_rows(folder, run, tmp_path):
     more = pa.concat_tables([log, log.slice(0, 300).set_column(2, "timestamp", pa.array(np.arange(300) + 10**7))])
     pq.write_table(more, tmp_path / "more.parquet")
     config = dataclasses.replace(run.config.data, interactions=str(tmp_path / "more.parquet"))
-    old, new = (read_totals(one, run.schema) for one in (run.config.data, config))
+    old, new = (read_counters(one, run.schema) for one in (run.config.data, config))
     assert new.fields.until == 10**7 + 299 > old.fields.until
     reader = RequestReader(
         dataclasses.replace(Scorer(folder / "run/artifact").reader.schema, past=new.fields),
         Scorer(folder / "run/artifact").reader.limits,
-        past=RequestPast(new),
+        past=RequestStatistics(new),
     )
     rows = rows_after(log, "u3", 0.0)
     assert reader(request_of(log, "u3", rows, 2e7)).num_candidates == 41
 
 
-def test_export_without_a_log(folder, tmp_path):
+def test_export_without_a_log(folder, tmp_path, run):
     shown = export("--run", folder / "run", "--out", tmp_path / "none", "--history", "none")
     assert "data.statistics" not in shown
     assert not (tmp_path / "none" / COUNTERS).exists()
-    request = Scorer(tmp_path / "none").reader.json_schema()
-    assert "time" not in request["properties"]
+    bare, own = Scorer(tmp_path / "none"), Scorer(folder / "run/artifact")
+    assert "time" not in bare.reader.json_schema()["properties"]
+    own.reader.fields = bare.reader.fields  # as if the model read both ids
+    with pytest.raises(ArtifactError, match="has no statistics of the past of its own, which requests may leave out"):
+        check(bare, own)
+    check(own, bare)
     moved = tmp_path / "log.parquet"
     shutil.move(folder / "log.parquet", moved)
     try:
-        shown = export("--run", folder / "run", "--out", tmp_path / "moved")
-        assert "requests must have data.statistics of each candidate, since the run's log cannot be read" in shown
+        with pytest.raises(ConfigError, match=r"of which statistics are made, cannot be read: .*--history FILE"):
+            export("--run", folder / "run", "--out", tmp_path / "moved")
+        shown = export("--run", folder / "run", "--out", tmp_path / "named", "--history", moved)
+        assert "requests should have a `time` near it" in shown  # the log ends in 1970
     finally:
         shutil.move(moved, folder / "log.parquet")
+    milliseconds = pq.read_table(folder / "log.parquet")
+    later = pa.array([float(one) * 1e12 for one in milliseconds["timestamp"].to_pylist()])
+    pq.write_table(milliseconds.set_column(2, "timestamp", later), tmp_path / "far.parquet")
+    config = dataclasses.replace(run.config.data, interactions=str(tmp_path / "far.parquet"))
+    assert _date(read_counters(config, run.schema).fields.until).endswith(" seconds")
+
+
+def test_a_log_without_an_event_of_histories_can_be_served(folder, run, tmp_path):
+    config = dataclasses.replace(run.config.data, history="rating >= 3")
+    log = pq.read_table(folder / "log.parquet")
+    low = pa.array(np.minimum(log["rating"].to_numpy(), 2))
+    pq.write_table(log.set_column(3, "rating", low), tmp_path / "log.parquet")
+    config = dataclasses.replace(config, interactions=str(tmp_path / "log.parquet"))
+    values = RequestStatistics(read_counters(config, run.schema))("u3", ["1"], NONE)
+    assert values["past_user_count"][0] == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"features": [FeatureConfig("tags", "item", hash_buckets=7), FeatureConfig("brand", "item", default="b1")]},
+        {"features": [FeatureConfig("item_id", "item", hash_buckets=11), FeatureConfig("user_id", "user")]},
+        {"label": None, "statistics": "auto"},
+        {"history": "rating >= 3"},
+    ],
+    ids=["hashed tags, a default", "hashed ids", "no label", "events by a rule"],
+)
+def test_requests_of_other_configs_get_what_predict_computes(folder, tmp_path, change):
+    log = pq.read_table(folder / "log.parquet")
+    base = DataConfig(interactions=str(folder / "log.parquet"), label="rating >= 4", max_history=20, max_slots=2)
+    config = dataclasses.replace(base, **change).with_statistics()
+    schema, now = load_dataset(config).schema, float(log["timestamp"].to_pylist()[-1] + 60)
+    rows = rows_after(log, "u3", now)
+    table = pa.Table.from_pylist(rows, log.schema.set(2, pa.field("timestamp", pa.float64())))
+    counters = read_counters(config, schema)
+    fields = dataclasses.replace(schema_of(config, schema, False, False), past=counters.fields)
+    reader = RequestReader(fields, Limits(100, 20), past=RequestStatistics(counters))
+    names = [name for name in reader.fields["candidates"] if name not in counters.fields.names]
+    user = {name: "u3" for name in reader.fields["user"]}
+    request = {"user": user, "candidates": [{name: row[name] for name in names} for row in rows], "time": now}
+    scoring = ScoringRows(Sources(table, log), tmp_path, schema, column_settings(config))
+    (batch,) = scoring.dataset.batches("rows", 1000)
+    order = scoring.rows[batch.samples.numpy()]
+    np.testing.assert_array_equal(reader(request).dense[order], batch.dense_features.numpy())

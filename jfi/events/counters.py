@@ -1,4 +1,4 @@
-"""What answers questions later than all rows of a log, in a fraction of its size: counters as of its end.
+"""Counters of a log as of its end: the rows that questions later than all of them need.
 
 Of the rows of a key the oldest one, the newest ones and those of the user's last session stay, each with its position
 among all of them, so that the same code answers with the same numbers.
@@ -13,11 +13,11 @@ from jfi.events.point_in_time import Column, PastIndex
 #: Arrays that make others, and answer questions of the log's own rows alone.
 _LEFT_OUT = ("events", "first", "older", "agreement")
 _OF_USER = "history by user"
-#: Of the events of histories that stay.
+#: The columns of the events of histories that stay.
 _EVENTS = ("user", "item", "time", "label")
 
 
-def index_of_totals(
+def index_of_counters(
     arrays: dict[str, np.ndarray],
     num_items: int,
     num_known: int,
@@ -28,7 +28,7 @@ def index_of_totals(
     """Returns the index of a log for questions later than all of its rows, which have the ids of their columns.
 
     Args:
-        arrays: of `totals_of`.
+        arrays: of `counters_of`.
         num_items: of the log.
         num_known: of these the items that training knows.
         sizes: by part of a key the size of a column of the item.
@@ -46,12 +46,20 @@ def index_of_totals(
     def refuse(*_: object) -> np.ndarray:
         raise KeyError("an array that questions need")  # it cannot be made of some rows
 
-    own: dict = {"arrays": arrays, "new": refuse, "all_are_events": all_are_events}
-    return PastIndex(events, columns, num_items, num_known, is_implicit, **own)
+    return PastIndex(
+        events,
+        columns,
+        num_items,
+        num_known,
+        is_implicit,
+        arrays=arrays,
+        new=refuse,
+        all_are_events=all_are_events,
+    )
 
 
-def totals_of(index: PastIndex) -> dict[str, np.ndarray]:
-    """Returns the arrays for `index_of_totals` from those that an index has made for its questions."""
+def counters_of(index: PastIndex) -> dict[str, np.ndarray]:
+    """Returns the arrays for `index_of_counters` from those that an index has made for its questions."""
     index.past("history", ("user",))
     times, arrays, events = index.times, index.arrays, index.events
     last_session = _last_sessions(index) if "session starts" in arrays else None
