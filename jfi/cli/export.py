@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import time
-from datetime import UTC, datetime
 
 import torch
 
@@ -83,14 +82,7 @@ def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:
         what = f"--run {run.path}: its log, of which statistics are made, cannot be read"
         raise ConfigError(f"{what}: {fault}; {advice}") from fault
     until, now = found.fields.until, time.time()
-    print(f"data.statistics of requests are those of the log as of {_date(until)}")
+    print(f"data.statistics of requests are those of the log as of {found.fields.date()}")
     if not now - max(found.fields.half_lives, default=_OLD) <= until <= now:
         print("requests should have a `time` near it: from now on all ages are large, and recent popularity is none")
     return found
-
-
-def _date(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds")
-    except (ValueError, OverflowError, OSError):  # the column has no seconds since 1970
-        return f"{seconds:.0f} seconds"

@@ -135,7 +135,7 @@ def _parser(command: str, description: str) -> OptionParser:
 def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--run", required=True, help="folder of a run of `jfi train`")
     parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
-    history = "rows before them, which are only part of histories (default: the interactions of a run with statistics)"
+    history = "rows before them; for statistics those of all users (default: those of a run with statistics)"
     parser.add_argument("--history", help=history)
     parser.add_argument("--users", help="table of users (default: the run's data.users)")
     parser.add_argument("--items", help="table of items (default: the run's data.items)")

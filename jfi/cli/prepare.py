@@ -85,6 +85,8 @@ def _write_statistics(config: DataConfig, out: Path, schema: DataSchema | None) 
     check_data_config(config)
     if config.prepared is not None:
         raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
+    if out.suffix != ".parquet":
+        raise ConfigError(f"--add-statistics: {out} must end in .parquet, which is what it is written as")
     if out.exists():
         raise ConfigError(f"--add-statistics: {out} exists")
     tables = open_tables(config)

@@ -12,6 +12,7 @@ _DATA = {
     "data.timestamp COLUMN": "the time (default: timestamp)",
     "data.label RULE": "column of 0 and 1, or a rule such as 'rating >= 4'; otherwise each row is positive",
     "data.features '[{name: genres, of: item}]'": "columns that the model reads, of user, item, event or context",
+    "data.statistics GROUPS": "rates and counts of the past: auto, [] or groups of them (default: auto)",
     "data.split KIND": "time, leave_one_out, user, column or files (default: time)",
     "data.max_history EVENTS": "newest events of a history (default: 200)",
     "data.prepared FOLDER": "a dataset of `jfi prepare`, in place of the tables",

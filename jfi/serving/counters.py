@@ -22,8 +22,9 @@ from jfi.events.point_in_time import Questions
 from jfi.events.statistics import Statistics
 from jfi.serving.artifact import PAST
 from jfi.serving.schema import PastFields
+from jfi.serving.tables import write_tensors
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.utils.files import naming, write_file
+from jfi.utils.files import write_file
 from jfi.utils.json_files import read_json
 
 COUNTERS, IDS = PAST
@@ -57,8 +58,8 @@ class LogCounters:
 
     def save(self, folder: Path) -> None:
         """Writes both files."""
-        with naming(folder / COUNTERS):
-            save_file({name: np.ascontiguousarray(one) for name, one in self.arrays.items()}, folder / COUNTERS)
+        arrays = {name: np.ascontiguousarray(one) for name, one in self.arrays.items()}
+        write_tensors(folder / COUNTERS, lambda: save_file(arrays, folder / COUNTERS))
         write_file(folder / IDS, msgspec.json.encode(self.ids))
 
     @classmethod

@@ -33,6 +33,8 @@ from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, st
 
 #: The fields of a request that name the codec of its semantic IDs, and its time in seconds.
 CODEC, TIME = "codec", "time"
+#: The year 5138 in seconds: times in milliseconds are above.
+_LATEST = 1e11
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,21 @@ class RequestReader:
         """
         if not isinstance(request, dict):
             raise BadRequestError(f"the request must be an object, got {shown(request)}")
+        try:
+            return self._read(request)
+        except BadRequestError as fault:
+            if any(f"'{name}'" in str(fault) for name in self._statistics):
+                which = f"all {len(self._statistics)} statistics of each candidate, or none"
+                raise BadRequestError(f"{fault}; send {which}, and the artifact looks them up") from None
+            raise
+
+    def _read(self, request: dict) -> Request:
         now = None
         if self._past is not None and TIME in request:
-            now, request = _time(request[TIME]), {name: part for name, part in request.items() if name != TIME}
+            now, request = (
+                _time(request[TIME], self._past.fields.until),
+                {name: part for name, part in request.items() if name != TIME},
+            )
         check_names("the request", request, self._parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
@@ -264,8 +278,9 @@ def _has_any(rows: object, names: list[str]) -> bool:
     )
 
 
-def _time(value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1e15:
+def _time(value: object, until: float) -> float:
+    """Returns a time in seconds; one in milliseconds is refused, unless the log has such times too."""
+    if type(value) not in (int, float) or not abs(value) < max(_LATEST, 10 * until):
         raise BadRequestError(f"{TIME} must be a number of seconds since 1970, got {shown(value)}")
     return float(value)
 

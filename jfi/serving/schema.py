@@ -1,6 +1,7 @@
 """The fields of a request, as `artifact.json` holds them."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -128,6 +129,13 @@ class PastFields:
     num_known: int
     categories: list[str]
     columns: dict[str, ItemColumn]
+
+    def date(self) -> str:
+        """Returns `until` as ISO 8601 in UTC, or as seconds where these are no date."""
+        try:
+            return datetime.fromtimestamp(self.until, UTC).isoformat(timespec="seconds")
+        except (ValueError, OverflowError, OSError):
+            return f"{self.until:.0f} seconds"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Both are called with ids [n] by key and return embeddings [n, D] by key, D of th
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -96,11 +96,16 @@ def save_tables(path: Path, kind: str, weights: dict[str, Tensor], tables: Mappi
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
     state = {name: tensor.contiguous() for name, tensor in state.items()}
+    write_tensors(path, lambda: save_file(state, path))
+
+
+def write_tensors(path: Path, save: Callable[[], None]) -> None:
+    """Has safetensors write a file, with the mode of any new file and the errors of the storage."""
     with naming(path):
         path.touch()
         mode = path.stat().st_mode
         try:
-            save_file(state, path)  # replaces the file by one that only its owner can read
+            save()  # replaces the file by one that only its owner can read
         except SafetensorError as error:
             if number := re.search(r"\(os error (\d+)\)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

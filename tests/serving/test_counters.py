@@ -15,7 +15,6 @@ from jsonschema import Draft202012Validator
 from safetensors.numpy import load_file, save_file
 
 import jfi
-from jfi.cli.export import _date
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
@@ -71,7 +70,7 @@ def folder(tmp_path_factory):
             patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         train(Config(data, model, training=training))
     shown = export("--run", folder / "run")
-    until = datetime.fromtimestamp(time[-1], UTC).isoformat(sep=" ", timespec="seconds")
+    until = datetime.fromtimestamp(time[-1], UTC).isoformat(timespec="seconds")
     assert f"data.statistics of requests are those of the log as of {until}" in shown
     return folder
 
@@ -143,7 +142,9 @@ def test_a_request_may_have_the_statistics_itself(folder, past_scorer):
     np.testing.assert_array_equal(reader(request | {"user": {}}).dense, given.dense)  # only look-ups read the user's id
     some = [request["candidates"][0], *without(request, names)["candidates"][1:]]
     for rows in (some, some[::-1]):
-        with pytest.raises(BadRequestError, match=r"candidates\[\d+\] lacks the field 'past_"):
+        with pytest.raises(
+            BadRequestError, match=r"candidates\[\d+\] lacks the field 'past_.*; send all \d+ statistics of"
+        ):
             reader(request | {"candidates": rows})
     del request["candidates"][3][names[2]]
     with pytest.raises(BadRequestError, match=rf"candidates\[3\] lacks the field '{names[2]}'"):
@@ -177,6 +178,7 @@ def test_the_schema_of_requests_takes_both_forms(folder, past_scorer):
         ({"time": "now"}, "time must be a number of seconds since 1970, got 'now'"),
         ({"time": True}, "time must be a number"),
         ({"time": 1e300}, "time must be a number"),
+        ({"time": 1767225600000}, "time must be a number of seconds since 1970, got 1767225600000"),
         ({"user": {}}, "user lacks the field 'user_id'"),
         ({"user": {"user_id": ["u1"]}}, "user.user_id must be a string, a number or a boolean, or null"),
     ],
@@ -197,6 +199,11 @@ def test_a_user_of_null_is_new_and_a_time_before_the_end_is_right_after_it(folde
     request = request_of(log, "u3", rows, end)
     early, late = (reader(request | {"time": time}) for time in (5.0, end))
     np.testing.assert_array_equal(early.dense, late.dense)
+
+
+def test_others_may_read_the_counters(folder):
+    modes = {file.name: file.stat().st_mode for file in (folder / "run/artifact").iterdir()}
+    assert modes[COUNTERS] == modes["artifact.json"]
 
 
 def test_damaged_counters_are_refused(folder, tmp_path):
@@ -255,7 +262,7 @@ def test_export_without_a_log(folder, tmp_path, run):
     later = pa.array([float(one) * 1e12 for one in milliseconds["timestamp"].to_pylist()])
     pq.write_table(milliseconds.set_column(2, "timestamp", later), tmp_path / "far.parquet")
     config = dataclasses.replace(run.config.data, interactions=str(tmp_path / "far.parquet"))
-    assert _date(read_counters(config, run.schema).fields.until).endswith(" seconds")
+    assert read_counters(config, run.schema).fields.date().endswith(" seconds")
 
 
 def test_a_log_without_an_event_of_histories_can_be_served(folder, run, tmp_path):

@@ -166,3 +166,27 @@ def test_nothing_changes_without_statistics(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert run.attention(tmp_path / "one.csv").num_rows == 0
     assert "the history" not in caplog.text.replace("no history", "") and "own interactions" not in caplog.text
+
+
+def test_a_log_that_statistics_are_made_of_has_the_label(trained, tmp_path):
+    folder, _ = trained
+    run = jfi.load_run(folder / "run")
+    log = pd.read_csv(folder / "log.csv")
+    label = run.config.data.label_columns()[0]
+    with pytest.raises(DataError, match=f"no column '{label}'"):
+        run.predict(str(folder / "test.csv"), history=log.drop(columns=label))
+
+
+def test_a_table_with_the_statistics_has_the_histories_of_the_runs_own_interactions(trained, tmp_path, caplog):
+    folder, _ = trained
+    run = jfi.load_run(folder / "run")
+    every = tmp_path / "every.parquet"
+    arguments = ("--run", folder / "run", "--data.interactions", folder / "all.csv", "--add-statistics")
+    commands.run("prepare", *arguments, every)
+    rows = pd.read_parquet(every).iloc[TEST:]
+    scores = run.predict(rows)["score"]
+    assert "histories are of the run's own interactions" in caplog.text
+    wanted = run.predict(str(folder / "test.csv"))["score"].to_numpy()
+    assert scores.to_numpy() == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(ConfigError, match=r"every.csv must end in .parquet"):
+        commands.run("prepare", *arguments, tmp_path / "every.csv")

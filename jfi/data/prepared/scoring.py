@@ -237,8 +237,9 @@ class ScoringRows:
     def _fill(self, table: Table, scored: bool) -> Table:
         """The table with empty columns in place of those that it may lack.
 
-        They are the label's; in a table to score all that tell what happened, which is an input of later rows alone;
-        and in the history those of contexts, which are inputs of the rows to score alone.
+        They are the label's, but for a history that statistics are made of; in a table to score all that tell what
+        happened, which is an input of later rows alone; and in the history those of contexts, which are inputs of the
+        rows to score alone.
         """
         config, optional = self._config, set(self._config.label_columns())
         for name in (config.user, config.item, config.timestamp):  # before columns that the file lacks are known too
@@ -260,6 +261,7 @@ class ScoringRows:
                 names = ", ".join(f"'{name}'" for name in lacking)
                 _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
         else:
+            needed |= optional if self._made else set()
             optional |= of_contexts - {*config.names("event", "category")}
         for name in sorted(optional - needed - set(table.known)):
             table = table.with_column(name, None)
@@ -309,19 +311,22 @@ def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tupl
         return sources, []
     first = next(read_blocks(sources.interactions, config.columns(), config, "interactions"))
     lacking = next((name for name in config.statistics_columns() if name not in first.known), None)
-    if lacking is None and not positives:
-        return sources, []
+    made = groups if lacking is not None or positives else []
     if sources.history is not None:
-        return sources, groups
+        return sources, made
     own = own_history(config)
+    if not own and not made:
+        _log.warning("%s: histories are of its own rows alone; give the log of their users as the history", first.name)
+        return sources, []
     if not own:
         lack = "statistics of sampled negatives" if lacking is None else f"column '{lacking}' of data.statistics"
         raise DataError(
             f"{first.name}: no {lack}, and the run's own interactions are not there; give a table with the past of all "
             "users as the history (`history`, --history), or train the run with data.statistics: []"
         )
-    _log.warning("statistics are made of the run's own interactions, since no history is given: %s", ", ".join(own))
-    return replace(sources, history=own), groups
+    what = "statistics are made" if made else "histories are"
+    _log.warning("%s of the run's own interactions, since no history is given: %s", what, ", ".join(own))
+    return replace(sources, history=own), made
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -176,7 +176,7 @@ def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None
     for name in here + there:
         if (name in here) != (name in there):
             which = "this run has, but not" if name in here else "this run lacks, but not"
-            more = " and data.statistics" if name.startswith("number past_") else ""
+            more = " and data.statistics, which [] turns off" if name.startswith("number past_") else ""
             raise ConfigError(
                 f"training.warm_start: '{name}' is an input that {which} {path}; use the same columns{more}"
             )

@@ -145,7 +145,8 @@ class RowReader:
         self._columns = raw_columns(config)
         if made := next((name for name in config.statistics_columns() if name in first.known), None):
             raise DataError(
-                f"{first.name}: has a column '{made}', which data.statistics makes; rename it, or leave its group out"
+                f"{first.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
+                "group out, or all of them by data.statistics: []"
             )
         for setting in ("user", "item", "timestamp"):
             first.require(getattr(config, setting), f" (data.{setting})")
