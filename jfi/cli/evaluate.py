@@ -37,8 +37,9 @@ def main(options: argparse.Namespace) -> None:
         print(
             f"{found['metric']} {found['value']:.4f} of {found['samples']:,} samples falls where an input is shuffled"
         )
+        width = max(NAMES, *(len(name) + 2 for name in found["drops"]))  # names may differ at their ends
         for name, drop in found["drops"].items():
-            print(f"  {fit_cells(name, NAMES)}{drop:8.4f}")
+            print(f"  {fit_cells(name, width)}{drop:8.4f}")
     print(UnknownShares(metrics["rows"], metrics["unknown"]))
     for path in (options.scores, options.out):
         if path is not None:

@@ -8,9 +8,8 @@ import torch
 
 from jfi.data import DataError
 from jfi.serving.counters import LogCounters
-from jfi.serving.dataset_schema import schema_of
+from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.export import export
-from jfi.serving.log_counters import read_counters
 from jfi.serving.schema import Limits
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder

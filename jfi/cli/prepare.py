@@ -76,6 +76,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.add_statistics is not None:
         _write_statistics(config.data, options.add_statistics, schema)
         return
+    if config.data.statistics == "auto":
+        print(f"defaults: data.statistics: {config.data.statistics_groups()}", flush=True)
     prepare_dataset(config.data, options.out, options.memory, schema)
     print(Summary.load(options.out / "summary.json"))
     print(f"{options.out} is written; train with --data.prepared {options.out}")

@@ -11,8 +11,7 @@ import numpy as np
 
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.json_schema import request_schema
-from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.schema import Field, Limits, Schema, request_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,

@@ -21,8 +21,7 @@ from jfi.data.prepared.sources import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.counters import COUNTERS, IDS, LogCounters, RequestStatistics
-from jfi.serving.dataset_schema import schema_of
-from jfi.serving.log_counters import read_counters
+from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer

@@ -190,3 +190,11 @@ def test_a_table_with_the_statistics_has_the_histories_of_the_runs_own_interacti
     assert scores.to_numpy() == pytest.approx(wanted, abs=1e-5)
     with pytest.raises(ConfigError, match=r"every.csv must end in .parquet"):
         commands.run("prepare", *arguments, tmp_path / "every.csv")
+
+
+def test_prepare_names_the_groups_of_auto(trained, tmp_path, capsys):
+    folder, _ = trained
+    commands.run(
+        "prepare", "--config", folder / "run/config.yaml", "--data.statistics", "auto", "--out", tmp_path / "out"
+    )
+    assert f"defaults: data.statistics: {GROUPS}" in capsys.readouterr().out
