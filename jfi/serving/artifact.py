@@ -15,10 +15,12 @@ somebody else has put there the SHA-256 of SHA256SUMS helps, which the caller of
 
 import hashlib
 import io
+import os
 import platform
 import re
 import stat
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -163,10 +165,14 @@ def load_model(path: Path, sha256: str) -> Any:
         leaves = name.startswith("/") or ".." in name.split("/") or any(one in name for one in "\\:\0")
         if leaves or stat.S_ISLNK(member.external_attr >> 16):  # torch unpacks any name
             raise ArtifactError(f"{path}: {MODEL} has the file {name!r}, which would be unpacked outside of its folder")
-    with tempfile.NamedTemporaryFile(prefix="jfi-model-", suffix=".pt2") as file:
-        file.write(content)
-        file.flush()
-        return aoti_load_package(file.name)
+    # The name is known before there is a file, so that a signal at any moment leaves none.
+    unpacked = Path(tempfile.gettempdir()) / f"jfi-model-{uuid.uuid4().hex}.pt2"
+    try:
+        with open(unpacked, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
+        return aoti_load_package(str(unpacked))
+    finally:
+        unpacked.unlink(missing_ok=True)
 
 
 def sha256_of(path: Path) -> str:

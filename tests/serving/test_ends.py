@@ -56,7 +56,12 @@ def answering(artifact: Path, temporary: Path, *options: object, **pipes: object
     """A process of `jfi serve --jsonl`."""
     command = [sys.executable, "-m", "jfi", "serve", "--artifact", artifact, "--jsonl", *map(str, options)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | pipes
-    return subprocess.Popen(command, cwd=ROOT, env=environment(temporary), **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(temporary), preexec_fn=not_under_nohup, **pipes)
+
+
+def not_under_nohup() -> None:
+    """Gives SIGHUP its meaning again, which a test run under nohup would hand down as ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen) -> tuple[int, bytes]:
