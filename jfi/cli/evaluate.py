@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> None:
         print(
             f"{found['metric']} {found['value']:.4f} of {found['samples']:,} samples falls where an input is shuffled"
         )
-        width = max(NAMES, *(len(name) + 2 for name in found["drops"]))  # names may differ at their ends
+        width = max([NAMES, *(len(name) + 2 for name in found["drops"])])  # names may differ at their ends
         for name, drop in found["drops"].items():
             print(f"  {fit_cells(name, width)}{drop:8.4f}")
     print(UnknownShares(metrics["rows"], metrics["unknown"]))

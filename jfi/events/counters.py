@@ -8,7 +8,7 @@ import numpy as np
 
 from jfi.events.events import Events
 from jfi.events.groups import WINDOW
-from jfi.events.point_in_time import Column, PastIndex
+from jfi.events.point_in_time import Column, PastIndex, Rows
 
 #: Arrays that make others, and answer questions of the log's own rows alone.
 _LEFT_OUT = ("events", "first", "older", "agreement")
@@ -23,7 +23,7 @@ def index_of_counters(
     num_known: int,
     sizes: dict[str, int],
     is_implicit: bool,
-    all_are_events: bool,
+    sets: dict[Rows, Rows],
 ) -> PastIndex:
     """Returns the index of a log for questions later than all of its rows, which have the ids of their columns.
 
@@ -33,7 +33,7 @@ def index_of_counters(
         num_known: of these the items that training knows.
         sizes: by part of a key the size of a column of the item.
         is_implicit: whether every row is a positive.
-        all_are_events: whether every row is an event of histories.
+        sets: of the log's index.
 
     Raises:
         KeyError: `arrays` lacks one that is needed, now or when a question is answered.
@@ -46,16 +46,7 @@ def index_of_counters(
     def refuse(*_: object) -> np.ndarray:
         raise KeyError("an array that questions need")  # it cannot be made of some rows
 
-    return PastIndex(
-        events,
-        columns,
-        num_items,
-        num_known,
-        is_implicit,
-        arrays=arrays,
-        new=refuse,
-        all_are_events=all_are_events,
-    )
+    return PastIndex(events, columns, num_items, num_known, is_implicit, arrays=arrays, new=refuse, sets=sets)
 
 
 def counters_of(index: PastIndex) -> dict[str, np.ndarray]:

@@ -98,7 +98,7 @@ class PastIndex:
         session: `[E]` integers, equal for the events of a session of a user, or None without a column of it.
         arrays: those that are made already, by name.
         new: makes arrays, also temporary ones; they may be maps of files.
-        all_are_events: whether every row is an event of histories; None goes by `events`.
+        sets: for each set of rows the one that has the same rows, see `sets`; None finds them.
     """
 
     def __init__(
@@ -111,15 +111,16 @@ class PastIndex:
         session: np.ndarray | None = None,
         arrays: dict[str, np.ndarray] | None = None,
         new: New = np.empty,
-        all_are_events: bool | None = None,
+        sets: dict[Rows, Rows] | None = None,
     ) -> None:
         self.events, self.is_implicit, self._session, self.new = events, is_implicit, session, new
         self.columns, self.num_items, self.num_known = columns, num_items, num_known
         self.item_columns = {part: one for part, one in columns.items() if one.of == "item"}
-        self.all_are_events = events.rows is None if all_are_events is None else all_are_events
         #: The arrays that were made so far, by name.
         self.arrays = {} if arrays is None else arrays
         self._pasts: dict[str, Past] = {}
+        if sets is not None:
+            self.sets = sets
 
     def array(self, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the array of this name, made if there is none yet."""
@@ -129,9 +130,20 @@ class PastIndex:
 
     def name(self, rows: Rows, key: Key) -> str:
         """The name of sorted rows, one for all sets that have the same rows."""
-        if self.is_implicit and (rows == "labeled history" or self.all_are_events):
-            rows = "history"
-        return f"{rows} by {' x '.join(key) or 'nothing'}"
+        return f"{self.sets[rows]} by {' x '.join(key) or 'nothing'}"
+
+    @cached_property
+    def sets(self) -> dict[Rows, Rows]:
+        """For each set of rows the first one of those that have the same rows: sorted once, searched once."""
+        are_events = self.events.rows is None
+        count = len(self.events if are_events else self.events.rows)
+        are_labeled = self.is_implicit or sum(map(len, self.rows("labeled history"))) == count
+        labeled: Rows = "history" if are_events and are_labeled else "labeled"
+        return {
+            "history": "history",
+            "labeled": labeled,
+            "labeled history": "history" if are_labeled else labeled if are_events else "labeled history",
+        }
 
     def stored_arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays that answer questions; the others are needed to make arrays alone."""
@@ -164,19 +176,10 @@ class PastIndex:
         """Returns the rows of a set, sorted by key and moment, which have the numbers of their events."""
         name = self.name(rows, key)
         if f"{name}: codes" not in self.arrays:
-            if rows != "history" and self._all_labeled and (rows == "labeled history" or self.all_are_events):
-                past = self.past("history", key)  # the same rows
-            else:
-                count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
-                past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
+            count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
+            past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
             self.arrays |= {f"{name}: codes": past.codes, f"{name}: keys": past.keys, f"{name}: events": past.order}
         return self.sorted_rows(name)
-
-    @cached_property
-    def _all_labeled(self) -> bool:
-        """Returns whether all events of histories have a label."""
-        count = len(self.events if self.events.rows is None else self.events.rows)
-        return sum(map(len, self.rows("labeled history"))) == count
 
     def sorted_rows(self, name: str) -> Past:
         """Returns the sorted rows of this name, whose arrays are there."""
@@ -285,15 +288,15 @@ class Tallies:
         else:
             self.moment = index.moment(questions.events)
         self._keys: dict[Key, np.ndarray] = {}
-        self._older: dict[int, list[Older]] = {}
+        self._older: dict[str, list[Older]] = {}
 
     def older(self, rows: Rows, key: Key) -> list[Older]:
         """The ranges of older rows, for each value of a target with several ones."""
-        past = self.index.past(rows, key)
-        # Sets of the same rows have the same array.
-        if id(past.codes) not in self._older:
-            self._older[id(past.codes)] = [past.older(one, self.moment) for one in self.keys(key).T]
-        return self._older[id(past.codes)]
+        name = self.index.name(rows, key)
+        if name not in self._older:
+            past = self.index.past(rows, key)
+            self._older[name] = [past.older(one, self.moment) for one in self.keys(key).T]
+        return self._older[name]
 
     def keys(self, key: Key) -> np.ndarray:
         """`[B, K]` int64, the keys of the questions, -1 for none."""

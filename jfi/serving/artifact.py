@@ -35,7 +35,7 @@ from jfi.utils.json_files import read_json
 
 FORMAT = 4
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2"
-POLICY, PAST = "policy.json", ("past.safetensors", "past.json")
+POLICY, PAST, PAST_IDS = "policy.json", "past.safetensors", "past.json"
 #: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`.
 SHAPES = "jfi.shapes"
 #: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
@@ -130,7 +130,9 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[
         if found != FORMAT:
             raise ArtifactError(f"{path} has format {found}, but this version reads format {FORMAT}; export again")
         info = read_json(path / INFO, Info, ArtifactError)
-        further = ([] if info.schema.policy is None else [POLICY]) + ([] if info.schema.past is None else [*PAST])
+        further = ([] if info.schema.policy is None else [POLICY]) + (
+            [] if info.schema.past is None else [PAST, PAST_IDS]
+        )
         for name in (VOCABULARIES, TABLES, MODEL, *further):
             if name not in sums:
                 raise DamagedFileError(f"{path / SUMS} does not list {name}")

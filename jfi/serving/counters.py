@@ -20,14 +20,12 @@ from safetensors.numpy import load_file, save_file
 from jfi.events.counters import index_of_counters
 from jfi.events.point_in_time import Questions
 from jfi.events.statistics import Statistics
-from jfi.serving.artifact import PAST
+from jfi.serving.artifact import PAST, PAST_IDS
 from jfi.serving.schema import PastFields
 from jfi.serving.tables import write_tensors
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.files import write_file
 from jfi.utils.json_files import read_json
-
-COUNTERS, IDS = PAST
 
 
 class CountersError(ValueError):
@@ -59,8 +57,8 @@ class LogCounters:
     def save(self, folder: Path) -> None:
         """Writes both files."""
         arrays = {name: np.ascontiguousarray(one) for name, one in self.arrays.items()}
-        write_tensors(folder / COUNTERS, lambda: save_file(arrays, folder / COUNTERS))
-        write_file(folder / IDS, msgspec.json.encode(self.ids))
+        write_tensors(folder / PAST, lambda: save_file(arrays, folder / PAST))
+        write_file(folder / PAST_IDS, msgspec.json.encode(self.ids))
 
     @classmethod
     def load(cls, folder: Path, fields: PastFields) -> "LogCounters":
@@ -69,11 +67,11 @@ class LogCounters:
         Raises:
             CountersError: they are not of these fields.
         """
-        ids = read_json(folder / IDS, PastIds, CountersError)
+        ids = read_json(folder / PAST_IDS, PastIds, CountersError)
         try:
-            return cls(fields, ids, load_file(folder / COUNTERS))
+            return cls(fields, ids, load_file(folder / PAST))
         except SafetensorError as error:
-            raise CountersError(f"{COUNTERS}: {error}") from None
+            raise CountersError(f"{PAST}: {error}") from None
 
 
 class RequestStatistics:
@@ -91,19 +89,13 @@ class RequestStatistics:
         self._users, self._items = KnownValues(counters.ids.users), KnownValues(counters.ids.items)
         sizes = {f"column {name}": column.size for name, column in fields.columns.items()}
         try:
-            index = index_of_counters(
-                counters.arrays,
-                len(counters.ids.items),
-                fields.num_known,
-                sizes,
-                fields.is_implicit,
-                fields.all_are_events,
-            )
+            known = fields.num_known, sizes, fields.is_implicit, fields.sets
+            index = index_of_counters(counters.arrays, len(counters.ids.items), *known)
             self._statistics = Statistics(index, fields.groups, fields.categories, fields.window, fields.half_lives)
             none = {column.key: np.zeros((1, column.slots), np.int64) for column in fields.columns.values()}
             self("", [""], none)
         except (KeyError, IndexError, ValueError) as error:
-            raise CountersError(f"{COUNTERS} lacks what {', '.join(fields.groups)} need: {error!r}") from None
+            raise CountersError(f"{PAST} lacks what {', '.join(fields.groups)} need: {error!r}") from None
 
     def __call__(
         self, user: str | None, items: list[str | None], ids: dict[str, np.ndarray], now: float | None = None

@@ -161,10 +161,8 @@ class RequestReader:
     def _read(self, request: dict) -> Request:
         now = None
         if self._past is not None and TIME in request:
-            now, request = (
-                _time(request[TIME], self._past.fields.until),
-                {name: part for name, part in request.items() if name != TIME},
-            )
+            now = _time(request[TIME], self._past.fields.until)
+            request = {name: part for name, part in request.items() if name != TIME}
         check_names("the request", request, self._parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
@@ -192,10 +190,11 @@ class RequestReader:
         plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
         candidate = self._encode(plain, columns, candidates.place)
         if looks_up:
-            (name,) = texts(Field(self._past.fields.user, "category"), values[self._past.fields.user], _place_of_user)
-            items = texts(Field(self._past.fields.item, "category"), columns[self._past.fields.item], candidates.place)
+            own = self._past.fields
+            (name,) = texts(Field(own.user, "category"), values[own.user], _place_of_user)
+            items = texts(Field(own.item, "category"), columns[own.item], candidates.place)
             found = self._past(name, items, self._ids_of_columns(candidate), now)
-            self._encode_into(candidate, statistics, found, candidates.place)
+            candidate.dense += self._encode(statistics, found, candidates.place).dense
         event, num_events, weights = self._encode_history(history)
         dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
@@ -207,9 +206,8 @@ class RequestReader:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
         for column in self._past.fields.columns.values():
-            key = column.key
-            ids, counts = candidate.ids[key], candidate.counts.get(key)
-            found[key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
+            ids, counts = candidate.ids[column.key], candidate.counts.get(column.key)
+            found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found
 
     def _encode_history(self, history: Rows) -> "tuple[_Encoded, int, np.ndarray | None]":
@@ -244,11 +242,7 @@ class RequestReader:
 
     def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> "_Encoded":
         """Encodes the user, the candidates or the events."""
-        return self._encode_into(_Encoded(), fields, columns, place)
-
-    def _encode_into(
-        self, encoded: "_Encoded", fields: list[Field], columns: Mapping[str, Values], place: Place
-    ) -> "_Encoded":
+        encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":
                 parts = [texts(one, columns[name], place) for name in one.columns]  # checked before: they come first

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from jfi.events.groups import columns_of
+from jfi.events.point_in_time import Rows
 from jfi.utils.encoding import LARGEST_NUMBER
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -106,13 +108,12 @@ class PastFields:
 
     Args:
         user, item: names of the fields of the ids, of the user and of a candidate.
-        names: of the statistics, which a request may have as numbers of each candidate.
         until: time of the newest row that counts, in seconds.
         groups: of `data.statistics`.
         window: the newest events that `similar` compares a target with.
         half_lives: of `popularity`, in seconds.
         is_implicit: whether every row is a positive.
-        all_are_events: whether every row is an event of histories.
+        sets: see `jfi.events.point_in_time.PastIndex`.
         num_known: the number of items that training knows.
         categories: names of the categorical columns of the item.
         columns: those of them that have values, by name.
@@ -120,16 +121,20 @@ class PastFields:
 
     user: str
     item: str
-    names: list[str]
     until: float
     groups: list[str]
     window: int
     half_lives: list[float]
     is_implicit: bool
-    all_are_events: bool
+    sets: dict[Rows, Rows]
     num_known: int
     categories: list[str]
     columns: dict[str, ItemColumn]
+
+    @property
+    def names(self) -> list[str]:
+        """The statistics, which a request may have as numbers of each candidate."""
+        return columns_of(self.groups, self.is_implicit, self.categories)
 
     def date(self) -> str:
         """Returns `until` as ISO 8601 in UTC, or as seconds where these are no date."""

@@ -425,7 +425,7 @@ def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind,
         ids = {part: column.ids[asked.item] for part, column in index.item_columns.items()}
         expected, arrays = made.answers(asked), counters_of(index)
         sizes = {part: column.size for part, column in index.item_columns.items()}
-        totals = index_of_counters(arrays, len(items), index.num_known, sizes, index.is_implicit, index.all_are_events)
+        totals = index_of_counters(arrays, len(items), index.num_known, sizes, index.is_implicit, index.sets)
         found = replace(made, index=totals).answers(replace(asked, ids=ids))
     assert list(found) == list(expected)
     for name, values in expected.items():

@@ -19,8 +19,8 @@ from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.events.groups import GROUPS
-from jfi.serving.artifact import ArtifactError
-from jfi.serving.counters import COUNTERS, IDS, LogCounters, RequestStatistics
+from jfi.serving.artifact import PAST, PAST_IDS, ArtifactError
+from jfi.serving.counters import LogCounters, RequestStatistics
 from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
@@ -202,22 +202,22 @@ def test_a_user_of_null_is_new_and_a_time_before_the_end_is_right_after_it(folde
 
 def test_others_may_read_the_counters(folder):
     modes = {file.name: file.stat().st_mode for file in (folder / "run/artifact").iterdir()}
-    assert modes[COUNTERS] == modes["artifact.json"]
+    assert modes[PAST] == modes["artifact.json"]
 
 
 def test_damaged_counters_are_refused(folder, tmp_path):
     with rewriting(tmp_path / "ids", folder / "run/artifact") as copy:
-        (copy / IDS).write_text('{"users": []}')
+        (copy / PAST_IDS).write_text('{"users": []}')
     with pytest.raises(ArtifactError, match=r"past.json is damaged"):
         Scorer(tmp_path / "ids")
     with rewriting(tmp_path / "counters", folder / "run/artifact") as copy:
-        arrays = load_file(copy / COUNTERS)
+        arrays = load_file(copy / PAST)
         del arrays["times"]
-        save_file(arrays, copy / COUNTERS)
+        save_file(arrays, copy / PAST)
     with pytest.raises(ArtifactError, match=r"past.safetensors lacks what item, user, .* need"):
         Scorer(tmp_path / "counters")
     with rewriting(tmp_path / "missing", folder / "run/artifact") as copy:
-        (copy / COUNTERS).unlink()
+        (copy / PAST).unlink()
     with pytest.raises(ArtifactError, match=r"does not list past.safetensors"):
         Scorer(tmp_path / "missing")
 
@@ -241,7 +241,7 @@ def test_a_newer_log_counts_its_rows(folder, run, tmp_path):
 def test_export_without_a_log(folder, tmp_path, run):
     shown = export("--run", folder / "run", "--out", tmp_path / "none", "--history", "none")
     assert "data.statistics" not in shown
-    assert not (tmp_path / "none" / COUNTERS).exists()
+    assert not (tmp_path / "none" / PAST).exists()
     bare, own = Scorer(tmp_path / "none"), Scorer(folder / "run/artifact")
     assert "time" not in bare.reader.json_schema()["properties"]
     own.reader.fields = bare.reader.fields  # as if the model read both ids
