@@ -2,8 +2,8 @@
 
     python -m benchmarks.past --out benchmarks/results/cpu/past.json
 
-A generated log with a label, 50 rows a user, 20,000 items of skewed popularity and two of their categories; all groups of
-`auto`, and all but `similar`. Look-ups are medians of wall time over 60 requests of different users, one thread.
+A generated log with a label, 50 rows a user, 20,000 items of skewed popularity and two of their categories; all groups
+of `auto`, and all but `similar`. Look-ups are medians of wall time over 60 requests of different users, one thread.
 """
 
 import argparse
