@@ -161,7 +161,7 @@ class Past:
     def of_each_row(
         self, prefix: np.ndarray | None = None, new: New = np.empty
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """For each row those of its key that are strictly older: `[N]` integers their number, and float64 a sum.
+        """Returns for each row the number `[N]` of those of its key that are strictly older, and a sum `[N]` of them.
 
         Rows must have the numbers from 0 to N - 1.
 
