@@ -6,6 +6,7 @@ In the Markdown files a table is between ``<!-- table: NAME -->`` and ``<!-- end
 import argparse
 import hashlib
 import re
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -157,11 +158,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def made(name: str) -> str:
-    """The table of that name; a line where its results are not there."""
+    """The table of that name, with its notes wrapped; a line where its results are not there."""
     try:
-        return TABLES[name]()
+        lines = TABLES[name]().splitlines()
     except FileNotFoundError:
         return "Not measured yet."
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines)
 
 
 def with_tables(text: str) -> str:

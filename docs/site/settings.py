@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def _docstring(section: type) -> tuple[str, dict[str, str]]:
     for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
         meaning = re.sub(r"\bNone\b", "null", " ".join(text.split())).replace("|", "\\|")
         meanings |= dict.fromkeys(names.split(", "), meaning[0].upper() + meaning[1:])
-    return " ".join(intro.split()), meanings
+    return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
 
 
 def _value(kind: object) -> str:
