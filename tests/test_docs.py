@@ -24,7 +24,9 @@ from jfi.cli.options import OptionParser
 from jfi.training import config_parser as settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+NOTES = ["benchmarks/NOTES.md", *sorted(f"benchmarks/notes/{path.name}" for path in ROOT.glob("benchmarks/notes/*.md"))]
+PAGES += NOTES
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 PYTHON = re.compile(r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|```python\n(?P<shown>.*?)```", re.DOTALL)
@@ -151,6 +153,15 @@ def test_the_readme_and_the_overview_name_every_page():
         assert {page for page in pages if f"({folder}{page})" not in text} == set()
 
 
+def test_the_notes_have_an_index_and_begin_each_section_with_its_conclusion():
+    index, *notes = NOTES
+    assert re.findall(r"^\|[^|]*\| \[[\w-]+\.md\]\((notes/[\w-]+\.md)\)", TEXTS[index], flags=re.MULTILINE)
+    assert [page for page in notes if f"({page.removeprefix('benchmarks/')})" not in TEXTS[index]] == []
+    for page in notes:
+        sections = re.split(r"(?m)^## ", TEXTS[page])[1:]
+        assert sections and [text for text in sections if not text.partition("\n\n")[2].startswith("**")] == [], page
+
+
 def test_the_readme_names_every_example():
     examples = [path.name for path in (ROOT / "examples").glob("*.py")]
     assert [name for name in examples if name not in TEXTS["README.md"].split("## File tree")[1]] == []
@@ -198,8 +209,9 @@ def test_site_has_every_page_and_every_name():
         return [page for part in (nav if isinstance(nav, list) else nav.values()) for page in pages(part)]
 
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    expected = {page.removeprefix("docs/") for page in PAGES} - {"README.md"}
+    expected = {page.removeprefix("docs/") for page in PAGES} - {"README.md", *NOTES}
     assert set(pages(config["nav"])) == expected
+    assert config["not_in_nav"].split() == ["benchmarks/NOTES.md", "benchmarks/notes/*.md"]
     names = [name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)]
     assert names
     for name in names:

@@ -10,8 +10,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-ADDED = ["CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md", "benchmarks/results/*/*.png"]
-ADDED += ["benchmarks/results/cpu/mutation.json"]
+ADDED = ["CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md", "benchmarks/notes/*.md"]
+ADDED += ["benchmarks/results/*/*.png", "benchmarks/results/cpu/mutation.json"]
 
 
 def on_files(files, config):
@@ -23,6 +23,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     source = page.file.src_uri
+    if source.startswith(("benchmarks/NOTES", "benchmarks/notes/")):
+        page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(source if source in _added() else f"docs/{source}")
 
     def rewrite(link):
