@@ -52,7 +52,8 @@ from jfi.utils.context import without_autocast
 # Whether targets are ragged is known only where there are tensors.
 torch.fx.wrap("attend")
 
-#: Initial W_q and W_k, and W_o summed over the queries, as multiples of the identity; benchmarks/notes/defaults.md has more.
+#: Initial W_q and W_k, and W_o summed over the queries, as multiples of the identity; others were measured in
+#: benchmarks/notes/defaults.md.
 SCORE_SCALE, OUTPUT_SCALE = 2.0, 6.0
 
 #: Parameters of a feature. `jfi.ops.absorbed_target_attention` takes those of the projections in this order.
