@@ -259,7 +259,7 @@ COLUMNS: dict[str, Callable[[dict], float]] = {
 def table(cells: list[dict]) -> str:
     """Markdown: the mean over the seeds, and of NE the difference to the full history, seed by seed."""
     full = {cell["seed"]: cell for cell in cells if cell["arm"] == "full"}
-    heads = ["arm", "seeds", *COLUMNS, "NE less full's", "requests/s"]
+    heads = ["arm", "seeds", *COLUMNS, "NE, change from full", "requests/s"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name in ARMS:
         own = [cell for cell in cells if cell["arm"] == name]

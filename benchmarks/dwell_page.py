@@ -91,7 +91,7 @@ def shown(values: list[float], form: str, unit: str = "") -> str:
 def table(cells: list[dict]) -> str:
     """What each arm reads, its NE and its speed beside the full history's; and the paper's figures beside ours."""
     arms = Arms(cells)
-    lines = [["arm", "seeds", "events removed", "NE", "NE less full's", "samples/s", "requests/s"]]
+    lines = [["arm", "seeds", "events removed", "NE", "NE, change from full", "samples/s", "requests/s"]]
     for name in ("full", *REMOVALS, *BOOSTS):
         if name not in arms:
             continue

@@ -81,7 +81,7 @@ def movielens() -> str:
 def scaling(name: str) -> str:
     """Times of a step by case, exchange and number of GPUs, all of one machine."""
     found = read(name)
-    lines = [["histories", "exchange", "GPUs", "ms a step", "samples/s", "of one GPU's, each"]]
+    lines = [["histories", "exchange", "GPUs", "ms a step", "samples/s", "weak scaling"]]
     for row in found["rows"]:
         length, width = re.search(r"mean \d+", row["case"])[0], re.search(r"D=\d+", row["case"])[0]
         spent = [row[key] / 1e3 for key in ("step_us", "fastest_us", "slowest_us")]
@@ -94,9 +94,9 @@ def scaling(name: str) -> str:
 
 
 def scaling_bytes() -> str:
-    """Bytes that leave a process, a sample and step, by case and exchange."""
+    """Bytes that a process sends for each sample of a step, by case and exchange."""
     found = read("cpu/scaling_bytes")
-    lines = [["histories", "exchange", "bytes a sample", "of the exchange of rows"]]
+    lines = [["histories", "exchange", "bytes a sample", "fraction of rows"]]
     for case in dict.fromkeys(row["case"] for row in found["rows"]):
         rows = sorted((row for row in found["rows"] if row["case"] == case), key=lambda row: -row["sent_bytes"])
         for row in rows:

@@ -80,7 +80,7 @@ def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     lines = [_row(title, found.get(name)) for title, name in rows]
     lines += [[title, "", f"{auc:.4f}", "", "", "", ""] for title, auc in table.known.items()]
     used = {name for _, name in rows if name in found}
-    note = "The best have the highest validation AUC of all of their kind that are measured."
+    note = "The best of a kind has the highest validation AUC of all its measured rows."
     return _page(table, lines, cells, used, note)
 
 
@@ -88,7 +88,7 @@ def render_others(table: Table, cells: list[dict], models: dict[str, Model]) -> 
     """As `others`, of cells."""
     found = {name: one for name, one in summaries(table, cells, models).items() if name not in COMPARED.values()}
     lines = [_row(f"{KINDS[models[name].kind]} {name}", one) for name, one in found.items()]
-    note = f"In the order of validation AUC; settings are the best of {TRIALS} trials on the validation rows."
+    note = f"Rows are in the order of validation AUC; settings are the best of {TRIALS} trials by validation AUC."
     return _page(table, lines, cells, set(found), note)
 
 

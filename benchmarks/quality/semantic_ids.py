@@ -202,8 +202,8 @@ def page(folder: Path = RESULTS) -> str:
     titles = [
         "in addition to the id",
         "NE gain, %",
-        "of tuned",
-        "of untuned tables",
+        "over tuned tables",
+        "over untuned tables",
         "test NE",
         "AUC",
         "AUC of new items",
