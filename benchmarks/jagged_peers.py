@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jfi.ops
-from benchmarks.peers import allow_tf32, attend, compiled_flex, fbgemm, varlen_attn
+from benchmarks.peers import allow_tf32, attend, compiled_flex, fbgemm, flash_attention_4, varlen_attn
 from benchmarks.problem import PAIRS, QUERIES, ROWS, Problem, Shape, draw_lengths, order, pad, random, valid
 from benchmarks.run import Implementation, Missing, Prepared
 
@@ -99,6 +99,74 @@ def varlen(problem: Problem) -> Prepared:
         lambda query, key, value: attention(query, key, value, *bounds, **options),
         problem.grad,
     )
+
+
+def flash_4(problem: Problem) -> Prepared:
+    """FlashAttention 4 over packed rows."""
+    shape, attention = problem.shape, flash_attention_4(problem.shape)
+    bounds = problem.query_offsets.int(), problem.offsets.int(), shape.most_queries, shape.N
+    return Prepared(
+        list(problem.inputs.values()),
+        lambda query, key, value: attention(query, key, value, *bounds, causal=shape.causal),
+        problem.grad,
+    )
+
+
+def attend_by_silu(query: Tensor, key: Tensor, value: Tensor, longest: int) -> Tensor:
+    """HSTU's attention on one sample: silu(q·k / sqrt(D)) / longest in the place of the softmax, causal."""
+    scores = torch.einsum("thd,lhd->htl", query, key) / math.sqrt(query.shape[2])
+    weights = F.silu(scores).tril() / longest
+    return torch.einsum("htl,lhe->the", weights, value)
+
+
+def hstu(problem: Problem) -> Prepared:
+    """The HSTU attention of generative-recommenders in Triton: the same two products without a softmax."""
+    shape, offsets = problem.shape, problem.offsets
+    if shape.T or not shape.causal or shape.G != shape.H:
+        raise Missing("causal self-attention only")
+    try:
+        from generative_recommenders.ops.triton.triton_hstu_attention import triton_hstu_mha
+    except ImportError as error:
+        raise Missing(f"generative-recommenders is not installed: {error}") from error
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return triton_hstu_mha(shape.N, 1 / math.sqrt(shape.D), query, key, value, offsets, enable_tma=True)
+
+    solves = replace(problem, formula=functools.partial(attend_by_silu, longest=shape.N))
+    # Its outputs are smaller than a softmax's by the longest length.
+    return Prepared(list(problem.inputs.values()), call, problem.grad, solves=solves)
+
+
+#: Query rows of a candidate in `ikbo`, as in its own benchmark.
+IKBO_SEEDS = 64
+#: Of its 320 configurations, those that are compiled: the fastest are among them on an H100.
+IKBO_TILES = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+
+
+def ikbo(problem: Problem) -> Prepared:
+    """FBGEMM's in-kernel broadcast attention in Triton: candidates of 64 query rows share their user's history."""
+    shape = problem.shape
+    if shape.lengths != "full" or shape.T % IKBO_SEEDS or shape.T == 0 or shape.G != shape.H:
+        raise Missing(f"histories of one length and a multiple of {IKBO_SEEDS} query rows a user only")
+    try:
+        from ikbo.ops import triton_ikbo_fa
+    except ImportError as error:
+        raise Missing(f"FBGEMM's experimental ikbo is not installed: {error}") from error
+    kernel = triton_ikbo_fa._attn_fwd_tma
+    kernel.configs = [
+        one
+        for one in kernel.configs
+        if all(one.kwargs[name] in IKBO_TILES[name] for name in ("BLOCK_M", "BLOCK_N"))
+        and one.num_warps in IKBO_TILES["warps"]
+        and one.num_stages in IKBO_TILES["stages"]
+    ]
+    users = torch.arange(shape.B, dtype=torch.int32, device=problem.offsets.device)
+    user_of = users.repeat_interleave(shape.T // IKBO_SEEDS)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return triton_ikbo_fa.triton_flash_attn_ikbo_tma(query, key, value, user_of, IKBO_SEEDS, shape.N)
+
+    return Prepared(list(problem.inputs.values()), call, problem.grad)
 
 
 def hidden_rows(problem: Problem) -> Tensor:
@@ -248,6 +316,9 @@ def unfused(problem: Problem) -> Prepared:
 
 OURS = Implementation("jfi", ours, ours=True, graph=True)
 VARLEN = Implementation("torch varlen_attn", varlen)
+FLASH_4 = Implementation("FlashAttention 4", flash_4)
+HSTU = Implementation("HSTU, no softmax", hstu)
+IKBO = Implementation("IKBO, Triton", ikbo)
 PADDED = Implementation("padded SDPA", padded_sdpa)
 PADDING = Implementation("padding + SDPA", pad_and_attend)
 UNMASKED = Implementation("padded SDPA, no mask", padded_unmasked)

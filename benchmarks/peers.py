@@ -126,10 +126,35 @@ def varlen_attn(shape: Shape) -> Callable[..., Tensor]:
     return varlen_attn
 
 
-def varlen(problem: Problem) -> Prepared:
-    """torch's variable-length flash attention, the queries of a sample as a short sequence."""
+def flash_attention_4(shape: Shape) -> Callable[..., Tensor]:
+    """Returns FlashAttention 4, whose CuTe kernels run on Hopper too, with the arguments of `varlen_attn`."""
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ImportError as error:
+        raise Missing(f"flash-attn-4 is not installed: {error}") from error
+    if shape.dtype == "float32":
+        raise Missing("half precision only")
+
+    def attention(query, key, value, query_offsets, offsets, max_queries, longest, causal: bool = False) -> Tensor:
+        found = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=query_offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=max_queries,
+            max_seqlen_k=longest,
+            causal=causal,
+        )
+        return found[0] if isinstance(found, tuple) else found
+
+    return attention
+
+
+def varlen(problem: Problem, attention_of: Callable[[Shape], Callable[..., Tensor]] = varlen_attn) -> Prepared:
+    """Variable-length flash attention, torch's or another, the queries of a sample as a short sequence."""
     shape = problem.shape
-    attention = varlen_attn(shape)
+    attention = attention_of(shape)
     query, *rest = problem.inputs.values()
     queries = shape.T * shape.H // shape.G
     query_offsets = torch.arange(shape.B + 1, dtype=torch.int32, device=query.device) * queries
@@ -300,6 +325,7 @@ PADDED_MATH = sdpa("math", SDPBackend.MATH)
 PADDED_EFFICIENT = sdpa("memory-efficient", SDPBackend.EFFICIENT_ATTENTION)
 PADDED_CUDNN = sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION)
 VARLEN = Implementation("torch varlen_attn", varlen)
+FLASH_4 = Implementation("FlashAttention 4", functools.partial(varlen, attention_of=flash_attention_4))
 FLEX = Implementation("FlexAttention", flex, rotate=False)
 FBGEMM = Implementation("fbgemm operators", fbgemm_operators)
 SLL_UNFUSED = Implementation("sll, unfused", sll_unfused)
