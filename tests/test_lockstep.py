@@ -37,7 +37,14 @@ def test_fitting_versions_pass(monkeypatch, installed):
             {"fbgemm-gpu-cpu": "1.6.0"},
             "torch 2.13.0.* needs fbgemm-gpu-cpu 1.8.0, found 1.6.0: pip install fbgemm-gpu-cpu==1.8.0",
         ),
-        ({"fbgemm-gpu-cpu": None}, "torch 2.13.0.* needs fbgemm-gpu 1.8.0, found none: pip install fbgemm-gpu==1.8.0"),
+        (
+            {"fbgemm-gpu-cpu": None},
+            "torch 2.13.0.* needs fbgemm-gpu-cpu 1.8.0, found none: pip install fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
+            {"fbgemm-gpu-cpu": None, "torch": "2.13.0"},
+            "torch 2.13.0 needs fbgemm-gpu 1.8.0, found none: pip install fbgemm-gpu==1.8.0",
+        ),
         (
             {"torchrec": "1.6.1"},
             "torch 2.13.0.* needs torchrec 1.8.0, found 1.6.1: pip install --no-deps torchrec==1.8.0",

@@ -23,6 +23,14 @@ class InputError(ValueError):
     """A fault in what a user gave: a file, a setting or an option. A command prints it as one line, exit code 2."""
 
 
+def import_line(error: BaseException) -> str | None:
+    """Returns a line on a package that is missing, or that does not fit the others; None for any other error."""
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name and error.name != "jfi":
+        extras = "'jfi[cpu,train,serve]' (no GPU) or 'jfi[cuda,train,serve]'"
+        return f"no module named {error.name}, which jfi needs: pip install {extras}"
+    return str(error) if type(error) is ImportError and error.name is None else None  # as jfi.utils.lockstep raises it
+
+
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
     """Returns the end of an "unknown name" message: the nearest known name, or all of them where none is near.
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from jfi.utils.errors import InputError, memory_cause, memory_line
+from jfi.utils.errors import InputError, import_line, memory_cause, memory_line
 from jfi.utils.files import naming
 
 
@@ -121,6 +121,8 @@ def run_command(main: Callable[[], int | None]) -> int:
             line, code = str(error), error.exit_code
         elif isinstance(error, OSError):
             line, code = f"error: {_storage(error)}", ExitCode.STORAGE
+        elif (reason := import_line(error)) is not None:
+            line, code = f"error: {reason}", ExitCode.WRONG_INPUT
         else:
             if _is_in_group():
                 traceback.print_exc()
@@ -140,10 +142,16 @@ def _out_of_memory(reason: str) -> str:
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process with the line and the code of `run_command` where packages find no memory to be imported."""
+    """Ends the process with the line and the code of `run_command` where packages cannot be imported.
+
+    They find no memory, are missing, or do not fit one another.
+    """
     if isinstance(error, Exception) and (memory := memory_line(error)) is not None:
         print(shorten(_out_of_memory(memory)), file=sys.stderr)
         _end_at_once(ExitCode.MEMORY)
+    if (reason := import_line(error)) is not None:
+        print(shorten(f"error: {reason}"), file=sys.stderr)
+        _end_at_once(ExitCode.WRONG_INPUT)
     sys.__excepthook__(kind, error, trace)
 
 

@@ -30,7 +30,7 @@ def check() -> None:
         return
     fbgemm, torchrec = LOCKSTEP[torch]
     gpu, cpu = _found("fbgemm-gpu"), _found("fbgemm-gpu-cpu")
-    package = "fbgemm-gpu-cpu" if cpu and not gpu else "fbgemm-gpu"
+    package = "fbgemm-gpu-cpu" if not gpu and (cpu or "+cpu" in version("torch")) else "fbgemm-gpu"
     if gpu and cpu:
         raise ImportError(
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other: uninstall both, then "

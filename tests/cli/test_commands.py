@@ -78,6 +78,22 @@ def test_wrong_commands_are_one_line(arguments, message, capsys):
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("sys.modules['pyarrow'] = None", "error: no module named pyarrow, which jfi needs: pip install 'jfi[cpu,"),
+        (
+            "import importlib.metadata as m; f = m.version; m.version = lambda p: '0' if p == 'torchrec' else f(p)",
+            "error: torch 2.",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_or_does_not_fit_is_one_line(fault, line):
+    script = f"import sys; {fault}; from jfi.cli import main; sys.exit(main(['train', '--data.interactions', 'x.csv']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert commands.call("config", "list") == 0
