@@ -163,7 +163,12 @@ def made(name: str) -> str:
         lines = TABLES[name]().splitlines()
     except FileNotFoundError:
         return "Not measured yet."
-    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines)
+    return "\n".join(line if line.startswith("|") else _wrap(line) for line in lines)
+
+
+def _wrap(note: str) -> str:
+    """The note in lines of at most 120 characters, none of which begins with a plus, which Markdown takes for a list."""
+    return textwrap.fill(note.replace(" + ", "\0+\0"), 120).replace("\0", " ")
 
 
 def with_tables(text: str) -> str:
