@@ -167,7 +167,7 @@ def made(name: str) -> str:
 
 
 def _wrap(note: str) -> str:
-    """The note in lines of at most 120 characters, none of which begins with a plus, which Markdown takes for a list."""
+    """The note in lines of at most 120 characters; none begins with a plus, which Markdown takes for a list."""
     return textwrap.fill(note.replace(" + ", "\0+\0"), 120).replace("\0", " ")
 
 
