@@ -37,7 +37,7 @@ class SyntheticConfig:
         mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
         taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
         active_share: probability with which a user is active; of "dwell" alone, as those below.
-        horizon: the number of events after which an event counts no more.
+        horizon: the number of events after which an event no longer counts.
         labeled: the number of newest events of each user that have a label.
         seed: seed of all random numbers.
     """
@@ -77,7 +77,7 @@ class FeatureConfig:
 
     Args:
         name: the column, or any other name for a cross.
-        of: "user" and "item" features describe the sample's user and target, and an item's ones its events too; "event"
+        of: "user" and "item" features describe the sample's user and target, and item features also the events; "event"
             features describe the events of the history alone; "context" features are known when the target is shown,
             such as the device or the position. A categorical column may have an entry of event and one of context,
             which share an embedding table, so that their other settings must be equal.
@@ -85,15 +85,15 @@ class FeatureConfig:
             intervals between quantiles of the training rows.
         width: width of the embedding table; None means `model.embedding_dim`. The tables that events have must
             have one width: those of the item's id, of categories of the item and of features of the event.
-        max_values: the most values that get ids of their own: those with the most training rows, and of two with as
-            many the one that comes first in the order of ids. All others count as unseen. None is no limit.
+        max_values: maximum number of values that get their own ids: those with the most training rows; of two with the
+            same number, the one that comes first in the order of ids. All others count as unseen. None is no limit.
         min_count: the number of training rows that a value needs; a rarer one counts as unseen.
-        hash_buckets: a number of ids that all values share by their hash, in place of an id for each value of training.
+        hash_buckets: number of ids that values share by their hash, instead of an id for each value of training.
         separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
             need none.
-        default: value that stands for a missing one, of a column with single values: a value of a category, which
-            always has an id of its own, or a number. Quantiles and means are of the values that are there, and a cross
-            of the column does not read it. None leaves a value missing.
+        default: value that replaces a missing one in a column with single values: a category, which always has its own
+            id, or a number. Quantiles and means are computed without it, and a cross of the column does not use it.
+            None leaves a value missing.
         cross: single-valued columns among the item's id, and categories of the item and of the event, whose values
             together are the value of an event's feature.
 
@@ -146,13 +146,13 @@ class DataConfig:
             A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
         auxiliary_labels: further columns of 0 and 1, or rules, whose losses help to train the model: with the label
             `rating >= 4`, `rating >= 3` and `rating >= 5`. The model predicts none of them, and no metric reads them. A
-            row that lacks one counts in no loss of it.
+            row that lacks one does not count in its loss.
         auxiliary_weight: weight of the loss of each auxiliary label, where that of a label is 1.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
-        features: the columns that the model reads, an entry each; the item's id always is one, and needs an entry only
-            for other settings of it.
+        features: the columns that the model reads, one entry each; the item's id is always read, and needs an entry
+            only to change its settings.
         statistics: groups of dense features of the sample, made of strictly older rows: rates and counts of the `item`,
             of the `user`, of the user's events of the same item (`user_item`), of each category of the item
             (`user_category`), of the item at this hour of the day (`item_hour`) and of the user's events of items that
@@ -169,18 +169,18 @@ class DataConfig:
         fractions: shares of training, validation and test: of the labeled rows with `split: time`, of the users with
             `split: user`.
         max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
-        batching: "sample" gives every sample of a batch a history of its own. With "user" the samples of a user share
-            one timeline, which is looked up and moved once for all of them, and each sample sees of it what its own
-            history would have: the same predictions, in a fraction of the time where users have many samples.
-        max_timeline: with `batching: user`, the most events of a timeline, at least `max_history`; the samples of a
-            user with more have several timelines. None means 4 times `max_history`.
+        batching: "sample" gives every sample of a batch its own history. With "user" the samples of a user share one
+            timeline, which is looked up and moved once, and each sample sees the events that its history would have:
+            the same predictions, in a fraction of the time if users have many samples.
+        max_timeline: with `batching: user`, the maximum number of events of a timeline, at least `max_history`; the
+            samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
-        delimiter: between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
+        delimiter: text between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
             outside of ASCII need files without quotes. None means a comma in `.csv` and a tab in `.tsv`. With it, files
             of any other name, such as `log.txt`, are text files too.
         header: by table, as `interactions`, `users` or `items`, the names of the columns of text files that have no
@@ -208,11 +208,11 @@ class DataConfig:
         session: column of the session's id, or None: then a session ends where a user pauses for 30 minutes.
         conversion: a column of 0 and 1 or a rule, as `label`, for the events that a policy is fitted to. Nothing else
             reads it. None means `label`.
-        policy: file of a `jfi.history_policies.Policy`: which of the newest `max_history` events of a history a model
-            computes, by their dwell and surface and the segment of the user, and their weights. None keeps all.
-        prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section
-            are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
-            `eval_negatives`, `oov_dropout` and `policy`, which are the run's own.
+        policy: file of a `jfi.history_policies.Policy`, which selects among the newest `max_history` events of a
+            history, by their dwell and surface and the user's segment, and gives them weights. None keeps all.
+        prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section are those
+            that it was prepared with, except `max_history`, `max_timeline`, `batching`, `negatives`, `eval_negatives`,
+            `oov_dropout` and `policy`, which a run may set.
     """
 
     source: Literal["table", "synthetic"] = "table"

@@ -87,16 +87,16 @@ class TrainingConfig:
         patience: training stops after this number of evaluations without a better `monitor`; null never stops early.
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.
-        precision: of the matrix products in training and in the run's own evaluation: `float32`, or `bfloat16`, under
-            torch.autocast. Parameters, the loss and the optimizers' state are float32 in both; rows that are looked up
-            are rounded to bfloat16 on a GPU. A run is exported, and scores tables, in float32.
+        precision: precision of the matrix products in training and in the run's own evaluation: `float32`, or
+            `bfloat16`, under torch.autocast. Parameters, the loss and the optimizers' state are float32 in both; rows
+            that are looked up are rounded to bfloat16 on a GPU. A run is exported, and scores tables, in float32.
         max_grad_norm: gradients of all parameters outside of the embedding tables are scaled down so that their norm,
-            taken over all of them, is at most this; null leaves them as they are. Rows of tables are not clipped:
-            where the backward pass steps them, their gradients never exist together.
+            taken over all of them, is at most this; null does not clip. Rows of tables are not clipped: the backward
+            pass updates them, and their gradients never exist together.
         cuda_graph: `auto` launches training steps on a GPU as CUDA graphs where that is possible: batches by sample, no
-            encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
-            steps ran so. `always` also does under torchrun, with `sharding.exchange: attention`, and refuses a run
-            whose steps it cannot; `never` does not.
+            encoder, not under torchrun. If not, a line names the reason; the line of an epoch says how many steps were
+            captured. `always` also captures steps under torchrun, with `sharding.exchange: attention`, and refuses a
+            run whose steps cannot be captured; `never` captures none.
         logger: where metrics go in addition to metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of
             Lightning, or null for nowhere. Code can give any other logger, see `jfi.training.train`.
         logger_options: arguments of the logger: for `wandb` project, name, id, save_dir, offline, prefix, entity,
@@ -112,11 +112,11 @@ class TrainingConfig:
             of histories. Null takes all. `auto` is null, or with `warm_start` the time of the newest row that the other
             run has trained on, so that no row is trained on twice; null again with `data.split: leave_one_out` or
             `user`, or if the other run's best evaluation lies within its first epoch.
-        ranking: of implicit feedback, what HR@k and NDCG@k rank a held-out positive among: `sampled` items
+        ranking: for implicit feedback, the items among which HR@k and NDCG@k rank a held-out positive: `sampled` items
             (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
         ranking_k: k of HR@k and NDCG@k.
-        ranking_positives: the most positives of a split to rank, spread evenly over it; null for all. Each candidate is
-            scored with the whole history, so `full` scores that many times the number of items.
+        ranking_positives: maximum number of positives of a split to rank, spread evenly over it; null for all. Each
+            candidate is scored with the whole history, so `full` scores that many times the number of items.
     """
 
     run_dir: str | None = None

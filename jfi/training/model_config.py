@@ -58,7 +58,7 @@ class PretrainedConfig:
         id_column: of a Parquet file, the column with the values.
         vector_column: of a Parquet file, the column with lists of numbers.
         ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
-        frozen: whether these rows stay as they are. Values that the file lacks have rows that are drawn and trained.
+        frozen: whether these rows are kept fixed. Values that the file lacks have random rows that are trained.
     """
 
     path: str
@@ -77,13 +77,13 @@ class ModelConfig:
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
         num_heads: heads of the target attention, a divisor of `embedding_dim`.
         num_queries: queries per target.
-        attention_layers: how often the target attends to the events: from the second time on it asks with what it has
-            found, and the results are summed to an entry of their own.
+        attention_layers: how often the target attends to the events: from the second time on its query is the previous
+            result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
             from the newest event); by `recency`, which is the position with a table that begins with heads for the
-            newest events; or `weights` of the events; or null. An unknown bucket key is refused. A list of
-            biases gives each heads of its own, whose result is an entry of its own. `auto` is heads by age and by
-            recency; with an encoder, or a single head, by age alone.
+            newest events; or `weights` of the events; or null. An unknown bucket key is refused. In a list each bias
+            has its own heads, whose result is a separate entry. `auto` is heads by age and by recency; with an encoder,
+            or a single head, by age alone.
         num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
             which it is at most 64; the data determines those of a bucket key.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
@@ -91,13 +91,13 @@ class ModelConfig:
         cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
             takes, whose output enters `over_arch` with the dot products; 0 for none.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added. With
-            `data.labels` the first layer is shared, and each label has the others, its tower, for itself.
-        experts: with `data.labels`, how many first layers of `over_arch` there are, of which each label has its own
-            mixture (MMoE), at least 2; 0 for one that all share.
+            `data.labels` the first layer is shared, and each label has its own tower of the others.
+        experts: with `data.labels`, number of first layers of `over_arch`, at least 2, of which each label learns its
+            own mixture (MMoE); 0 for one layer that all labels share.
         dropout: probability with which an element of the interaction's input is zeroed in training.
         semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits, no table), `decode` (the
-            content that they stand for), `tables` (a learned vector for each place and value of a digit, the
-            traditional way) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
+            content that they stand for), `tables` (a learned vector for each position and value of a digit, as is
+            traditional) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
         semantic_id_init: of `tables`, `random` or `centroids`, the principal components of the codec's vectors.
         semantic_id_init_std: root mean square of the elements of these tables at the start.
         semantic_id_buckets: most rows of a table of prefixes.
@@ -182,8 +182,8 @@ class EncoderConfig:
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
         bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
-        relative_bias: learned score bias per block and head, of the pair of events: `distance`, by how many events one
-            lies behind the other, for which `causal` is true; or null.
+        relative_bias: learned score bias per block and head, of the pair of events: `distance`, the number of events
+            between them, which needs `causal: true`; or null.
     """
 
     num_layers: int = 0
@@ -212,11 +212,11 @@ class OptimizerGroup:
 
     Args:
         name: `adagrad`, `adam` or `adamw` of torch.optim; for embedding tables also TorchRec's `rowwise_adagrad`, with
-            one accumulator per row. The backward pass steps the tables, and only their rows in the batch: rows that
-            it lacks cost nothing, and their moments (of Adam) stay. Under torchrun tables have `adagrad` or
+            one accumulator per row. The backward pass updates only those rows of the tables that are in the batch:
+            other rows cost nothing, and their moments (of Adam) do not change. Under torchrun tables have `adagrad` or
             `rowwise_adagrad`.
         learning_rate: step size.
-        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. Of a table it acts on the
+        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. For a table it acts on the
             rows of the batch only.
     """
 
@@ -233,10 +233,10 @@ class OptimizerConfig:
         dense: for the MLPs, the attention and the encoder.
         embeddings: for the embedding tables.
         ema_decay: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
-            average. `auto` is 0.98, and null under torchrun, where it must be. Of a table a step averages the rows of
-            the batch, and the end of an epoch all rows. It takes as much memory as the parameters.
-        schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
-            zero at the last step of the last of `training.epochs`.
+            average. `auto` is 0.98, and null under torchrun, where it must be. For a table, a step averages the rows of
+            the batch, and the end of an epoch averages all rows. It takes as much memory as the parameters.
+        schedule: how the learning rates of both groups change after the warm-up: `constant`, or `cosine`, which falls
+            to zero at the last step of the last of `training.epochs`.
         warmup_steps: number of steps in which the learning rates rise linearly to their values.
     """
 
@@ -271,14 +271,14 @@ class ShardingConfig:
             the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
         cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
         exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
-            sends queries to the processes that own the rows, and partial outputs back; `auto` takes what sends fewer
-            bytes, where attention is possible, and says so.
-        replicate_below: with `attention`, tables of at most so many rows are read whole by every process.
-        dedup: whether a row that several events of a process' samples have is sent to it once, and its gradient is
+            sends queries to the processes that own the rows, and partial outputs back; `auto` takes the one that sends
+            fewer bytes, if attention is possible, and prints its choice.
+        replicate_below: with `attention`, every process reads tables of at most this many rows whole.
+        dedup: whether a row that several events of a process' samples use is sent to it once, and its gradient is
             summed before it is sent back.
         communication: dtype in which embeddings and their gradients are sent.
-        group_size: null shards each table over all processes. A number, a divisor of that of the processes: each group
-            of so many has all tables and learns from its own samples.
+        group_size: null shards each table over all processes. With a number, which must divide the number of processes,
+            each group of that many processes has all tables and learns from its own samples.
         sync_every: steps between two averages of the tables of all groups; an epoch ends with one too.
     """
 
