@@ -21,7 +21,6 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = (
     "README.md",
     "docs/dynamic_histories.md",
-    "docs/get-started.md",
     "docs/performance.md",
     "docs/quality.md",
     "docs/scaling.md",

@@ -50,6 +50,13 @@ def test_python_runs(page, tmp_path, monkeypatch):
         exec(compile(block, page, "exec"), names)
 
 
+def test_get_started_shows_the_example_of_a_dataframe():
+    section = TEXTS["docs/get-started.md"].split("\n## Your DataFrame\n")[1].split("\n## ")[0]
+    shown = "".join(match["shown"] or "" for match in PYTHON.finditer(section))
+    example = (ROOT / "examples/dataframe_to_scores.py").read_text().split('"""')[2]
+    assert sorted(filter(None, shown.splitlines())) == sorted(filter(None, example.splitlines()))
+
+
 def commands() -> list[tuple[str, str]]:
     """Page and command of every ```sh block, continued lines joined, comments cut off."""
     found = []

@@ -1,4 +1,4 @@
-"""The examples run as they are, and learn."""
+"""The examples run as they are, and learn; tests/test_docs.py runs dataframe_to_scores.py as the page shows it."""
 
 import runpy
 from pathlib import Path
@@ -18,16 +18,6 @@ def run(tmp_path, monkeypatch):
         return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
     return run
-
-
-def test_scores_of_a_dataframe_prefer_what_the_user_likes(run):
-    pytest.importorskip("pandas")
-    found = run("dataframe_to_scores.py")
-    scores, likes, category = found["scores"], found["likes"], found["category"]
-    assert len(scores) == 2 * found["items"] and len(found["best"]) == 6
-    liked = likes[scores["user"], category[scores["item"]]]
-    assert found["result"].test["auc"] > 0.55
-    assert scores["probability"][liked].mean() > scores["probability"][~liked].mean()
 
 
 def test_a_torchrec_model_learns_from_its_history(run):
