@@ -1,4 +1,7 @@
-"""Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding."""
+"""Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding.
+
+Packed values may be nested tensors of the jagged layout, which have their own offsets.
+"""
 
 from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention

@@ -7,13 +7,11 @@ By feature f, query t and head h, with each head's part of the weights d = D / H
 They take some D^3 operations, whatever the batch size.  `jfi.kernels.absorbed_weights` derives their gradients.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.ops._dispatch import flat_arguments, public
+from jfi.ops._dispatch import public
 from jfi.ops.checks import FLOATING, check_all_dense, check_count
 
 
@@ -78,7 +76,7 @@ def check_shapes(
             raise ValueError(f"{name} must be {dtype} on {device}, like the other tensors, got {x.dtype} on {x.device}")
 
 
-@partial(public, tensors=flat_arguments)
+@public
 def absorb_weights(
     weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ host's time dominates, and autograd's bookkeeping for a dozen small products and
 or a tracer sees the composition of operators instead.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,14 +55,16 @@ from jfi.utils import compat
 from jfi.utils.context import is_traced, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
+_BY_EVENT = ("history", "indices", "key_bias", "key_bias_index", "value_scale")
 
-@public
+
+@partial(public, packed={"offsets": _BY_EVENT})
 def absorbed_target_attention(
     target: Tensor,
     history: Tensor | tuple[Tensor, ...] | RowsById,
     weights: tuple[Tensor, ...],
     *,
-    offsets: Tensor,
+    offsets: Tensor | None = None,
     num_heads: int,
     indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None = None,
@@ -81,7 +84,7 @@ def absorbed_target_attention(
         weights: query_weight [F, T · D, D_e], query_bias [F, T · D], key_weight and value_weight [F, D, D_x],
             output_weight [F, D, T · D] and output_bias [F, D], of one dtype, laid out as in
             ``torch.nn.MultiheadAttention``.
-        offsets: [F · B + 1], int32 or int64, from 0 to S.
+        offsets: [F · B + 1], int32 or int64, from 0 to S. None where an argument of S rows is a nested tensor.
         num_heads: H, which divides D.
         indices: [S]: history is then a table [N, D_x], and event s is its row indices[s]; with a tuple of tables the
             sum of its rows, not their concatenation. As in `target_attention`; the rows are converted to the dtype of
@@ -108,9 +111,10 @@ def absorbed_target_attention(
         >>> jfi.ops.absorbed_target_attention(target, history, weights, offsets=offsets, num_heads=2).shape
         torch.Size([1, 3, 8])
     """
-    arguments = (offsets, num_heads, key_bias, key_bias_index, value_scale)
-    history, scale = _check(target, history, weights, indices, *arguments, scale, max_seqlen)
-    return attend_absorbed(target, history, weights, *arguments, scale, max_seqlen, impl)
+    by_event = (key_bias, key_bias_index, value_scale)
+    arguments = (target, history, weights, indices, offsets, num_heads, *by_event, scale, max_seqlen)
+    history, offsets, scale = _check(*arguments)
+    return attend_absorbed(target, history, weights, offsets, num_heads, *by_event, scale, max_seqlen, impl)
 
 
 def attend_absorbed(
@@ -178,15 +182,15 @@ def _check(
     history: Tensor | tuple[Tensor, ...] | RowsById,
     weights: tuple[Tensor, ...],
     indices: Tensor | tuple[Tensor, ...] | None,
-    offsets: Tensor,
+    offsets: Tensor | None,
     num_heads: int,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
     value_scale: Tensor | None,
     scale: float | None,
     max_seqlen: int | None,
-) -> tuple[tuple[Tensor, ...] | RowsById, float]:
-    """Checks the arguments; returns the history, and the scale as a number."""
+) -> tuple[tuple[Tensor, ...] | RowsById, Tensor, float]:
+    """Checks the arguments; returns the history, the offsets, and the scale as a number."""
     check_weights(weights, 6, num_heads)
     if indices is not None:
         history = rows_by_id(history, indices, weights[0].dtype, "history")
@@ -195,7 +199,8 @@ def _check(
     fields = (history.rows,) if isinstance(history, RowsById) else history
     _check_shapes(target, fields, weights, num_heads)
     first = fields[0]
-    check_offsets("offsets", offsets, first.shape[0], "history", first, target.shape[0] * target.shape[1])
+    batch = target.shape[0] * target.shape[1]
+    offsets = check_offsets("offsets", offsets, first.shape[0], "history", first, batch)
     if key_bias is not None and key_bias_index is None:
         check_floating(history=first, key_bias=key_bias)
         check_key_bias(key_bias, first.shape[0], num_heads)
@@ -203,7 +208,7 @@ def _check(
         check_events(first, key_bias, key_bias_index, value_scale, num_heads)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
     check_count("max_seqlen", max_seqlen)
-    return history, scale
+    return history, offsets, scale
 
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> None:
@@ -348,7 +353,7 @@ def _prepare_plan(
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """Returns for `explain` the operands of the attention, whether kernels absorb the weights, "triton" or "torch"."""
     options: dict[str, Any] = {"num_heads": num_heads, "scale": scale, "max_seqlen": max_seqlen}
-    history, scale = _check(target, history, weights, indices, **events, **options)
+    history, _, scale = _check(target, history, weights, indices, **events, **options)
     fields = (history.rows,) if isinstance(history, RowsById) else history
     impl = check_impl(impl, fields[0])
     num_queries, in_kernel = _in_kernel(weights, num_heads, impl)

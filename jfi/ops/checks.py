@@ -71,14 +71,15 @@ def check_floating(**tensors: Tensor | None) -> None:
         check_device(name, tensor, first_name, first)
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Checks that tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
+def check_dense(name: str, tensor: Tensor | None) -> Tensor:
+    """Returns a Tensor in memory that strides describe, not a sparse or a nested one."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one of layout {tensor.layout}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
-    if tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one")
+    return tensor
 
 
 def check_all_dense(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
@@ -208,14 +209,14 @@ def check_count(name: str, count: int | None, least: int = 0, optional: bool = T
 
 def check_offsets(
     name: str,
-    offsets: Tensor,
+    offsets: Tensor | None,
     rows: int | None,
     rows_of: str,
     like: Tensor,
     batch_size: int | None = None,
-) -> None:
-    """Checks that offsets is [B+1], int32 or int64, on the device of ``like``; if readable, that it ascends from 0."""
-    check_dense(name, offsets)
+) -> Tensor:
+    """Returns offsets [B+1], int32 or int64, on the device of ``like``, which ascend from 0 if they may be read."""
+    offsets = check_dense(name, offsets)
     check_dtype(name, offsets, INDICES)
     if offsets.dim() != 1 or offsets.shape[0] == 0:
         raise ValueError(f"{name} must be [B+1] with at least one entry, got shape {list(offsets.shape)}")
@@ -224,7 +225,7 @@ def check_offsets(
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
     if not may_read(offsets):
-        return
+        return offsets
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"{name} must start at 0, got {first}")
@@ -235,6 +236,7 @@ def check_offsets(
         raise ValueError(
             f"{name} must not decrease, got {int(offsets[at])} then {int(offsets[at + 1])} at entry {at + 1}"
         )
+    return offsets
 
 
 def check_times(

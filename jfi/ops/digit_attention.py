@@ -11,6 +11,8 @@ sums.  With the saved log-sum-exp and Δ = Σ dO·O the backward decodes the eve
 Digits have no gradient.  Neither direction makes [S, L].
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from jfi import reference
@@ -31,13 +33,15 @@ from jfi.ops.explain import explains
 from jfi.ops.target_attention import table_bias, target_attention_fwd
 from jfi.utils.operands import TargetAttentionInputs
 
+_BY_EVENT = ("digits", "indices", "key_bias", "key_bias_index", "value_scale")
 
-@public
+
+@partial(public, packed={"offsets": _BY_EVENT})
 def digit_attention(
     query: Tensor,
     digits: Tensor,
     *,
-    offsets: Tensor,
+    offsets: Tensor | None = None,
     indices: Tensor | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
@@ -52,7 +56,8 @@ def digit_attention(
         digits: [S, W] int32, W = ceil(L / 16). Digit l of an event is bits 2 (l % 16) and 2 (l % 16) + 1 of its word
             l // 16, as a signed number of 2 bits: 1 is 0b01, 0 is 0b00 and -1 is 0b11. Bits behind digit L - 1 are not
             read. `jfi.semantic_ids.pack_words` and `jfi.semantic_ids.sid_words` make such words. They have no gradient.
-        offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1].
+        offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1]. None where
+            an argument of S rows is a nested tensor.
         indices: [S], int32 or int64: digits is then a table [N, W], and event s is its row indices[s].
         key_bias: [S, H], added to the scores; -inf hides an event. With key_bias_index a table [R, H] of any floating
             dtype.
@@ -92,7 +97,7 @@ def digit_attention(
 def _prepare(
     query: Tensor,
     digits: Tensor,
-    offsets: Tensor,
+    offsets: Tensor | None,
     indices: Tensor | None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
@@ -110,7 +115,9 @@ def _prepare(
         check_key_bias(key_bias, events.shape[0], num_heads)
     check_events(events, key_bias, key_bias_index, value_scale, num_heads)
     check_untrained("value_scale", value_scale)
-    check_offsets("offsets", offsets, events.shape[0], "digits" if indices is None else "indices", query, batch)
+    offsets = check_offsets(
+        "offsets", offsets, events.shape[0], "digits" if indices is None else "indices", query, batch
+    )
     impl = check_impl(impl, query)
     scale = check_scale(scale, num_digits)
     if impl == "triton" and num_digits > plan.MAX_DIGITS:

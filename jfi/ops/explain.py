@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jfi.kernels.plan import AttentionPlan, Device, device_of
+from jfi.ops._nested import unpack_nested
 
 #: By operator: the arguments of `explains`.
 _planners: dict[Callable, tuple[Callable, Callable, str]] = {}
@@ -66,6 +67,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
     prepare, plan, decisive = _planners[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()
+    unpack_nested(vars(operator)["packed"], call.arguments)
     first = call.arguments[decisive]
     first = first[0] if isinstance(first, tuple) and first else first
     is_tensor = isinstance(first, Tensor)  # else prepare() raises the error

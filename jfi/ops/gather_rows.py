@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
+from jfi.ops._dispatch import PLAIN, operator, public
 from jfi.ops.checks import (
     FLOATING,
     check_device,
@@ -167,7 +167,7 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None)
     return [reference.bound_ids(one, size) for one, size in zip(ids, sizes, strict=True)]
 
 
-@partial(public, tensors=flat_arguments)
+@partial(public, packed={"offsets": ("indices",)}, result="offsets")
 def gather_rows(
     tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], *, dtype: torch.dtype | None = None, impl: str = "auto"
 ) -> Tensor:
@@ -183,7 +183,7 @@ def gather_rows(
             otherwise.
 
     Returns:
-        [S, D].
+        [S, D], nested if indices are.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type, or an index outside of its table; the message names

@@ -15,7 +15,7 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -89,13 +89,17 @@ def _exported_fwd() -> Callable:
     return export.forward
 
 
-@public
+_BY_QUERY = ("query", "query_time")
+_BY_EVENT = ("key", "value", "indices", "key_bias", "value_scale", "key_time")
+
+
+@partial(public, packed={"query_offsets": _BY_QUERY, "key_offsets": _BY_EVENT}, result="query_offsets")
 def jagged_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None = None,
     *,
-    query_offsets: Tensor,
+    query_offsets: Tensor | None = None,
     key_offsets: Tensor | None = None,
     indices: Tensor | tuple[Tensor, ...] | None = None,
     causal: bool = False,
@@ -119,8 +123,9 @@ def jagged_attention(
             = ceil(D / 16), as `digit_attention` takes them: key and value of every head, without a gradient. Tiles of
             them are decoded in registers, and no [S, D] is made.
         value: [S, G, E]; None means value = key, which then gets both gradients; packed digits have no other.
-        query_offsets: [B+1], int32 or int64, from 0 to R.
-        key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
+        query_offsets: [B+1], int32 or int64, from 0 to R. None where an argument of R rows is a nested tensor.
+        key_offsets: [B+1], from 0 to S. None where an argument of S rows is a nested tensor; else it means
+            query_offsets: self-attention.
         indices: [S]: key is then a table [N, G, D], and event s is its row indices[s]; or a tuple for a tuple of
             tables, whose rows are summed; as in `target_attention`. The rows are read and converted once, by one
             kernel, since several tiles of queries read them. Of packed digits key is a table [N, W].
@@ -149,8 +154,8 @@ def jagged_attention(
             tensors except float64, PyTorch otherwise.
 
     Returns:
-        [R, H, E]; with ``return_lse`` also [R, H], float32 (float64 for float64).  For a query that sees no key these
-        are zeros and -inf.
+        [R, H, E]; with ``return_lse`` also [R, H], float32 (float64 for float64). Nested if an argument of R rows is.
+        For a query that sees no key these are zeros and -inf.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.

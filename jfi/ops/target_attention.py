@@ -12,6 +12,7 @@ If value = key, each direction reads the history once, and the backward writes i
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,16 @@ _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
 target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT).forward
 
 
-@public
+_BY_EVENT = ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")
+
+
+@partial(public, packed={"offsets": _BY_EVENT})
 def target_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None = None,
     *,
-    offsets: Tensor,
+    offsets: Tensor | None = None,
     indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
@@ -90,7 +94,8 @@ def target_attention(
         query: [B, T, H, D], floating.
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
         value: [S, G, E]; None means value = key, which is read once and gets one gradient.
-        offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
+        offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1]. None where an
+            argument of S rows is a nested tensor.
         indices: [S], int32 or int64: key is then a table [N, G, D], and event s is its row indices[s]. With a tuple of
             tables and one of as many indices an event is the sum of its rows. Tables may have another floating dtype
             than the query, to which their rows are converted. Where few queries share a key head, the Triton kernels
@@ -140,7 +145,7 @@ def prepare_target_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None,
-    offsets: Tensor,
+    offsets: Tensor | None,
     indices: Tensor | tuple[Tensor, ...] | None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
@@ -165,7 +170,7 @@ def prepare_target_attention(
     check_history(key, value, key_bias if key_bias_index is None else None, num_heads, width)
     if key_bias_index is not None or value_scale is not None:
         check_events(key, key_bias, key_bias_index, value_scale, num_heads)
-    check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
+    offsets = check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_count("max_seqlen", max_seqlen)

@@ -24,6 +24,13 @@ PyTorch:
     torch._inductor.aoti_load_package            documented; loads it
     torch._inductor.runtime.cache_dir_utils.cache_dir    names the folder in an error of a full disk: export
     torch.fx._symbolic_trace.PHWithMeta          placeholder of TorchRec's train pipelines: Batch.to_proxy_tuple
+    torch.nested._internal.nested_tensor.NestedTensor    the type of nested tensors of the jagged layout: reading their
+        layout takes 5 µs
+    torch.nested._internal.nested_tensor.NestedTensor._ragged_idx    sees a transposed one, whose values are
+        not packed rows
+    torch.nested._internal.nested_tensor.NestedTensor._maybe_max_seqlen    the longest length, if the host knows it:
+        max_seqlen of operators
+    torch.nested._internal.nested_tensor.NestedTensor._maybe_min_seqlen    likewise, for results
     torch.nn.Module._forward_hooks               sees hooks: tables with hooks would be read past them
     torch.nn.Module._forward_pre_hooks           likewise
     torch.nn.Module._backward_hooks              likewise
@@ -68,6 +75,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -49,6 +49,7 @@ ITEMS = EmbeddingConfig(name="t", embedding_dim=D, num_embeddings=10, feature_na
 BAGS = EmbeddingBagConfig(name="b", embedding_dim=D, num_embeddings=10, feature_names=["user"])
 SGD = torch.optim.SGD, {"lr": 0.1}
 NESTED = torch.nested.nested_tensor([torch.zeros(2, D), torch.zeros(1, D)])
+JAGGED = torch.nested.nested_tensor([torch.zeros(2, D), torch.zeros(3, D)], layout=torch.jagged)
 SPARSE = torch.zeros(5, D).to_sparse()
 
 #: What no argument takes by accident: of another type, or a size that nothing has.
@@ -318,6 +319,7 @@ def test_wrong_arguments_are_named(case, name):
 #: In the place of rows [5, D], of numbers [5] and of ids [11].
 ROWS = {
     "nested": NESTED,
+    "nested, jagged": JAGGED,
     "sparse": SPARSE,
     "a list": [[0.0] * D] * 5,
     "an array": np.zeros((5, D)),
@@ -432,6 +434,11 @@ PARTS = [
     ("features", lambda x: bag(ids(weights=x), is_weighted=True), WEIGHTS),
     ("dense_features", lambda x: model()(x, ids()), DENSE),
 ]
+
+
+def test_a_nested_tensor_is_not_a_history():
+    with pytest.raises(TypeError, match=r"sequences\['history'\] must be a JaggedTensor, got NestedTensor"):
+        layer()({"history": JAGGED}, dense_targets())
 
 
 @pytest.mark.parametrize(

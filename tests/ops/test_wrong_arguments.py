@@ -36,8 +36,9 @@ def wrong_tensors(x: Tensor) -> Iterator[tuple[str, object]]:
     if x.dim() == 2:
         yield "compressed", x.to_sparse_csr()
     if x.shape[0] > 1:
-        for layout in (torch.strided, torch.jagged):
-            yield f"nested, {layout}", torch.nested.nested_tensor([x[:1], x[1:]], layout=layout)
+        yield "nested, strided", torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.strided)
+        offsets, lengths = torch.tensor([0, 1, len(x)]), torch.tensor([1, len(x) - 2])
+        yield "nested, with a hole", torch.nested.nested_tensor_from_jagged(x, offsets, lengths)
 
 
 def wrong_shapes(x: Tensor) -> Iterator[tuple[str, object]]:
