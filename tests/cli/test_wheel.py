@@ -70,6 +70,7 @@ def shell(wheel, tmp_path):
     shutil.copy(wheel, tmp_path)
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"PIP_RETRIES": "1"}  # where the page's index of torch is out of reach, pip asks it for each package
     search = [str(tmp_path / "venv/bin"), str(Path(sys.base_prefix) / "bin"), *os.environ["PATH"].split(os.pathsep)]
     environment["PATH"] = os.pathsep.join(one for one in search if one != str(Path(sys.prefix) / "bin"))
 
