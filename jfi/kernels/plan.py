@@ -89,6 +89,9 @@ TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
 SM90_SPLITS: int | None = None
 
+#: The reason for the kernels for any GPU in an exported program.
+_EXPORTED = "torch.export, and AOTInductor takes no Gluon"
+
 _caches: list[Callable] = []
 
 
@@ -340,24 +343,30 @@ def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
     """Splits a batch's rows, and SAMPLE_WEIGHT more for each sample, into ranges; returns (their length, number)."""
     line = rows + batch * SAMPLE_WEIGHT
-    chunk = max(MIN_CHUNK, ceil_div(line, num_sms * programs_per_sm))
+    chunk = ceil_div(line, num_sms * programs_per_sm)
+    chunk = max(MIN_CHUNK, chunk) if isinstance(chunk, int) else torch.sym_max(MIN_CHUNK, chunk)  # a compiler's symbol
     return chunk, ceil_div(line, chunk)
 
 
 # --- Target attention -------------------------------------------------------------------------------------------------
-def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+def plan_target_attention(
+    x: TargetAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
+) -> AttentionPlan:
     """Returns the plan of `jfi.ops.target_attention`.
 
     Args:
         x: the operands; of tensors, shapes, dtypes and addresses are read.
         impl: "triton" or "torch".
         device: where it would run; None means on x's device.
+        exported: on a GPU under torch.export: no address, no length and no number of samples or events is known.
     """
     query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
     packed = is_packed(key)
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape
+    if exported:  # sizes may be symbols, of which these must be known
+        num_queries, num_heads, head_dim, num_kv_heads = map(int, (num_queries, num_heads, head_dim, num_kv_heads))
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch":
@@ -380,8 +389,11 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
         min_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
-        return _plan_digits(problem, block_r, num_queries == 1, None if scale > min_scale else min_scale)
+        refusal = _EXPORTED if exported else None if scale > min_scale else f"scale is at most {min_scale}"
+        return _plan_digits(problem, block_r, num_queries == 1, refusal)
     if fits_single_tile(query_rows):
+        if exported:
+            return _plan_single_tile(problem, False, False, False, False, block_r)
         whole = max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
         whole = whole and max_seqlen <= PROGRAM_PER_SAMPLE_BYTES // problem.row_bytes
         tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS
@@ -389,12 +401,14 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         return _plan_single_tile(
             problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r
         )
+    forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
+    reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
+    if exported:
+        return _plan_multi_tile(problem, False, f"{reason}; {_EXPORTED}")
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
         return _plan_sm90(problem, num_keys <= SM90_SHORT_KEYS[head_dim] * batch, False, Split.TILE_SCHEDULER, 1)
-    forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
-    reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
     return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
@@ -585,10 +599,8 @@ def _multi_tile_dhistory(problem: AttentionProblem) -> tuple[int, ...]:
 
 # --- Packed digits ----------------------------------------------------------------------------------------------------
 @cached
-def _plan_digits(
-    problem: AttentionProblem, block_r: int, one_query: bool, refused_scale: float | None
-) -> AttentionPlan:
-    """Plans packed digits; refused_scale: what the scale must be above for the kernels in registers, if it is not."""
+def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refusal: str | None) -> AttentionPlan:
+    """Plans packed digits; refusal: why the kernels in registers cannot run, whatever the problem, or None."""
     if problem.block_d * problem.dtype.itemsize <= 128:
         block_n, warps = 64, 1
     else:
@@ -597,11 +609,8 @@ def _plan_digits(
     options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
     forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
     backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, options)
-    refusal = problem.gluon_refusal
-    if refusal is None and problem.head_dim > MAX_REGISTER_DIGITS:
-        refusal = f"more than {MAX_REGISTER_DIGITS} digits"
-    elif refusal is None and refused_scale is not None:
-        refusal = f"scale is at most {refused_scale}"
+    most = f"more than {MAX_REGISTER_DIGITS} digits" if problem.head_dim > MAX_REGISTER_DIGITS else None
+    refusal = problem.gluon_refusal or most or refusal
     if refusal is not None:
         reason = f"packed digits, decoded element by element: {refusal}"
         return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
@@ -647,7 +656,7 @@ def plan_jagged_attention(
     flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
     problem = _problem(sizes, flags, rows, precision_of(query.dtype), 0, (query.dtype, None), device)
     if exported:
-        return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
+        return _plan_jagged_triton(problem, _EXPORTED)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)

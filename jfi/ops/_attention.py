@@ -1,7 +1,8 @@
 """The operators of an attention, forward and backward, declared by the NamedTuple of its operands."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -13,14 +14,6 @@ _SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
 _SCHEMA |= {float: "float", int | None: "SymInt?", bool: "bool"}
 
 
-class Attention(NamedTuple):
-    """The forward operator, and what `register_autograd` takes for another one with the same arguments."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    save: Callable
-    differentiate: Callable
-
-
 def attention(
     name: str,
     operands: type[TargetAttentionInputs] | type[JaggedAttentionInputs],
@@ -28,8 +21,10 @@ def attention(
     backward: Callable,
     differentiable: Sequence[str],
     has_lse_gradient: bool = False,
-) -> Attention:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers ``torch.ops.jfi.<name>_fwd`` and ``<name>_bwd`` over the fields of ``operands`` and impl.
+
+    Under torch.export on a GPU the forward is ``<name>_exported_fwd``, which AOTInductor compiles into a package.
 
     Args:
         name: of the attention.
@@ -39,6 +34,9 @@ def attention(
             of which those that are not ``needed`` are ignored.
         differentiable: fields that have a gradient.
         has_lse_gradient: whether the log-sum-exp is differentiable; dlse is then a tensor or None, else None.
+
+    Returns:
+        The forward.
     """
     kinds = [_SCHEMA[kind] for kind in operands.__annotations__.values()]
     fields = ", ".join(f"{kind} {field}" for kind, field in zip(kinds, operands._fields, strict=True))
@@ -92,5 +90,11 @@ def attention(
             gradients[i] = next(found) if need else None
         return tuple(gradients)
 
+    @cache
+    def exported() -> Callable:
+        found = import_module(f"jfi.kernels.{name}.export").forward  # imported when wanted, since it needs Triton
+        found.register_autograd(differentiate, setup_context=save)
+        return found
+
     schema = f"({fields}, str impl) -> (Tensor, Tensor)"
-    return Attention(operator(f"{name}_fwd", forward, fake, save, differentiate, schema), save, differentiate)
+    return operator(f"{name}_fwd", forward, fake, save, differentiate, schema, exported)

@@ -41,6 +41,7 @@ def operator(
     save: Callable | None = None,
     differentiate: Callable | None = None,
     schema: str | None = None,
+    exported: Callable[[], Callable] | None = None,
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
@@ -50,6 +51,8 @@ def operator(
         save, differentiate: as ``setup_context`` and ``backward`` of torch.library.register_autograd; None where the
             operator has no gradient.
         schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
+        exported: returns the operator that takes the place of this one where `is_exported` says so of the first and the
+            last argument; None where there is none.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -71,7 +74,7 @@ def operator(
 
     def call(*args):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
-            return registered(*args)
+            return (registered if exported is None or not is_exported(args[0], args[-1]) else exported())(*args)
         if compat.functorch_transforms_active():  # of a backward pass; `public` refuses those of a forward
             raise refusal(f"jfi::{name}")
         first = args[0]

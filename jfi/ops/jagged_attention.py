@@ -14,8 +14,8 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 (2020), in powers of two as in Zhai et al., 'Actions Speak Louder than Words' (HSTU, 2024).
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from jfi import reference
 from jfi.kernels.plan import plan_jagged_attention
 from jfi.ops._attention import attention
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import is_exported, public
+from jfi.ops._dispatch import public
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
     check_dim,
@@ -76,17 +76,7 @@ def _backward(
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
-_operators = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
-_jagged_attention_fwd = _operators.forward
-
-
-@cache
-def _exported_fwd() -> Callable:
-    """The forward that AOTInductor compiles into a package; imported when wanted, since it needs Triton."""
-    from jfi.kernels.jagged_attention import export
-
-    export.forward.register_autograd(_operators.differentiate, setup_context=_operators.save)
-    return export.forward
+_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
 
 
 _BY_QUERY = ("query", "query_time")
@@ -192,7 +182,7 @@ def jagged_attention(
             value = None if value is None else _scaled(key, value)
         out, lse = reference.jagged_attention(query, key, value, inputs.query_offsets, inputs.key_offsets, *options)
     else:
-        out, lse = (_exported_fwd() if is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
+        out, lse = _jagged_attention_fwd(*inputs, impl)
     return (out, lse) if return_lse else out
 
 

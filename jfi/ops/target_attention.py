@@ -67,7 +67,7 @@ def _backward(
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
-target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT).forward
+target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT)
 
 
 _BY_EVENT = ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")

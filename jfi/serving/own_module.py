@@ -1,7 +1,8 @@
 """Compiles a module of the user's own that holds jfi's layer into a package that needs neither jfi nor Python.
 
-The operators of jfi are registered from Python, so a package cannot call them. They are replaced by PyTorch's operators
-in the exported program, which AOTInductor compiles.
+The operators of jfi are registered from Python, so a package cannot call them. On a GPU AOTInductor compiles the Triton
+kernels of attention into the package. Other operators are replaced by PyTorch's in the exported program: attention on a
+CPU, reading rows of tables, sums of lengths.
 """
 
 import os
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from jfi import reference
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import write_package
 
@@ -24,7 +27,8 @@ def export_module(
 
     Where jfi is installed or not, ``torch._inductor.aoti_load_package(path)`` gives a function of the same arguments,
     and C++ can load the package too. The forward takes tensors and builds a KeyedJaggedTensor of them inside. Target
-    attention (JaggedFeatureInteraction, JaggedPooling) can be exported; an encoder cannot.
+    attention (JaggedFeatureInteraction, JaggedPooling) can be exported, with a fixed number of queries; an encoder can
+    for a GPU, without times.
 
     Args:
         module: on the device to serve on, in eval mode.
@@ -56,15 +60,19 @@ def export_module(
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         program = program.run_decompositions(_forms())
     found = operators_of(program)
-    if own := [name for name in found if name.startswith("jfi::")]:
-        raise ValueError(f"the module uses {', '.join(own)}, which cannot be exported: only target attention can")
+    own = [name for name in found if name.startswith("jfi::")]
+    if refused := [name for name in own if not name.endswith("_exported_fwd")]:
+        raise ValueError(
+            f"the module uses {', '.join(refused)}, which cannot be exported: only target attention can, and for a GPU "
+            "an encoder without times"
+        )
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.pt2")
     try:
         write_package(program, unfinished)
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return found
+    return [name for name in found if name not in own]
 
 
 def operators_of(program: ExportedProgram) -> list[str]:
@@ -75,7 +83,10 @@ def operators_of(program: ExportedProgram) -> list[str]:
 
 def _forms() -> dict[torch._ops.OpOverload, Callable]:
     """Returns by operator what takes its place."""
-    forms: dict[torch._ops.OpOverload, Callable] = {torch.ops.jfi.target_attention_fwd.default: _target_attention}
+    forms: dict[torch._ops.OpOverload, Callable] = {
+        torch.ops.jfi.target_attention_fwd.default: _target_attention,
+        torch.ops.jfi.gather_rows.default: _gather_rows,
+    }
     if hasattr(torch.ops.fbgemm, "asynchronous_complete_cumsum"):
         forms[torch.ops.fbgemm.asynchronous_complete_cumsum.default] = _complete_cumsum
     return forms
@@ -87,7 +98,7 @@ def _target_attention(
     value: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
-    buckets: Tensor | None,
+    bias_index: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
     tables: list[Tensor],
@@ -95,29 +106,47 @@ def _target_attention(
     scale: float,
     *_: object,
 ) -> tuple[Tensor, Tensor]:
-    """The forward of `jfi.ops.target_attention` event by event, without padding: [S, T, H, D] products."""
-    if second is not None or tables:
-        raise ValueError("target attention that reads rows of tables cannot be exported: give it the embeddings")
-    samples, num_queries, num_heads, _ = query.shape
-    owner = torch.bucketize(torch.arange(key.shape[0], device=key.device), offsets[1:].long(), right=True)
-    # [S, H, D]; no sample has more than its own events.
-    key = key.float().repeat_interleave(num_heads // key.shape[1], dim=1)
-    value = key if value is None else value.float().repeat_interleave(num_heads // value.shape[1], dim=1)
-    scores = (query.float()[owner] * key.unsqueeze(1)).sum(-1) * scale  # [S, T, H]
+    """Returns the output of `jfi.ops.target_attention` and the log-sum-exp of the scores, without [S, T, H, D].
+
+    Inductor fuses the products of queries and keys with their sums, and `embedding_bag` sums weighted values. In the
+    order of the events a history's sum would be additions to one element by several threads: many times slower, and
+    not the same bits every time.
+    """
+    if key.dtype == torch.int32:
+        raise ValueError("attention to packed digits cannot be exported for a CPU")
+    samples, num_queries, num_heads, width = query.shape
+    if tables:
+        key = _gather_rows(tables, indices, query.dtype).unflatten(1, (-1, width))
+    elif second is not None:
+        key = torch.cat([key, second.unsqueeze(1)], dim=2)
+    num_events, num_kv_heads, _ = key.shape
+    rows, dtype = num_queries * num_heads, torch.promote_types(query.dtype, torch.float32)
+    scaled, key = query.to(dtype) * scale, key.to(dtype)
+    value = key if value is None else value.to(dtype)
+    # Pairs of a query row and an event of its sample, sorted by both.
+    lengths = offsets.diff().long().unsqueeze(1).expand(-1, rows).reshape(-1)  # of each query row
+    starts = F.pad(lengths.cumsum(0), (1, 0))
+    row = torch.repeat_interleave(lengths, output_size=num_events * rows)
+    event = torch.arange(num_events * rows, device=key.device) - starts[row] + offsets[row // rows]
+    head = row % num_heads
+    kv_row = event * num_kv_heads + head // (num_heads // num_kv_heads)
+    scores = (scaled.flatten(0, 2)[row] * key.flatten(0, 1)[kv_row]).sum(-1)
     if bias is not None:
-        scores = scores + (bias if buckets is None else bias[buckets]).float().unsqueeze(1)
-    top = scores.new_full((samples, num_queries, num_heads), -torch.inf)
-    top = top.scatter_reduce(0, owner[:, None, None].expand_as(scores), scores, "amax")
+        scores = scores + bias[event if bias_index is None else bias_index[event], head].to(dtype)
+    top = torch.segment_reduce(scores, "max", offsets=starts, initial=-torch.inf, unsafe=True)
     top = top.where(top != -torch.inf, 0.0)
-    weights = (scores - top[owner]).exp()
-    total = torch.zeros_like(top).index_add(0, owner, weights)
-    total_or_one = total.where(total > 0, 1.0)
-    weights = weights / total_or_one[owner]
+    weights = (scores - top[row]).exp()
+    total = torch.segment_reduce(weights, "sum", offsets=starts, initial=0, unsafe=True)
     if value_scale is not None:
-        weights = weights * value_scale.float()[:, None, None]
-    weighted = weights.unsqueeze(-1) * value.unsqueeze(1)
-    out = weighted.new_zeros(samples, *weighted.shape[1:]).index_add(0, owner, weighted)
-    return out.to(query.dtype), total.log() + top
+        weights = weights * value_scale.to(dtype)[event]
+    out = F.embedding_bag(kv_row, value.flatten(0, 1), starts[:-1], mode="sum", per_sample_weights=weights)
+    out = out / total.where(total > 0, 1.0).unsqueeze(1)
+    shape = (samples, num_queries, num_heads)
+    return out.view(*shape, -1).to(query.dtype), (total.log() + top).view(shape)
+
+
+def _gather_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str = "torch") -> Tensor:
+    return reference.gather_rows(tuple(tables), tuple(indices), dtype)
 
 
 def _complete_cumsum(lengths: Tensor) -> Tensor:

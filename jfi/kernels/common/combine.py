@@ -11,6 +11,8 @@ Three ways of splitting leave them:
 * splits of the rows that each tile of queries sees, as many of every tile.
 """
 
+import operator
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -187,16 +189,21 @@ class RangePartials:
         self.by_tile = by_tile
         self.memory = torch.empty(programs * (2 * sample_rows * (width + 1) + 1), dtype=torch.float32, device=device)
 
-    def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Fill in the results of split samples, weighted by their log-sum-exps if lse is given."""
+    def combine(
+        self, offsets: Tensor, out: Tensor, lse: Tensor | None, launch: Callable[..., None] = operator.call
+    ) -> None:
+        """Fill in the results of split samples, weighted by their log-sum-exps if lse is given.
+
+        ``launch`` calls a launcher with its arguments.
+        """
         numbers = (self.chunk, self.sample_rows)
         if self.by_tile:
-            launch = _combine_tiles(self.width, lse is not None, True)
+            launcher = _combine_tiles(self.width, lse is not None, True)
             grid = (ceil_div(self.sample_rows, _COMBINED_ROWS), self.programs, 1)
-            launch(grid, (offsets, self.memory, None, out, lse), numbers)
+            launch(launcher, grid, (offsets, self.memory, None, out, lse), numbers)
         else:
-            launch = _combine_ranges(self.width, lse is not None)
-            launch((self.sample_rows, self.programs, 1), (offsets, self.memory, out, lse), numbers)
+            launcher = _combine_ranges(self.width, lse is not None)
+            launch(launcher, (self.sample_rows, self.programs, 1), (offsets, self.memory, out, lse), numbers)
 
 
 class ChunkPartials:
@@ -204,18 +211,20 @@ class ChunkPartials:
 
     def __init__(self, rows: int, chunk: int, sample_rows: int, width: int, device: torch.device):
         """rows: history rows of the batch; sample_rows: T · H, the query rows of a sample."""
-        self.chunk = chunk
-        slots = 2 * (rows // chunk + 1) if chunk < UNSPLIT else 0
+        self.chunk, self.splits = chunk, not isinstance(chunk, int) or chunk < UNSPLIT  # a compiler's symbol
+        slots = 2 * (rows // chunk + 1) if self.splits else 0
         self.values = torch.empty(slots, sample_rows, width, dtype=torch.float32, device=device)
         self.lse = self.values.new_empty(slots, sample_rows)
 
-    def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Fill in the results of samples of several chunks, weighted by their log-sum-exps if lse is given."""
-        slots, sample_rows, width = self.values.shape
-        if slots:
+    def combine(
+        self, offsets: Tensor, out: Tensor, lse: Tensor | None, launch: Callable[..., None] = operator.call
+    ) -> None:
+        """Fill in the results of samples of several chunks, as `RangePartials.combine`."""
+        _, sample_rows, width = self.values.shape
+        if self.splits:
             grid = (out.shape[0] * ceil_div(sample_rows, _COMBINED_ROWS), 1, 1)
             tensors = (offsets, self.values, self.lse, out, lse)
-            _combine_tiles(width, lse is not None, False)(grid, tensors, (self.chunk, sample_rows))
+            launch(_combine_tiles(width, lse is not None, False), grid, tensors, (self.chunk, sample_rows))
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Where one sample's queries fill several tiles, jagged attention with T queries per sample may be faster.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,11 +30,21 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
 
         out, lse = jagged_attention.forward(_as_jagged(x), chosen)
         return out.view(batch, num_queries, num_heads, -1), lse.view(batch, num_queries, num_heads)
-    out = query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
-    lse = query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
-    if batch:
-        kernels = multi_tile_fwd if chosen.family == "target_multi_tile" else single_tile_fwd
-        kernels.forward(x, chosen, out, lse)
+    if not batch:
+        out = query.new_empty(0, num_queries, num_heads, chosen.problem.value_dim)
+        return out, query.new_empty(0, num_queries, num_heads, dtype=torch.float32)
+    return launch_forward(x, chosen)
+
+
+def launch_forward(
+    x: TargetAttentionInputs, chosen: AttentionPlan, launch: Callable[..., None] = operator.call
+) -> tuple[Tensor, Tensor]:
+    """Returns what `forward` does, of a batch with samples; launch: calls a launcher with its arguments."""
+    batch, num_queries, num_heads, _ = x.query.shape
+    out = x.query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
+    lse = x.query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
+    kernels = multi_tile_fwd if chosen.family == "target_multi_tile" else single_tile_fwd
+    kernels.forward(x, chosen, out, lse, launch)
     return out, lse
 
 

@@ -6,6 +6,8 @@ by TMA; a sample's last rows are loaded separately.  Several small programs per 
 the GEMMs of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -97,8 +99,13 @@ def target_attention_multi_tile_fwd_kernel(
 _launcher = launchers_of(target_attention_multi_tile_fwd_kernel)
 
 
-def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
-    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
+def forward(
+    x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
+) -> None:
+    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
+
+    ``launch`` calls a launcher with its arguments.
+    """
     problem, kernel = chosen.problem, chosen.forward[0]
     query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
     partials, grid, numbers = split_into_chunks(x, problem, kernel.block_m, problem.value_dim)
@@ -106,5 +113,5 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     if kernel.constants["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
-    _launcher(problem, kernel)(grid, tensors, (*numbers, scale), descriptors)
-    partials.combine(x.offsets, out, lse)
+    launch(_launcher(problem, kernel), grid, tensors, (*numbers, scale), descriptors)
+    partials.combine(x.offsets, out, lse, launch)

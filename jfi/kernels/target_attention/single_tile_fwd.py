@@ -5,6 +5,8 @@ warps hold it, so that the running maximum and sum stay within a warp.  Sums are
 sample's end.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -150,8 +152,13 @@ def target_attention_single_tile_fwd_kernel(
 _launcher = launchers_of(target_attention_single_tile_fwd_kernel)
 
 
-def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
-    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
+def forward(
+    x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
+) -> None:
+    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
+
+    ``launch`` calls a launcher with its arguments.
+    """
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launcher = _launcher
@@ -166,6 +173,6 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
-    launcher(problem, kernel)(grid, tensors, numbers)
+    launch(launcher(problem, kernel), grid, tensors, numbers)
     if partials is not None:
-        partials.combine(x.offsets, out, lse)
+        partials.combine(x.offsets, out, lse, launch)

@@ -1,0 +1,73 @@
+"""Launches that torch.export sees: they become nodes of the graph, and AOTInductor compiles the kernels into a package.
+
+A package runs in processes without Python, where the operators that jfi registers do not exist.  Only the kernels for
+any GPU can be exported: AOTInductor takes no Gluon.
+"""
+
+import linecache
+from collections.abc import Sequence
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+from triton.runtime import JITFunction
+
+from jfi.kernels.common.launch import Launcher, Tensors
+
+
+def launch(
+    launcher: Launcher,
+    grid: tuple,
+    tensors: Tensors,
+    numbers: tuple = (),
+    descriptors: tuple[None, ...] = (),
+) -> None:
+    """Launches the kernel; arguments as those of `Launcher`, without a descriptor.
+
+    An absent tensor is never read, but Inductor of torch 2.11 fails on None.  It is none of the others, since Inductor
+    may take it for written.
+    """
+    pointers: list[Tensor | None] = []
+    for x in tensors:
+        pointers += x if isinstance(x, tuple) else (x,)
+    sizes = tuple(len(x) if isinstance(x, tuple) else 0 for x in tensors)
+    kernel = flat(launcher.kernel, len(descriptors), sizes, tuple(isinstance(x, float) for x in numbers))
+    absent = pointers[0].new_empty(1) if any(x is None for x in pointers) else None
+    given = [absent if x is None else x for x in pointers]
+    constants = {name: x for name, x in launcher.constants.items() if name != "maxnreg"}  # Inductor passes it on
+    wrap_triton(kernel)[grid](*given, *numbers, **constants)
+
+
+@cache
+def flat(kernel: JITFunction, descriptors: int, sizes: Sequence[int], is_float: Sequence[bool]) -> JITFunction:
+    """Returns a kernel with a parameter for each pointer and number, which calls the given one.
+
+    Inductor takes no tuple of pointers; it makes a constant of an integer that is 1 and passes other numbers in 64 bits
+    or 32.
+
+    Args:
+        kernel: its parameters are descriptors, pointers and tuples of them, numbers and constants, in this order.
+        descriptors: the number of descriptors, which are None.
+        sizes: of each tuple of pointers, 0 for a single one.
+        is_float: of each number.
+    """
+    names = iter(kernel.arg_names[descriptors:])
+    parameters, arguments = [], ["None"] * descriptors
+    for size, name in zip(sizes, names, strict=False):
+        elements = [f"{name}_{i}" for i in range(size)] or [name]
+        parameters += elements
+        arguments.append(f"({', '.join(elements)},)" if size else name)
+    for floating, name in zip(is_float, names, strict=False):
+        parameters.append(name)
+        arguments.append(f"tl.full((), {name}, tl.{'float32' if floating else 'int32'})")
+    constants = list(names)
+    called, own = kernel.fn.__name__, f"{kernel.fn.__name__}_flat"
+    given = ", ".join([*parameters, *[f"{name}: tl.constexpr" for name in constants]])
+    lines = [f"def {own}({given}):\n", f"    {called}({', '.join([*arguments, *constants])})\n"]
+    path = f"<{own}{(descriptors, *sizes, *is_float)}>"
+    linecache.cache[path] = sum(map(len, lines)), None, lines, path  # where Triton and Inductor read the source
+    scope = {"__name__": __name__, "tl": tl, called: kernel}
+    exec(compile("".join(lines), path, "exec"), scope)
+    return triton.jit(scope[own])
