@@ -14,7 +14,9 @@ FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 BASE_PYTHON := $(shell for p in python3 python3.12 python3.11; do $$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
 NEEDS_PYTHON = $(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
 BUILD := $(if $(shell command -v nvidia-smi),cuda,cpu)
-TORCHREC := torchrec==1.8.0
+# Pinned for a CPU, so that each run of the tests has the same versions; they are a row of jfi/utils/lockstep.py.
+CPU_RELEASES := torch==2.13.0 triton==3.7.1 fbgemm-gpu-cpu==1.8.0
+TORCHREC := torchrec==1.9.2
 
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -53,7 +55,7 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(NEEDS_PYTHON)
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[$(BUILD),train,serve,test]' --config-settings editable_mode=compat
+	$(PIP) --editable '.[$(BUILD),train,serve,test]' $(if $(filter cpu,$(BUILD)),$(CPU_RELEASES)) --config-settings editable_mode=compat
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
 	touch $@
 

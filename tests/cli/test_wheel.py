@@ -132,7 +132,7 @@ def test_the_commands_of_the_page_lead_from_a_wheel_and_a_table_to_served_scores
     """Takes some minutes, most of them to install torch."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     find = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path / "found"]
-    found = subprocess.run([*find, "torchrec==1.8.0"], capture_output=True, text=True)
+    found = subprocess.run([*find, "torchrec==1.9.2"], capture_output=True, text=True)
     if found.returncode:
         pytest.skip(f"no package index: {found.stderr.strip().splitlines()[-1]}")
     for_cpu, for_cuda, *_ = blocks("Install")

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jfi.kernels.common import tile_scheduler
 
 load_work_tile = gluon.jit(tile_scheduler.load_work_tile.fn)
+#: Its name since Triton 3.8, and its former one, which 3.9 refuses.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 #: Numbers of tiles on their way from the producer to the consumers.
 _QUEUE = gl.constexpr(4)
@@ -175,7 +177,7 @@ def specialize(
 @gluon.jit
 def load_tile(desc, row, kv_head, bar, smem):
     """Start to load a head's tile from a row on; the barrier gets its bytes."""
-    tma.async_copy_global_to_shared(desc, [row, kv_head * smem.shape[1]], bar, smem)
+    async_load(desc, [row, kv_head * smem.shape[1]], bar, smem)
 
 
 class Side(NamedTuple):
