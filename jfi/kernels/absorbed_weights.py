@@ -169,7 +169,8 @@ def absorb(
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    launch, tiles = _absorb_launcher(*_sizes_of(weights, num_queries, num_heads), precision_of(dtype), dtype)
+    precision = precision_of(dtype, plan.device_of(w_q.device))
+    launch, tiles = _absorb_launcher(*_sizes_of(weights, num_queries, num_heads), precision, dtype)
     launch((features * num_queries * num_heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
     return w_qk, b_qk, w_vo
 
@@ -343,8 +344,9 @@ def gradients(
     dquery, target, _, grad = rows
     features, batch, width = dquery.shape
     sizes = _sizes_of(weights, num_queries, num_heads)
-    (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype), grad.dtype)
-    most = max(1, BATCH_PROGRAMS_PER_SM * plan.device_of(grad.device).num_sms // (features * tiles))
+    device = plan.device_of(grad.device)
+    (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype, device), grad.dtype)
+    most = max(1, BATCH_PROGRAMS_PER_SM * device.num_sms // (features * tiles))
     chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
     splits = max(1, ceil_div(batch, chunk))
     shapes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)

@@ -6,6 +6,7 @@ and when it pads a batch: they go by each sample's length.  The numbers are the 
 a line says otherwise.  One file on purpose, long as it is: a choice can be read and changed in one place.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,8 +40,9 @@ TABLE_ROWS = 64
 MAX_TABLE_ELEMENTS = 2**22
 #: Programs per SM that the chunks of the kernels for many query rows are cut for.
 CHUNKED_PROGRAMS_PER_SM = 2
-#: Bytes of the widest row that fits a tile, and up to which tiles leave shared memory for 3xTF32.
-MAX_WIDTH_BYTES, MAX_WIDTH_BYTES_TF32X3 = 2048, 1024
+#: Bytes of the widest row that fits a tile, and the rows of the narrowest tiles with all that 3xTF32 keeps of them in
+#: shared memory.
+MAX_WIDTH_BYTES, TF32X3_ROWS = 2048, 162
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
 #: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
@@ -80,6 +82,21 @@ SM90_MIN_SCALE = 1e-30
 SM90_MAX_ROWS = 2**31 - 256
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
+
+# --- Thresholds: shared memory ----------------------------------------------------------------------------------------
+#: Shared memory of a compiled kernel over `_tile_bytes`, with 3xTF32, on AMD, and else: the most of those that took at
+#: least 60 KB (on AMD 38), compiled with triton 3.7.1 for sm_80, sm_89 and gfx942 at widths of 64 to 256.
+SHARED_MEMORY = {
+    "target_attention_single_tile_fwd": (0.64, 0.59, 0.68),
+    "target_attention_single_tile_bwd": (1.40, 0.34, 0.88),
+    "target_attention_multi_tile_fwd": (0.50, 0.50, 0.55),
+    "target_attention_multi_tile_dquery": (0.91, 0.80, 0.74),
+    "target_attention_multi_tile_all": (0.91, 1.43, 0.74),  # dquery where one sweep gives all gradients
+    "target_attention_multi_tile_dhistory": (0.63, 0.29, 0.79),
+    "jagged_attention_fwd": (0.87, 0.38, 0.52),
+    "jagged_attention_dquery": (1.25, 0.32, 0.78),
+    "jagged_attention_dkey": (0.75, 0.25, 0.65),
+}
 
 # --- Overrides --------------------------------------------------------------------------------------------------------
 #: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest, and splits of
@@ -131,16 +148,49 @@ def override(**values: object) -> Iterator[None]:
 # --- What a plan is made for ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that a plan depends on.  Capability (0, 0) means a CPU or Triton's interpreter."""
+    """The properties of a device that a plan depends on, and its name.
+
+    Attributes:
+        type: of torch.device.
+        arch: "sm_90" or "gfx942", as compilers name it; "" means a CPU or Triton's interpreter.
+        num_sms: SMs, or compute units of an AMD GPU.
+        shared_memory: bytes that one program may have; None means no limit.
+        name: as its maker writes it.
+    """
 
     type: str
-    capability: tuple[int, int] = (0, 0)
+    arch: str = ""
     num_sms: int = 1
+    shared_memory: int | None = None
+    name: str = ""
+
+    @cached_property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for others."""
+        major, minor = (self.arch[3:-1], self.arch[-1]) if self.arch.startswith("sm_") else (0, 0)
+        return int(major), int(minor)
+
+    @cached_property
+    def is_amd(self) -> bool:
+        return self.arch.startswith("gfx")
+
+    def __str__(self) -> str:
+        if not self.arch:
+            return self.name or self.type
+        memory = f"{self.shared_memory // 1024} KB of shared memory per program"
+        return f"{self.name} ({self.arch}), {self.num_sms} {'CUs' if self.is_amd else 'SMs'}, {memory}"
 
 
-#: Both have 132 SMs of capability 9.0, and plans read nothing else.
-H100 = H200 = Device("cuda", (9, 0), 132)
-A100 = Device("cuda", (8, 0), 108)
+A100 = Device("cuda", "sm_80", 108, 163 * 1024, "NVIDIA A100")
+RTX3090 = Device("cuda", "sm_86", 82, 99 * 1024, "NVIDIA RTX 3090")
+L4 = Device("cuda", "sm_89", 58, 99 * 1024, "NVIDIA L4")
+RTX4090 = replace(L4, num_sms=128, name="NVIDIA RTX 4090")
+H200 = Device("cuda", "sm_90", 132, 227 * 1024, "NVIDIA H200")
+H100 = replace(H200, name="NVIDIA H100")
+B200 = Device("cuda", "sm_100", 148, 227 * 1024, "NVIDIA B200")
+RTX5090 = Device("cuda", "sm_120", 170, 99 * 1024, "NVIDIA RTX 5090")
+MI300X = Device("cuda", "gfx942", 304, 64 * 1024, "AMD MI300X")
+MI350X = Device("cuda", "gfx950", 256, 160 * 1024, "AMD MI350X")
 CPU = Device("cpu")
 
 
@@ -151,9 +201,13 @@ def device_of(device: torch.device) -> Device:
         return Device(device.type, num_sms=NUM_SMS or 1)
     properties = torch.cuda.get_device_properties(device)
     num_sms = NUM_SMS or properties.multi_processor_count
-    if torch.version.hip is not None or interprets():
+    if interprets():
         return Device("cuda", num_sms=num_sms)
-    return Device("cuda", (properties.major, properties.minor), num_sms)
+    if torch.version.hip is not None:
+        arch, memory = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+    else:
+        arch, memory = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
+    return Device("cuda", arch, num_sms, memory, properties.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +254,11 @@ class AttentionProblem:
         return self.width_bytes * (1 if self.shared_kv else 2)
 
     @cached_property
+    def sum_precision(self) -> str:
+        """input_precision of tl.dot for sums of float32 over query rows, which keep its precision in every dtype."""
+        return "ieee" if self.device.is_amd else "tf32x3"
+
+    @cached_property
     def gluon_refusal(self) -> str | None:
         """The reason why no Gluon kernel takes a call; None if one may."""
         if self.device.capability[0] != 9:
@@ -235,11 +294,14 @@ def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries,
             f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
             f"got {max(problem.head_dim, problem.value_dim)}: use impl='torch'"
         )
-    return replace(problem, precision="ieee") if problem.width_bytes > MAX_WIDTH_BYTES_TF32X3 else problem
+    fits = problem.width_bytes * TF32X3_ROWS <= (device.shared_memory or H200.shared_memory)
+    return problem if fits else replace(problem, precision="ieee")
 
 
-def precision_of(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype, device: Device) -> str:
     """Returns tl.dot's input_precision for torch.get_float32_matmul_precision(); "tf32x3" has the error of float32."""
+    if device.is_amd:  # whose matrix cores multiply float32
+        return "ieee"
     highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return "tf32x3" if highest else "tf32"
 
@@ -329,6 +391,8 @@ class AttentionPlan:
 
     def __repr__(self) -> str:
         lines = [f"{self.family}: {self.reason}"]
+        if self.problem is not None:
+            lines.append(f"  device: {self.problem.device}")
         for name in ("forward", "backward"):
             lines += [f"  {name}: {kernel!r}" for kernel in getattr(self, name)]
         return "\n".join(lines)
@@ -338,6 +402,47 @@ class AttentionPlan:
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
     kernels = (_kernel(kernel, Split.PYTORCH),)
     return AttentionPlan(family, kernels, kernels, reason)
+
+
+def _tile_bytes(problem: AttentionProblem, kernel: str, block_m: int, block_n: int, stages: int) -> int:
+    """Returns the bytes of a tile of queries and one of the history, and once more of the looped one by stage.
+
+    Queries count with their gradient, the history as keys and values; a forward loops over a shared history alone.
+    What has no stages, or stages of packed digits, takes as much as with two.
+    """
+    row_bytes = 2 * problem.width_bytes
+    if kernel.endswith(("dkey", "dhistory")):
+        looped = block_m * row_bytes
+    else:
+        looped = block_n * (problem.row_bytes if kernel.endswith("fwd") else row_bytes)
+        stages = 2 if problem.num_words else stages
+    return (block_m + block_n) * row_bytes + max(stages, 2) * looped
+
+
+def _fit(
+    problem: AttentionProblem,
+    kernel: str,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+    registers: int | None = None,
+) -> tuple[int | None, ...]:
+    """Returns tiles and options that fit a program's shared memory: with fewer stages, then with smaller tiles."""
+    device = problem.device
+    split = problem.dtype == torch.float32 and problem.precision == "tf32x3"
+    factor = SHARED_MEMORY[kernel][1 if device.is_amd else 0 if split else 2]
+    limit = math.inf if device.shared_memory is None else device.shared_memory
+    while factor * _tile_bytes(problem, kernel, block_m, block_n, stages) > limit:
+        if stages > 2:
+            stages -= 1
+        elif block_m == block_n == 16:
+            break
+        elif block_m == 16 or (block_n > 16 and not kernel.endswith(("dkey", "dhistory"))):
+            block_n //= 2
+        else:
+            block_m //= 2
+    return block_m, block_n, warps, stages, None if device.is_amd else registers  # AMD's compiler limits none
 
 
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
@@ -384,7 +489,7 @@ def plan_target_attention(
     rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
     padded_queries = 0 if packed else 1 << (query_rows - 1).bit_length()
     dtypes = (query.dtype, tables[0].dtype if tables and not packed else None)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype), padded_queries, dtypes, device)
+    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), padded_queries, dtypes, device)
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
@@ -474,13 +579,13 @@ def _plan_single_tile(
     if whole:
         how, programs = Split.SAMPLE, 0
         block_n, warps, stages = _per_sample_forward(problem, short) or (block_n, warps, stages)
-    forward = _kernel(name, how, SINGLE_TILE_ROWS, block_n, warps, stages, None, programs)
+    forward = _kernel(name, how, *_fit(problem, name, SINGLE_TILE_ROWS, block_n, warps, stages), programs)
     name, how = "target_attention_single_tile_bwd", Split.STREAM_K
     options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
     *tiles, programs = _single_tile_backward(problem, whole_backward)
     if whole_backward:
         how, programs = Split.LONGEST_FIRST if ordered else Split.SAMPLE, 0
-    backward = _kernel(name, how, SINGLE_TILE_ROWS, *tiles, None, programs, options)
+    backward = _kernel(name, how, *_fit(problem, name, SINGLE_TILE_ROWS, *tiles), programs, options)
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
@@ -532,19 +637,23 @@ def _single_tile_backward(problem: AttentionProblem, whole: bool) -> tuple[int, 
 def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Plans many query rows: tiles of them, and chunks of long histories."""
 
+    def fit(kernel: str, tiles: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        return _fit(problem, f"target_attention_multi_tile_{kernel}", *tiles)
+
     def plan(kernel: str, tiles: tuple[int | None, ...], programs: int, **options: object) -> KernelPlan:
         how, name = Split.CHUNKS if programs else Split.TILES, f"target_attention_multi_tile_{kernel}"
-        return _kernel(name, how, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+        return _kernel(name, how, *tiles, programs, tuple(options.items()))
 
     num_kv_heads, num_heads = problem.num_kv_heads, problem.num_kv_heads * problem.qheads_per_kvhead
     history_by_tma = aligned and _by_tma(problem, num_kv_heads)
     queries_by_tma = history_by_tma and num_kv_heads in (1, num_heads) and _by_tma(problem, num_heads)
-    # All query rows are in a tile: one kernel gives all gradients.
-    single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
+    single = _single_sweep(problem)
     block_h = power_of_two(problem.qheads_per_kvhead, 1 if problem.qheads_per_kvhead.bit_count() == 1 else 16)
     wide = _wide_tiles(problem)
-    forward = plan("fwd", wide or _multi_tile_forward(problem), CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
-    tiles, dhistory = wide or _multi_tile_dquery(problem, single), wide or _multi_tile_dhistory(problem)
+    tiles = fit("fwd", wide or _multi_tile_forward(problem))
+    forward = plan("fwd", tiles, CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
+    tiles = single or fit("dquery", wide or _multi_tile_dquery(problem))
+    dhistory = fit("dhistory", wide or _multi_tile_dhistory(problem))
     options = {"TILE_ROWS": 0 if single else dhistory[1], "BLOCK_H": block_h, "BY_TMA": history_by_tma}
     backward = (plan("dquery", tiles, CHUNKED_PROGRAMS_PER_SM, **options),)
     if not single:
@@ -574,10 +683,16 @@ def _multi_tile_forward(problem: AttentionProblem) -> tuple[int | None, ...]:
     return 64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168
 
 
-def _multi_tile_dquery(problem: AttentionProblem, single: bool) -> tuple[int, ...]:
-    """Returns the tiles of the kernel that gives dq; with ``single`` it gives all gradients."""
-    if single:
-        return 64, 64, 4, 3 if problem.shared_kv else 2
+def _single_sweep(problem: AttentionProblem) -> tuple[int | None, ...] | None:
+    """Returns the tiles of a kernel that gives all gradients; None where a tile does not take all query rows."""
+    if problem.padded_queries > 64 or problem.width_bytes > 256 or problem.dtype.itemsize > 2:
+        return None
+    tiles = _fit(problem, "target_attention_multi_tile_all", 64, 64, 4, 3 if problem.shared_kv else 2)
+    return tiles if tiles[0] >= problem.padded_queries else None
+
+
+def _multi_tile_dquery(problem: AttentionProblem) -> tuple[int, ...]:
+    """Returns the tiles of the kernel that gives dq alone."""
     if problem.dtype.itemsize > 2:
         return 64, 32, 4, 2 if problem.shared_kv else 1
     if problem.width_bytes > 256:
@@ -605,10 +720,12 @@ def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refus
         block_n, warps = 64, 1
     else:
         block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
-    tiles = (SINGLE_TILE_ROWS, block_n, warps, 2, None, 8)
+    tiles = (SINGLE_TILE_ROWS, block_n, warps, 2)
     options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
-    forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
-    backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, options)
+    name = "target_attention_single_tile_fwd"
+    forward = _kernel(name, Split.STREAM_K, *_fit(problem, name, *tiles), 8)
+    name = "target_attention_single_tile_bwd"
+    backward = _kernel(name, Split.STREAM_K, *_fit(problem, name, *tiles), 8, options)
     most = f"more than {MAX_REGISTER_DIGITS} digits" if problem.head_dim > MAX_REGISTER_DIGITS else None
     refusal = problem.gluon_refusal or most or refusal
     if refusal is not None:
@@ -654,7 +771,7 @@ def plan_jagged_attention(
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
     flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype), 0, (query.dtype, None), device)
+    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), 0, (query.dtype, None), device)
     if exported:
         return _plan_jagged_triton(problem, _EXPORTED)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
@@ -766,11 +883,11 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
         forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
     if wide := _wide_tiles(problem):
         forward = backward = wide
-    rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
-    kernels = (
-        _kernel("jagged_attention_statistics", Split.TILES, rows),
-        _kernel("jagged_attention_dquery", Split.TILE_SCHEDULER, *backward),
-        _kernel("jagged_attention_dkey", Split.TILE_SCHEDULER, *backward),
-    )
-    forward = _kernel("jagged_attention_fwd", Split.TILE_SCHEDULER, *forward)
-    return AttentionPlan("jagged_triton", (forward,), kernels, f"no sm90 kernels: {refusal}", problem)
+    statistics = _kernel("jagged_attention_statistics", Split.TILES, max(STATISTICS_ELEMENTS // problem.block_e, 1))
+    names, tiles = [f"jagged_attention_{x}" for x in ("fwd", "dquery", "dkey")], (forward, backward, backward)
+    kernels = [
+        _kernel(name, Split.TILE_SCHEDULER, *_fit(problem, name, *some))
+        for name, some in zip(names, tiles, strict=True)
+    ]
+    backward = (statistics, *kernels[1:])
+    return AttentionPlan("jagged_triton", (kernels[0],), backward, f"no sm90 kernels: {refusal}", problem)

@@ -34,15 +34,16 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
             `jfi.ops.jagged_attention`.
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
-        device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of
-            `jfi.kernels.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever they
-            begin.  None means their own device, which must not be meta; plain tensors count with their addresses.
+        device: the device to plan for, which this host need not have, such as ``H200``, ``A100``, ``MI300X`` or ``CPU``
+            of `jfi.kernels.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever
+            they begin.  None means their own device, which must not be meta; plain tensors count with their addresses.
 
     Returns:
-        The plan.  It prints the family of kernels, why it was chosen, and the tiles of each kernel, forward and
-        backward, and how its work is split.  Of absorbed_target_attention it is the plan of the target attention with
-        queries [F · B, T, H, D_x] and keys [S, 1, D_x]; its first forward kernel and its last backward kernel say
-        whether kernels absorb the weights or PyTorch does, as it always does under a compiler or a tracer.
+        The plan.  It prints the family of kernels, why it was chosen, the device with its architecture and shared
+        memory, the tiles of each kernel, forward and backward, and how its work is split.  Of absorbed_target_attention
+        it is the plan of the target attention with queries [F · B, T, H, D_x] and keys [S, 1, D_x]; its first forward
+        kernel and its last backward kernel say whether kernels absorb the weights or PyTorch does, as it always does
+        under a compiler or a tracer.
 
     Raises:
         TypeError: an operator without a plan, or a device that is no `jfi.kernels.plan.Device`.

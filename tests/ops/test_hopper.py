@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from ops.compile_kernels import attend, attend_by_time, tensors
+from ops.launches import attend, attend_by_time, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_tile, load_tile, max_tiles, store_tile, widen
-from jfi.kernels.plan import precision_of
+from jfi.kernels.plan import device_of, precision_of
 from jfi.utils.operands import ceil_div, power_of_two
+
+
+def _precision(x: Tensor) -> str:
+    return precision_of(x.dtype, device_of(x.device))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -92,7 +96,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
     out_width = dense.shape[1] if transposed else dense.shape[2]
     out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
     if rows:
-        tiles, launch = _dense_launcher(width, out_width, transposed, precision_of(x.dtype))
+        tiles, launch = _dense_launcher(width, out_width, transposed, _precision(x))
         launch((max_tiles(rows, batch, 64), tiles, 1), (x, offsets, dense, out), (batch,))
     return out
 
@@ -140,7 +144,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     width, out_width, batch = x.shape[1], y.shape[1], offsets.shape[0] - 1
     out = torch.empty(batch, width, out_width, dtype=x.dtype, device=x.device)
     if batch:
-        tiles, launch = _jagged_jagged_launcher(width, out_width, precision_of(x.dtype))
+        tiles, launch = _jagged_jagged_launcher(width, out_width, _precision(x))
         launch((batch, tiles, 1), (x, y, offsets, out), ())
     return out
 
@@ -200,7 +204,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     (rows, width), batch = x.shape, x_offsets.shape[0] - 1
     out = torch.empty(out_size, dtype=x.dtype, device=x.device)
     if rows and out_size:
-        launch = _pairs_launcher(width, precision_of(x.dtype), x.dtype)
+        launch = _pairs_launcher(width, _precision(x), x.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
         launch((max_tiles(rows, batch, 64), 1, 1), tensors, (batch,))
     return out
@@ -282,7 +286,7 @@ def array_jagged_bmm_jagged_out(
     if out_rows == 0:
         return out
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    block_s, tiles, launch = _array_launcher(width, transposed, precision_of(y.dtype), y.dtype)
+    block_s, tiles, launch = _array_launcher(width, transposed, _precision(y), y.dtype)
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
     launch((max_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

@@ -121,4 +121,4 @@ def sum_heads(ds, at, q_mask, SPEC: tl.constexpr):
     if SPEC.block_h == QHEADS_PER_KVHEAD and ds.shape[1] % QHEADS_PER_KVHEAD == 0:
         return tl.sum(tl.reshape(ds, (ds.shape[0], ds.shape[1] // QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD)), 1)
     of_head = ((at % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, SPEC.block_h)[None, :]) & q_mask[:, None]
-    return tl.dot(ds, of_head.to(tl.float32), input_precision="tf32x3")
+    return tl.dot(ds, of_head.to(tl.float32), input_precision=SPEC.sum_precision)

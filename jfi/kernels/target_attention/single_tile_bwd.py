@@ -44,7 +44,7 @@ def _store_dbias(dbias_ptr, ds, of_head, first, k_at, mask, SPEC: tl.constexpr):
     """Stores the gradient of the biases of events, summed over the query rows of a tile: over digits [S, tiles, H]."""
     QHEADS: tl.constexpr = SPEC.qheads_per_kvhead
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * QHEADS
-    dbias = tl.dot(ds, of_head, input_precision="tf32x3")
+    dbias = tl.dot(ds, of_head, input_precision=SPEC.sum_precision)
     kv_head, tile = query_tile(SPEC)
     if SPEC.num_words:
         to = dbias_ptr + (first * tl.num_programs(1) + tile) * NUM_HEADS
@@ -63,7 +63,7 @@ def _store_dtable(dbias_ptr, dtable, of_head, table_rows, SPEC: tl.constexpr):
     if SPEC.num_words:
         program = program * tl.num_programs(1) + tile
     table_at = tl.arange(0, SPEC.block_r)
-    dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
+    dtable = tl.dot(tl.trans(dtable), of_head, input_precision=SPEC.sum_precision)
     to = dbias_ptr + program * (table_rows * NUM_HEADS) + kv_head * QHEADS
     store_rows(to, dtable, table_at, table_at < table_rows, NUM_HEADS, QHEADS, SPEC.block_h)
 
