@@ -204,7 +204,9 @@ def device_of(device: torch.device) -> Device:
     if interprets():
         return Device("cuda", num_sms=num_sms)
     if torch.version.hip is not None:
-        arch, memory = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+        arch = properties.gcnArchName.split(":")[0]
+        # Older releases of PyTorch do not know it; no GPU of AMD for data centers has less.
+        memory = getattr(properties, "shared_memory_per_block", MI300X.shared_memory)
     else:
         arch, memory = f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin
     return Device("cuda", arch, num_sms, memory, properties.name)
