@@ -47,6 +47,7 @@ def _asm(digits: int, first: int) -> str:
 
 _ASM_8, _ASM_4 = gl.constexpr(_asm(8, 0)), gl.constexpr(_asm(4, 8))
 _CONSTRAINTS_8, _CONSTRAINTS_4 = gl.constexpr("=r," * 8 + "r"), gl.constexpr("=r," * 4 + "r")
+_OUTPUTS_8, _OUTPUTS_4 = gl.constexpr((gl.int16,) * 8), gl.constexpr((gl.int16,) * 4)
 
 
 @gluon.constexpr_function
@@ -159,15 +160,13 @@ def decode(x, dtype: gl.constexpr, SPEC: gl.constexpr):
     N: gl.constexpr = x.shape[0]
     BLOCKS: gl.constexpr = x.shape[1] // 8
     if digits_of_unit(SPEC.num_words) == 8:
-        outputs: gl.constexpr = (gl.int16,) * 8
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_ASM_8, _CONSTRAINTS_8, [x], outputs, True, 2)
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_ASM_8, _CONSTRAINTS_8, [x], _OUTPUTS_8, True, 2)
         # New dimensions are last: digit = 4 i + 2 j + k.
         y = gl.join(gl.join(gl.join(a, e), gl.join(c, g)), gl.join(gl.join(b, f), gl.join(d, h)))
         y = y.reshape([N, BLOCKS, 8, 2, 2, 2]).permute([0, 1, 3, 4, 5, 2])
         return y.reshape([N, BLOCKS * 64]).to(dtype, bitcast=True)
     else:
-        outputs: gl.constexpr = (gl.int16,) * 4
-        a, b, c, d = gl.inline_asm_elementwise(_ASM_4, _CONSTRAINTS_4, [x], outputs, True, 2)
+        a, b, c, d = gl.inline_asm_elementwise(_ASM_4, _CONSTRAINTS_4, [x], _OUTPUTS_4, True, 2)
         y = gl.join(gl.join(a, c), gl.join(b, d))
         y = y.reshape([N, BLOCKS, 8, 2, 2]).permute([0, 1, 3, 4, 2])
         return y.reshape([N, BLOCKS * 32]).to(dtype, bitcast=True)
