@@ -27,8 +27,10 @@ PAGES = (
     "docs/semantic_ids.md",
     "docs/serving.md",
 )
-FIGURE = RESULTS / "h200/speed.png"
-#: The README's four shapes: suite, case, and what they are.
+#: The GPU of the README's figures, all measured in one run.
+DEVICE = "h200"
+FIGURE = RESULTS / DEVICE / "speed.png"
+#: The README's shapes: suite, case, and what they are; the first four are drawn.
 HEADLINES = (
     (
         "target",
@@ -38,7 +40,25 @@ HEADLINES = (
     ("target", "B=64 N=16384 D=64 T=1 bfloat16, one read", "Target attention, 64 users, up to 16,384 events, D = 64"),
     ("self", "B=64 N=2048 D=64 H=4 bfloat16", "Self-attention, 64 users, up to 2,048 events, 4 heads of 64"),
     ("layer", "B=4096 N=512 D=64 H=4 T=1 bfloat16", "Whole layer, 4,096 users, up to 512 events, D = 64, 4 heads"),
+    (
+        "self",
+        "B=16 N=8192 D=128 H=4 bfloat16, causal",
+        "Causal self-attention, 16 users, up to 8,192 events, 4 heads of 128",
+    ),
+    (
+        "self",
+        "B=32 N=2048 D=128 H=2 T=4096 float16, full",
+        "64 candidates of 64 query rows a user, 32 users, 2,048 events, 2 heads of 128",
+    ),
 )
+#: Columns of the README's table: a heading, and the implementations that it takes, the first that is there.
+PEERS = {
+    "torch varlen_attn": ("torch varlen_attn", "nn.Linear + varlen_attn"),
+    "FlashAttention 4": ("FlashAttention 4",),
+    "FBGEMM sll": ("sll, unfused", "sll, multi-head"),
+}
+#: Kernels for one of the shapes alone.
+SPECIAL_PEERS = ("HSTU, no softmax", "IKBO, Triton")
 POOLINGS = {"none": "none", "mean": "mean of the events", "sum": "sum of the events", "attention": "target attention"}
 
 
@@ -48,22 +68,24 @@ def read(name: str) -> dict:
 
 def headline_rows() -> list[tuple[str, dict[str, dict]]]:
     """Title and rows by implementation of each of `HEADLINES`."""
-    return [(title, table.by_case(read(f"h200/{suite}"))[case]) for suite, case, title in HEADLINES]
+    return [(title, table.by_case(read(f"{DEVICE}/{suite}"))[case]) for suite, case, title in HEADLINES]
 
 
 def where() -> str:
     """GPU, versions and commits of the README's figures."""
-    found = {suite: read(f"h200/{suite}")["environment"] for suite, _, _ in HEADLINES}
+    found = {suite: read(f"{DEVICE}/{suite}")["environment"] for suite, _, _ in HEADLINES}
     devices = " and ".join(dict.fromkeys(f"{e['device']}, torch {e['versions']['torch']}" for e in found.values()))
     commits = ", ".join(dict.fromkeys(e["commit"] for e in found.values()))
     return f"{devices}, commits {commits}"
 
 
 def headlines() -> str:
-    lines = [["bfloat16, microseconds, forward \\| forward + backward", "jfi", "best peer", "gain"]]
+    lines = [["microseconds, forward \\| forward + backward", "jfi", *PEERS, "gain over the best"]]
     for title, rows in headline_rows():
         mine = next(row for row in rows.values() if row["ours"])
-        lines.append([title, table.cell(mine), table.best_cell(rows), table.gains(rows, mine)])
+        peers = [next((rows[name] for name in names if name in rows), None) for names in PEERS.values()]
+        special = "".join(f"; {name}: {table.cell(rows[name])}" for name in SPECIAL_PEERS if name in rows)
+        lines.append([title + special, table.cell(mine), *map(table.cell, peers), table.gains(rows, mine)])
     return f"{table.as_markdown(lines)}\n\nEager calls; lengths uniform from 0. {where()}."
 
 
@@ -182,7 +204,7 @@ def with_tables(text: str) -> str:
 
 def draw(path: Path) -> None:
     """The README's figure: the four shapes, jfi and its fastest peers."""
-    panels = [(title, list(rows.values())) for title, rows in headline_rows()]
+    panels = [(title, list(rows.values())) for title, rows in headline_rows()[:4]]
     figures.against_peers(panels, where(), path, drawn_from())
 
 
