@@ -15,6 +15,7 @@ from benchmarks.run import Case, Rates, run
 
 #: The module of each suite, imported when its turn comes: some need TorchRec, and the others do without.
 GPU_SUITES = {
+    "headline": "headline",
     "target": "target",
     "table1": "table1",
     "lengths": "lengths",
@@ -31,6 +32,7 @@ CPU_SUITES = {"cpu": "cpu", "timeline": "timeline", "table_size": "table_size", 
 SUITES = GPU_SUITES | CPU_SUITES
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
 SUITE_SECONDS = {
+    "headline": 0.1,
     "self": 0.1,
     "self_lengths": 0.1,
     "layer": 0.1,

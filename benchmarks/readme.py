@@ -27,30 +27,18 @@ PAGES = (
     "docs/semantic_ids.md",
     "docs/serving.md",
 )
-#: The GPU of the README's figures, all measured in one run.
+#: The GPU of the README's figures.
 DEVICE = "h200"
 FIGURE = RESULTS / DEVICE / "speed.png"
-#: The README's shapes: suite, case, and what they are; the first four are drawn.
-HEADLINES = (
-    (
-        "target",
-        "B=1024 N=4096 D=128 T=1 bfloat16, one read",
-        "Target attention, 1,024 users, up to 4,096 events, D = 128",
-    ),
-    ("target", "B=64 N=16384 D=64 T=1 bfloat16, one read", "Target attention, 64 users, up to 16,384 events, D = 64"),
-    ("self", "B=64 N=2048 D=64 H=4 bfloat16", "Self-attention, 64 users, up to 2,048 events, 4 heads of 64"),
-    ("layer", "B=4096 N=512 D=64 H=4 T=1 bfloat16", "Whole layer, 4,096 users, up to 512 events, D = 64, 4 heads"),
-    (
-        "self",
-        "B=16 N=8192 D=128 H=4 bfloat16, causal",
-        "Causal self-attention, 16 users, up to 8,192 events, 4 heads of 128",
-    ),
-    (
-        "self",
-        "B=32 N=2048 D=128 H=2 T=4096 float16, full",
-        "64 candidates of 64 query rows a user, 32 users, 2,048 events, 2 heads of 128",
-    ),
-)
+#: The cases of `benchmarks.headline` by name, and what they are; the first four are drawn.
+HEADLINES = {
+    "B=1024 N=4096 D=128 T=1 bfloat16, one read": "Target attention, 1,024 users, up to 4,096 events, D = 128",
+    "B=64 N=16384 D=64 T=1 bfloat16, one read": "Target attention, 64 users, up to 16,384 events, D = 64",
+    "B=64 N=2048 D=64 H=4 bfloat16": "Self-attention, 64 users, up to 2,048 events, 4 heads of 64",
+    "B=4096 N=512 D=64 H=4 T=1 bfloat16": "Whole layer, 4,096 users, up to 512 events, D = 64, 4 heads",
+    "B=16 N=8192 D=128 H=4 bfloat16, causal": "Causal self-attention, 16 users, up to 8,192 events, 4 heads of 128",
+    "B=32 N=2048 D=128 H=2 T=4096 float16, full": "64 candidates of 64 query rows for 32 users of 2,048 events",
+}
 #: Columns of the README's table: a heading, and the implementations that it takes, the first that is there.
 PEERS = {
     "torch varlen_attn": ("torch varlen_attn", "nn.Linear + varlen_attn"),
@@ -68,25 +56,32 @@ def read(name: str) -> dict:
 
 def headline_rows() -> list[tuple[str, dict[str, dict]]]:
     """Title and rows by implementation of each of `HEADLINES`."""
-    return [(title, table.by_case(read(f"{DEVICE}/{suite}"))[case]) for suite, case, title in HEADLINES]
+    found = table.by_case(read(f"{DEVICE}/headline"))
+    return [(title, found[case]) for case, title in HEADLINES.items()]
 
 
 def where() -> str:
-    """GPU, versions and commits of the README's figures."""
-    found = {suite: read(f"{DEVICE}/{suite}")["environment"] for suite, _, _ in HEADLINES}
-    devices = " and ".join(dict.fromkeys(f"{e['device']}, torch {e['versions']['torch']}" for e in found.values()))
-    commits = ", ".join(dict.fromkeys(e["commit"] for e in found.values()))
-    return f"{devices}, commits {commits}"
+    """GPU, versions and commit of the README's figures."""
+    found = read(f"{DEVICE}/headline")["environment"]
+    return f"{found['device']}, torch {found['versions']['torch']}, commit {found['commit']}"
+
+
+def _times(row: dict) -> str:
+    return table.cell(row) if row["status"] == "ok" else f"{report.microseconds(row['forward_us'])}, forward only"
 
 
 def headlines() -> str:
-    lines = [["microseconds, forward \\| forward + backward", "jfi", *PEERS, "gain over the best"]]
+    title = "microseconds, forward \\| forward + backward"
+    lines = [[title, "jfi", "its kernels alone", *PEERS, "gain over the best peer"]]
     for title, rows in headline_rows():
         mine = next(row for row in rows.values() if row["ours"])
+        forward = mine["kernel_forward_us"]
+        both = mine.get("kernel_forward_backward_us") or forward + mine["kernel_backward_us"]
+        kernels = " \\| ".join(map(report.microseconds, (forward, both)))
         peers = [next((rows[name] for name in names if name in rows), None) for names in PEERS.values()]
-        special = "".join(f"; {name}: {table.cell(rows[name])}" for name in SPECIAL_PEERS if name in rows)
-        lines.append([title + special, table.cell(mine), *map(table.cell, peers), table.gains(rows, mine)])
-    return f"{table.as_markdown(lines)}\n\nEager calls; lengths uniform from 0. {where()}."
+        special = "".join(f"; {name}: {_times(rows[name])}" for name in SPECIAL_PEERS if name in rows)
+        lines.append([title + special, table.cell(mine), kernels, *map(table.cell, peers), table.gains(rows, mine)])
+    return f"{table.as_markdown(lines)}\n\nEager calls but for the kernels; lengths uniform from 0. {where()}."
 
 
 def movielens() -> str:

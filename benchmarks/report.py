@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.run import Rates
 
-PACKAGES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "torchrec")
+PACKAGES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "torchrec", "flash-attn-4")
 #: Columns of the CSV that come first; whatever else a row has follows.
 FIRST = ("suite", "case", "implementation", "status", "forward_us", "forward_backward_us")
 

@@ -18,7 +18,12 @@ def cell(row: dict | None) -> str:
 #: Forward, and both passes.
 COLUMNS = ("forward_us", "forward_backward_us")
 #: Peers that self-attention is compared with one by one: a heading, and the prefix of their names.
-SELF_PEERS = {"varlen_attn": "torch varlen_attn", "padded SDPA": "padded SDPA", "dense": "dense"}
+SELF_PEERS = {
+    "varlen_attn": "torch varlen_attn",
+    "FlashAttention 4": "FlashAttention 4",
+    "padded SDPA": "padded SDPA",
+    "dense": "dense",
+}
 
 
 def best(rows: dict[str, dict], column: str, named: str = "") -> dict | None:

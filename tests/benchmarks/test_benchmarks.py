@@ -268,6 +268,8 @@ def test_the_table_of_self_attention_names_its_peers():
     mine = {"suite": "self", "floor_memory_forward_mb": 8.0, "forward_tflops": 512.3, "forward_backward_tflops": 401.7}
     rows = [made_up("jfi", 10.0, **mine), made_up("torch varlen_attn", 15.0)]
     rows += [made_up("padded SDPA", 40.0), made_up("padded SDPA, no mask", 20.0), made_up("dense", 100.0)]
+    rows.append(made_up("FlashAttention 4", 11.0))
     printed = table.markdown({"environment": ENVIRONMENT, "rows": rows}, brief=True)
-    assert "| against varlen_attn | against padded SDPA | against dense | useful TFLOP/s | MB, forward |" in printed
-    assert "| 1.5x \\| 1.5x | 2.0x \\| 2.0x | 10.0x \\| 10.0x | 512 \\| 402 | 10 (1.25) |" in printed
+    peers = " | ".join(f"against {peer}" for peer in ("varlen_attn", "FlashAttention 4", "padded SDPA", "dense"))
+    assert f"| {peers} | useful TFLOP/s | MB, forward |" in printed
+    assert "| 1.5x \\| 1.5x | 1.1x \\| 1.1x | 2.0x \\| 2.0x | 10.0x \\| 10.0x | 512 \\| 402 | 10 (1.25) |" in printed
