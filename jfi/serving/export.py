@@ -33,6 +33,8 @@ _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
 #: What says in the output of a compiler that the storage failed, and the error number.
 _STORAGE = {os.strerror(number): number for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)}
 _STORAGE["File size limit exceeded"] = errno.EFBIG
+#: Names of the C++ standard library; a package is stored without compression.
+_CXX_LIBRARIES = (b"libstdc++.so", b"libc++.so")
 #: Autotuning at compile time would run the kernels on generated inputs, whose offsets and indices are not valid.
 _OPTIONS = {"triton.autotune_at_compile_time": False}
 
@@ -174,7 +176,7 @@ def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str]
     """Compiles a program and writes the AOTInductor package, with texts as metadata.
 
     Raises:
-        ArtifactError: there is no C++ compiler.
+        ArtifactError: there is no C++ compiler, or it links the C++ standard library statically.
     """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -191,6 +193,11 @@ def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str]
             raise ArtifactError(
                 "AOTInductor needs a C++ compiler, and none was found: install g++, or set CXX"
             ) from error
+    if not any(library in package.getvalue() for library in _CXX_LIBRARIES):
+        raise ArtifactError(
+            "the C++ compiler links the C++ standard library statically, and a process that loads such a package "
+            "crashes: set CXX to one that links it dynamically, as the g++ of Linux distributions does"
+        )
     with naming(path):
         path.write_bytes(package.getbuffer())
 

@@ -85,6 +85,16 @@ def test_a_package_of_an_own_model_runs_without_jfi(tmp_path, device):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.batches", "own.pt2"]
 
 
+def test_a_package_with_its_own_standard_library_is_refused(tmp_path, monkeypatch):
+    def compile_statically(program, *, package_path, inductor_configs):
+        package_path.write(b"machine code")
+
+    monkeypatch.setattr("jfi.serving.export.aoti_compile_and_package", compile_statically)
+    with pytest.raises(ArtifactError, match=r"links the C\+\+ standard library statically.*set CXX"):
+        jfi.serving.export_module(nn.Linear(2, 1), (torch.ones(3, 2),), tmp_path / "own.pt2")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_the_form_without_python_is_the_operator(groups):
     offsets = torch.tensor([0, 3, 3, 8, 9])
