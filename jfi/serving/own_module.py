@@ -125,7 +125,7 @@ def _target_attention(
     value = key if value is None else value.to(dtype)
     # Pairs of a query row and an event of its sample, sorted by both.
     lengths = offsets.diff().long().unsqueeze(1).expand(-1, rows).reshape(-1)  # of each query row
-    starts = F.pad(lengths.cumsum(0), (1, 0))
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])  # Inductor's code for F.pad reads an empty tensor
     row = torch.repeat_interleave(lengths, output_size=num_events * rows)
     event = torch.arange(num_events * rows, device=key.device) - starts[row] + offsets[row // rows]
     head = row % num_heads
@@ -142,7 +142,7 @@ def _target_attention(
     out = F.embedding_bag(kv_row, value.flatten(0, 1), starts[:-1], mode="sum", per_sample_weights=weights)
     out = out / total.where(total > 0, 1.0).unsqueeze(1)
     shape = (samples, num_queries, num_heads)
-    return out.view(*shape, -1).to(query.dtype), (total.log() + top).view(shape)
+    return out.view(*shape, value.shape[2]).to(query.dtype), (total.log() + top).view(shape)
 
 
 def _gather_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str = "torch") -> Tensor:

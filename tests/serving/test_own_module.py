@@ -155,6 +155,15 @@ def test_a_package_for_a_gpu_has_the_kernels(case, dtype, device, tmp_path):
     assert 0 < peak < sum(large) * module.queries * 4 * 64 * dtype.itemsize / 4
 
 
+@pytest.mark.slow  # compiling takes 20 seconds
+def test_a_package_for_a_cpu_takes_no_users(tmp_path):
+    """Not even eagerly a tensor of no elements may be viewed with a size of -1; compiled, F.pad of one reads it."""
+    module, package = Attends("rows", torch.float32, torch.device("cpu")), tmp_path / "own.pt2"
+    jfi.serving.export_module(module, module.batch(2, 0, 3), package, dynamic_shapes=(DYNAMIC,) * 5)
+    given = [module.batch(*lengths) for lengths in ((), (0,), (1, 700, 0))]
+    run_without_jfi(package, [(*one, module(*one)) for one in given])
+
+
 class Encodes(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, distance: Tensor) -> Tensor:
         return jfi.ops.jagged_attention(x, x, x, query_offsets=offsets, causal=True, position_bias=distance)
