@@ -177,8 +177,8 @@ class Device:
     def __str__(self) -> str:
         if not self.arch:
             return self.name or self.type
-        memory = f"{self.shared_memory // 1024} KB of shared memory per program"
-        return f"{self.name} ({self.arch}), {self.num_sms} {'CUs' if self.is_amd else 'SMs'}, {memory}"
+        memory = "" if self.shared_memory is None else f", {self.shared_memory // 1024} KB of shared memory per program"
+        return f"{self.name} ({self.arch}), {self.num_sms} {'CUs' if self.is_amd else 'SMs'}{memory}"
 
 
 A100 = Device("cuda", "sm_80", 108, 163 * 1024, "NVIDIA A100")

@@ -112,6 +112,7 @@ def test_a_device_is_described_by_its_properties(monkeypatch):
     with plan.override():
         assert plan.device_of(torch.device("cuda", 0)) == MI300X and MI300X.capability == (0, 0)
         assert str(MI300X) == "AMD MI300X (gfx942), 304 CUs, 64 KB of shared memory per program"
+    assert str(plan.Device("cuda", "sm_90", 132, name="any")) == "any (sm_90), 132 SMs"  # no limit of shared memory
     assert (RTX5090.capability, B200.capability, H100.capability) == ((12, 0), (10, 0), (9, 0))
 
 
