@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 ADDED = ["CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md", "benchmarks/notes/*.md"]
-ADDED += ["benchmarks/results/*/*.png", "benchmarks/results/cpu/mutation.json"]
+ADDED += ["benchmarks/results/*/*.png", "benchmarks/results/cpu/mutation.json", "benchmarks/results/compile/*.md"]
 
 
 def on_files(files, config):
