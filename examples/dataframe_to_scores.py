@@ -1,4 +1,4 @@
-"""From a DataFrame of clicks to the scores of tomorrow's candidates, in Python.
+"""From a DataFrame of clicks to the scores of the next minute's candidates, in Python.
 
 python examples/dataframe_to_scores.py
 
@@ -35,9 +35,9 @@ config = Config(data=data, model=ModelConfig(embedding_dim=16), training=Trainin
 result = train(config)
 
 run = jfi.load_run(result.run_dir)
-tomorrow = pd.DataFrame(
+next_minute = pd.DataFrame(
     {"user": np.repeat([0, 1], items), "item": np.tile(np.arange(items), 2), "time": time[-1] + time.freq}
 )
-scores = run.predict(tomorrow, history=log, items=catalogue)
+scores = run.predict(next_minute, history=log, items=catalogue)
 best = scores.sort_values("probability", ascending=False).groupby("user").head(3)
 print(best.merge(catalogue, on="item").sort_values(["user", "probability"], ascending=[True, False]))

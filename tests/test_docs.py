@@ -22,8 +22,10 @@ from benchmarks import readme
 from jfi.cli import COMMANDS, options, run
 from jfi.cli.options import OptionParser
 from jfi.training import config_parser as settings
+from jfi.utils.lockstep import LOCKSTEP
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 NOTES = ["benchmarks/NOTES.md", *sorted(f"benchmarks/notes/{path.name}" for path in ROOT.glob("benchmarks/notes/*.md"))]
 PAGES += NOTES
@@ -123,8 +125,11 @@ def test_commands_are_known(page, command, monkeypatch):
         known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
         assert {extra for names in extras for extra in names.split(",")} <= set(known)
         assert set(re.findall(r"jfi-([\d.]+)-", command)) <= {jfi.__version__}
-        versions = re.findall(r"\w+==[\d.]+", command)
-        assert all(version in (ROOT / "Makefile").read_text() for version in versions)
+        known = {f"{package}=={release}" for package, release in re.findall(r"([\w-]+)==([\d.]+)", MAKEFILE)}
+        for torch, (fbgemm, torchrecs) in LOCKSTEP.items():
+            releases = {"torch": [torch], "fbgemm-gpu": [fbgemm], "fbgemm-gpu-cpu": [fbgemm], "torchrec": torchrecs}
+            known |= {f"{name}=={'.'.join(x.split('.')[:2])}.*" for name, own in releases.items() for x in own if x}
+        assert set(re.findall(r"[\w-]+==[\d.]+\*?", command)) <= known
     elif words[0] in ("ln", "kill"):  # of an operator: a link that is replaced, a signal that the server takes
         assert words[1] in ("-sfn", "-HUP") and len(words) == {"ln": 4, "kill": 3}[words[0]]
     else:
@@ -218,7 +223,11 @@ def test_site_has_every_page_and_every_name():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     expected = {page.removeprefix("docs/") for page in PAGES} - {"README.md", *NOTES}
     assert set(pages(config["nav"])) == expected
-    assert config["not_in_nav"].split() == ["benchmarks/NOTES.md", "benchmarks/notes/*.md"]
+    assert config["not_in_nav"].split() == [
+        "benchmarks/NOTES.md",
+        "benchmarks/notes/*.md",
+        "benchmarks/results/compile/*.md",
+    ]
     names = [name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)]
     assert names
     for name in names:

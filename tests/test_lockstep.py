@@ -33,6 +33,7 @@ def pretend(monkeypatch, installed: dict[str, str]) -> None:
         {"torch": "2.14.1", "fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"},
         {"torch": "2.15.0", "fbgemm-gpu-nightly-cpu": "2026.10.16", "torchrec": "1.9.2"},
         {"torch": "2.99.0"},
+        {"torch": "2.15.0.dev20260901", "fbgemm-gpu-nightly-cpu": "2026.9.22", "torchrec-nightly": "2026.9.1"},
     ],
 )
 def test_fitting_versions_pass(monkeypatch, installed):

@@ -34,8 +34,9 @@ def check() -> None:
     A torch that the table does not know (a nightly, a newer release) and a nightly fbgemm are left to fbgemm's own
     loading.
     """
-    torch = _minor(_found("torch"))
-    if torch not in LOCKSTEP:
+    release = _found("torch") or ""
+    torch = _minor(release)
+    if torch not in LOCKSTEP or ".dev" in release:
         return
     fbgemm, torchrecs = LOCKSTEP[torch]
     _check_fbgemm(f"torch {version('torch')}", fbgemm)
