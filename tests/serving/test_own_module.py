@@ -188,8 +188,10 @@ def test_the_config_of_the_docs_has_the_inputs_and_outputs_of_a_package():
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     config = text.split("```proto\n")[1].split("```")[0]
     found = re.findall(r'name: "((?:IN|OUT)PUT__\d+)", data_type: TYPE_(\w+), dims: \[ (.*?) \]', config)
-    example = batch(2, 0, 3, device=torch.device("cpu"))  # as the model of the docs
-    program = torch.export.export(Own().eval(), example, dynamic_shapes=(DYNAMIC, DYNAMIC), strict=False)
+    shown = {"__name__": "docs"}
+    exec(re.search(r"```python\n(.*?)```", text.split("## A model of your own")[1], re.DOTALL)[1], shown)
+    shapes = (shown["varies"], shown["varies"])
+    program = torch.export.export(shown["model"], shown["example"], dynamic_shapes=shapes, strict=False)
     types = {torch.int64: "INT64", torch.float32: "FP32"}
     values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
     wanted = []
