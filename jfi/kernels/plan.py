@@ -883,6 +883,8 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
     forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
     if problem.width_bytes > 256:
         forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
+    elif problem.dtype.itemsize > 2 and problem.device.arch.startswith("sm_10"):
+        backward = (32, 32, 4, 1)  # Blackwell's tensor memory holds no larger ones
     if wide := _wide_tiles(problem):
         forward = backward = wide
     statistics = _kernel("jagged_attention_statistics", Split.TILES, max(STATISTICS_ELEMENTS // problem.block_e, 1))

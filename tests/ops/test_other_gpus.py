@@ -58,6 +58,13 @@ def test_gpus_with_much_shared_memory_have_the_tiles_that_were_measured(device, 
         assert found == [text(one) for one in plans(device, dtype, width)]
 
 
+def test_the_float32_backward_fits_the_tensor_memory_of_blackwell():
+    """With tiles of 64 x 64 the keys' gradient takes 624 columns at a width of 64, and an SM has 512."""
+    for device, tiles in ((B200, (32, 32)), (H200, (64, 64))):
+        *_, jagged, _ = plans(device, torch.float32, 64)
+        assert {(x.block_m, x.block_n) for x in jagged.backward if x.block_n} == {tiles}
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda x: x.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [32, 100, 256, 512])
