@@ -133,7 +133,6 @@ def hstu(problem: Problem) -> Prepared:
         return triton_hstu_mha(shape.N, 1 / math.sqrt(shape.D), query, key, value, offsets, enable_tma=True)
 
     solves = replace(problem, formula=functools.partial(attend_by_silu, longest=shape.N))
-    # Its outputs are smaller than a softmax's by the longest length.
     return Prepared(list(problem.inputs.values()), call, problem.grad, solves=solves)
 
 

@@ -274,7 +274,7 @@ def jagged_attention(
         place = pairs.right - segment_expand(key_offsets[:-1].long(), query_offsets, rows)[pairs.left]
         distance = older[pairs.left] - place
     if max_visible is not None:
-        nearest = 1 if age is not None and not causal else 0  # no bool: a compiler's symbols do not add with one
+        nearest = 1 if age is not None and not causal else 0  # no bool: symbolic sizes do not add to one
         hidden = hidden | (distance >= max_visible + nearest)
     for table, count in ((time_bias, age), (position_bias, distance)):
         if table is not None:

@@ -451,7 +451,7 @@ def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple
     """Splits a batch's rows, and SAMPLE_WEIGHT more for each sample, into ranges; returns (their length, number)."""
     line = rows + batch * SAMPLE_WEIGHT
     chunk = ceil_div(line, num_sms * programs_per_sm)
-    chunk = max(MIN_CHUNK, chunk) if isinstance(chunk, int) else torch.sym_max(MIN_CHUNK, chunk)  # a compiler's symbol
+    chunk = max(MIN_CHUNK, chunk) if isinstance(chunk, int) else torch.sym_max(MIN_CHUNK, chunk)  # symbolic
     return chunk, ceil_div(line, chunk)
 
 

@@ -211,7 +211,7 @@ class ChunkPartials:
 
     def __init__(self, rows: int, chunk: int, sample_rows: int, width: int, device: torch.device):
         """rows: history rows of the batch; sample_rows: T · H, the query rows of a sample."""
-        self.chunk, self.splits = chunk, not isinstance(chunk, int) or chunk < UNSPLIT  # a compiler's symbol
+        self.chunk, self.splits = chunk, not isinstance(chunk, int) or chunk < UNSPLIT  # symbolic under torch.export
         slots = 2 * (rows // chunk + 1) if self.splits else 0
         self.values = torch.empty(slots, sample_rows, width, dtype=torch.float32, device=device)
         self.lse = self.values.new_empty(slots, sample_rows)

@@ -36,7 +36,8 @@ def launch(
     kernel = flat(launcher.kernel, len(descriptors), sizes, tuple(isinstance(x, float) for x in numbers))
     absent = pointers[0].new_empty(1) if any(x is None for x in pointers) else None
     given = [absent if x is None else x for x in pointers]
-    constants = {name: x for name, x in launcher.constants.items() if name != "maxnreg"}  # Inductor passes it on
+    # Inductor does not know this option, and would pass it to the kernel as an argument.
+    constants = {name: x for name, x in launcher.constants.items() if name != "maxnreg"}
     wrap_triton(kernel)[grid](*given, *numbers, **constants)
 
 

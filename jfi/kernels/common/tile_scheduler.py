@@ -176,7 +176,7 @@ def schedule_tiles(
     Raises:
         ValueError: rows · rows_factor does not fit 32 bits.
     """
-    if isinstance(rows, int) and rows * rows_factor >= 2**31 - 256:  # not known while a compiler looks on
+    if isinstance(rows, int) and rows * rows_factor >= 2**31 - 256:  # symbolic under a compiler
         raise ValueError(f"query must have fewer than 2³¹ rows · heads per key head, got {rows} · {rows_factor}")
     batch = offsets.shape[0] - 1
     entries = rows * rows_factor // block + batch

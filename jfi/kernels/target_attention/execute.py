@@ -39,7 +39,7 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
 def launch_forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `forward` does, of a batch with samples; launch: calls a launcher with its arguments."""
+    """Returns the results of `forward` for at least one sample; launch: calls a launcher with its arguments."""
     batch, num_queries, num_heads, _ = x.query.shape
     out = x.query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
     lse = x.query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)

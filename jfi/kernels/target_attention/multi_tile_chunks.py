@@ -41,7 +41,7 @@ def split_into_chunks(
     programs = plan.CHUNKED_PROGRAMS_PER_SM
     chunk, _ = plan.stream_k(num_keys * tiles * num_kv_heads, batch, problem.device.num_sms, programs)
     chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    # Not known while a compiler looks on.
+    # The chunk is symbolic under torch.export.
     if isinstance(chunk, int) and chunk >= (num_keys if x.max_seqlen is None else x.max_seqlen):
         chunk = UNSPLIT  # no sample needs two
     partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, width, x.query.device)
