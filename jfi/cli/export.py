@@ -10,7 +10,7 @@ from jfi.data import DataError
 from jfi.serving.counters import LogCounters
 from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.export import export
-from jfi.serving.schema import Limits
+from jfi.serving.schema import Limits, Schema
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import SavedRun, load_run
@@ -31,10 +31,7 @@ def main(options: argparse.Namespace) -> None:
     if options.device == "cpu" and options.impl == "triton":
         raise ConfigError("--impl triton needs --device cuda")
     run = load_run(options.run, setting="--run")
-    model, config = run.model, run.config
-    reads_history = config.model.pooling != "none"
-    reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    schema = schema_of(config.data, run.schema, reads_history, reads_age, config.model.item_id)
+    schema = schema_of_run(run)
     limits = Limits(options.max_candidates, run.schema.max_history)
     own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
@@ -43,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
             past = _read_log(run, options.history)
             sha256 = export(
                 out,
-                model,
+                run.model,
                 schema,
                 limits,
                 device=options.device,
@@ -59,6 +56,13 @@ def main(options: argparse.Namespace) -> None:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")
+
+
+def schema_of_run(run: SavedRun) -> Schema:
+    """Returns the schema of the requests to a run's model."""
+    config = run.config
+    reads_age = any(feature.bias_key is not None for feature in run.model.sequence_arch.features)
+    return schema_of(config.data, run.schema, config.model.pooling != "none", reads_age, config.model.item_id)
 
 
 def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:

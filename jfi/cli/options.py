@@ -40,6 +40,16 @@ SIGTERM does: all requests that have been read are answered.
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
 """
+_STATE = """Fills, exports or migrates a state of users: their newest events, which `jfi serve --state` reads.
+
+jfi state load --run RUN --state users                             # of the run's own interactions
+jfi state load --run RUN --interactions log.parquet --state redis://localhost:6379/0?prefix=clicks
+jfi state load --run RUN --interactions none --state users         # an empty one
+jfi state export --state users --out events.parquet
+jfi state migrate --state users --artifact ARTIFACT --out users-2  # for a run with another vocabulary
+
+A state is a folder, or a store of a Redis or Valkey server. Its events are encoded by the vocabulary of a run.
+"""
 _SEMANTIC_IDS = r"""Turns the content of a catalogue's items into semantic IDs, one int64 an item, and writes them once.
 
 jfi semantic-ids --items items.parquet --text title,description --categorical brand --out sids.parquet
@@ -65,6 +75,8 @@ jfi config list
 jfi config copy movielens_100k
 jfi config copy quickstart my.yaml
 """
+
+_STATE_GB = "GiB that a state in a folder may take (default: 256)"
 
 
 class OptionError(InputError):
@@ -211,10 +223,39 @@ def serve() -> OptionParser:
     parser.add_argument("--max-wait-ms", type=at_least_zero, default=0.0, help=waits)
     drain = "after SIGTERM, to accept requests while /health/ready is 503, so that a load balancer leaves (default: 0)"
     parser.add_argument("--drain-seconds", type=at_least_zero, default=0.0, help=drain)
+    _state_options(parser)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)"
     kinds = ["logits", "probabilities", "calibrated"]
     parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
     parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
+    return parser
+
+
+def _state_options(parser: OptionParser) -> None:
+    state = "folder or URL of `jfi state load`: events of users for requests without a history, and POST /events"
+    parser.add_argument("--state", metavar="FOLDER|URL", help=state)
+    down = "where the state does not answer: a 503, or a score without events (default: refuse)"
+    parser.add_argument("--if-state-fails", choices=["refuse", "cold"], default="refuse", help=down)
+    answer = "for an answer of a state on a server (default: 200)"
+    parser.add_argument("--state-timeout-ms", type=at_least_one, default=200, help=answer)
+    late = "an event may be older than its user's newest one (default: 86400)"
+    parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
+    most = "events of a body of POST /events (default: 10000)"
+    parser.add_argument("--max-events", type=at_least_one, default=10_000, help=most)
+    parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
+
+
+def state() -> OptionParser:
+    """Returns the options of `jfi state`."""
+    parser = _parser("state", _STATE)
+    parser.add_argument("action", choices=["load", "export", "migrate"], help="what to do")
+    parser.add_argument("--state", required=True, metavar="FOLDER|URL", help="the state, new for load")
+    parser.add_argument("--run", help="load: folder of a run of `jfi train`")
+    log = "load: events, with the columns of training (default: the run's own interactions); or none"
+    parser.add_argument("--interactions", help=log)
+    parser.add_argument("--artifact", help="migrate: folder of `jfi export`, whose encoding the new state gets")
+    parser.add_argument("--out", help="export: .parquet file to write; migrate: new folder or URL")
+    parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
     return parser
 
 
@@ -288,6 +329,7 @@ PARSERS: dict[str, Callable[[], OptionParser]] = {
     "evaluate": evaluate,
     "export": export,
     "serve": serve,
+    "state": state,
     "semantic-ids": semantic_ids,
     "policy": policy,
     "config": config,

@@ -16,7 +16,8 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.scorer import Scorer
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableError, open_store
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
 
@@ -35,10 +36,25 @@ def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
 _SHA256 = r"[0-9a-fA-F]{64}"
 
 
-def load_artifact(options: argparse.Namespace) -> Scorer:
+def load_artifact(options: argparse.Namespace, store: Store | None = None) -> Scorer:
     """The artifact that the path names now; a link to it may point elsewhere later."""
     limits = options.tables_device, options.max_candidates, options.max_history
-    return Scorer(options.artifact.resolve(), *limits, output=options.output, sha256=known_sums(options.sha256))
+    state = None
+    if store is not None:
+        cold = options.if_state_fails == "cold"
+        state = StateSettings(store, cold, options.late_seconds, options.max_events)
+    sums = known_sums(options.sha256)
+    return Scorer(options.artifact.resolve(), *limits, output=options.output, sha256=sums, state=state)
+
+
+def open_state(options: argparse.Namespace) -> Store | None:
+    """Opens the store of the users' events, once for all artifacts that are served."""
+    if options.state is None:
+        return None
+    try:
+        return open_store(options.state, max_gb=options.state_gb, timeout=options.state_timeout_ms / 1e3)
+    except StoreUnavailableError as error:
+        raise StateError(f"--state {options.state}: {error}") from None
 
 
 def known_sums(given: str | None) -> set[str] | None:
@@ -71,7 +87,7 @@ def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
     incoming: SimpleQueue = SimpleQueue()
     end = partial(incoming.put, None)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    scorer = load_artifact(options)
+    scorer = load_artifact(options, open_state(options))
     signal.signal(signal.SIGTERM, lambda *_: end())
     with nullcontext() if is_ignored else handling_hangups(end):
         answer_lines(scorer, open_stdin(), sys.stdout.buffer, incoming=incoming, **limits)
@@ -90,7 +106,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
     more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
-    load, swaps = partial(load_artifact, options), set()
+    load, swaps = partial(load_artifact, options, open_state(options)), set()
     app = make_app(load(), **limits, **more, load=load)
 
     def swap() -> None:

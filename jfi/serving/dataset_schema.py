@@ -60,6 +60,8 @@ def schema_of(
         None if data.codec is None else data.codec.fingerprint,
         [label.name for label in data.labels] if len(data.labels) > 1 else [],
         [label.task for label in data.labels],
+        user_id=config.user,
+        item_id=config.item,
     )
 
 

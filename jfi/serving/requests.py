@@ -4,8 +4,9 @@ A value that training has not seen, or that is null, gets id 0; a number that is
 other fault is refused with its place: an unknown or missing field, a value of a wrong type, a number that is infinite.
 """
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from jfi.serving.validation import (
     ids_of,
     lists,
     numbers,
+    read_time,
     shown,
     sids,
     take,
@@ -29,11 +31,13 @@ from jfi.serving.validation import (
 )
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
+from jfi.utils.errors import suggest
 
 #: The fields of a request that name the codec of its semantic IDs, and its time in seconds.
 CODEC, TIME = "codec", "time"
-#: The year 5138 in seconds: times in milliseconds are above.
-_LATEST = 1e11
+HISTORY = "history"
+#: The part of a request with fields that all candidates share.
+CONTEXT = "context"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Request:
         num_events: S.
         num_candidates: R.
         weights: [S] float32, of the events, or None where all are 1.
+        stored: the events that the state of users has in place of the request's, which are read when it is scored.
     """
 
     ids: dict[str, np.ndarray]
@@ -57,6 +62,26 @@ class Request:
     num_events: int
     num_candidates: int
     weights: np.ndarray | None = None
+    stored: "StoredHistory | None" = None
+
+
+@dataclass(eq=False)
+class StoredHistory:
+    """A user's events in the state of users, and what was read of them.
+
+    Args:
+        user: text of the user's id.
+        now: time of the request in seconds; only events before it count.
+        events: how many the model has read.
+        time: of the newest of them in seconds, or None.
+        is_available: whether the store has answered.
+    """
+
+    user: str
+    now: float
+    events: int = 0
+    time: float | None = None
+    is_available: bool = True
 
 
 class RequestReader:
@@ -68,6 +93,7 @@ class RequestReader:
         policy: chooses among the events, with `schema.policy`.
         answer: what a score is.
         past: the artifact's own statistics, with `schema.past`.
+        has_state: whether a request without events has those of the state of users.
     """
 
     def __init__(
@@ -77,18 +103,21 @@ class RequestReader:
         policy: RequestPolicy | None = None,
         answer: str = "logit",
         past: RequestStatistics | None = None,
+        has_state: bool = False,
     ) -> None:
+        self.has_state = has_state
         self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
         if schema.policy is not None:
             self._of_policy = {"age": next(one for one in schema.event if one.kind == "age")} | schema.policy.fields()
-        self._known: dict[str, KnownValues | HashBuckets] = {
+        #: By column with ids what gives them.
+        self.known: dict[str, KnownValues | HashBuckets] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
         for one in schema.user + schema.candidate + schema.event:
             if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
-                self._known[one.name] = HashBuckets(one.num_buckets)
+                self.known[one.name] = HashBuckets(one.num_buckets)
         parts = {"user": schema.user, "history": schema.event, "candidates": schema.candidate}
         read = parts | {"history": [*schema.event, *self._of_policy.values()]}
         #: By part of a request the kinds of its fields by name; the policy may read fields that the model reads too.
@@ -119,11 +148,12 @@ class RequestReader:
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
         fields, answer = self.fields, self._answer
-        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics)
+        user_id = self.schema.user_id if self.has_state else None
+        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics, user_id)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
-        ids = {name: request.ids[key] for name, key in self._categories.items()}
+        ids = {name: request.ids[key] for name, key in self._categories.items() if key in request.ids}
         return {name: (len(own) - np.count_nonzero(own), len(own)) for name, own in ids.items()}
 
     def read(self, body: bytes) -> Request:
@@ -159,11 +189,17 @@ class RequestReader:
             raise
 
     def _read(self, request: dict) -> Request:
-        now = None
-        if self._past is not None and TIME in request:
-            now = _time(request[TIME], self._past.fields.until)
+        now = stored = None
+        if (self._past is not None or self.has_state) and TIME in request:
+            now = read_time(request[TIME], TIME, 0.0 if self._past is None else self._past.fields.until)
             request = {name: part for name, part in request.items() if name != TIME}
-        check_names("the request", request, self._parts)
+        parts = self._parts
+        if self.has_state:
+            request = self._with_context(request)
+            if HISTORY not in request:
+                request, stored = self._of_state(request, time.time() if now is None else now)
+                parts = [part for part in parts if part != HISTORY]
+        check_names("the request", request, parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
@@ -195,12 +231,61 @@ class RequestReader:
             items = texts(Field(own.item, "category"), columns[own.item], candidates.place)
             found = self._past(name, items, self._ids_of_columns(candidate), now)
             candidate.dense += self._encode(statistics, found, candidates.place).dense
-        event, num_events, weights = self._encode_history(history)
+        event, num_events, weights = (_Encoded(), 0, None) if stored else self._encode_history(history)
         dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
         dense = np.stack(dense_columns, axis=1) if dense_columns else np.zeros((count, 1), np.float32)
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
-        return Request(ids, counts, event.ages, dense, num_events, count, weights)
+        return Request(ids, counts, event.ages, dense, num_events, count, weights, stored)
+
+    def _with_context(self, request: dict) -> dict:
+        """The request with the fields of its context in each candidate."""
+        if CONTEXT not in request:
+            return request
+        context, given = request[CONTEXT], request.get("candidates")
+        if not isinstance(context, dict):
+            raise BadRequestError(f"{CONTEXT} must be an object, got {shown(context)}")
+        for name in context:
+            if name not in self.fields["candidates"]:
+                hint = suggest(name, self.fields["candidates"])
+                raise BadRequestError(f"{CONTEXT} has an unknown field {shown(name)}; {hint}")
+            if _has_any(given, [name]):
+                raise BadRequestError(f"{CONTEXT} has the field '{name}', and the candidates have it too")
+        if isinstance(given, dict):
+            count = next((len(values) for values in given.values() if isinstance(values, list)), 0)
+            given = given | {name: [value] * count for name, value in context.items()}
+        elif isinstance(given, list):
+            given = [row | context if isinstance(row, dict) else row for row in given]
+        return {name: part for name, part in request.items() if name != CONTEXT} | {"candidates": given}
+
+    def _of_state(self, request: dict, now: float) -> tuple[dict, StoredHistory]:
+        """The request with the user as an object of the fields that the model reads, and whose events to read."""
+        name, fields, user = self.schema.user_id, self.fields["user"], request.get("user")
+        if not isinstance(user, dict):
+            if "user" in request and (others := [f"'{one}'" for one in fields if one != name]):
+                what = f"an object with '{name}' and {', '.join(others)}, which the model reads"
+                raise BadRequestError(f"user must be {what}, got {shown(user)}")
+            user = {name: user}
+        if name not in user:
+            raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user's events")
+        place = "user" if request.get("user") is not user else f"user.{name}"
+        (text,) = texts(Field(name, "category"), [user[name]], lambda *_: place)
+        if text is None:
+            raise BadRequestError(f"{place} must be the id of a user, got {shown(user[name])}")
+        kept = {one: value for one, value in user.items() if one != name or name in fields}
+        return request | {"user": kept}, StoredHistory(text, now)
+
+    def without_events(self, request: Request) -> Request:
+        """Returns a request that has no events as that of a new user."""
+        event, num_events, weights = self._encode_history(Rows(HISTORY, [], []))
+        ids = request.ids | event.ids
+        return replace(request, ids=ids, ages=event.ages, num_events=num_events, weights=weights)
+
+    def choose(self, ages: np.ndarray, engagement: tuple[Values | None, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the events of the state of users that the policy keeps, and their weights, as RequestPolicy."""
+        if self._policy is None:
+            return np.arange(len(ages)), None
+        return self._policy(ages, *engagement)
 
     def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
@@ -246,17 +331,17 @@ class RequestReader:
         for one in fields:
             if one.kind == "cross":
                 parts = [texts(one, columns[name], place) for name in one.columns]  # checked before: they come first
-                encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
+                encoded.ids[one.keys[0]] = self.known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]
             if one.kind == "category":
-                encoded.ids[one.keys[0]] = ids_of(one, self._known[one.name], values, place)
+                encoded.ids[one.keys[0]] = ids_of(one, self.known[one.name], values, place)
             elif one.kind == "sid":
                 encoded.ids[one.keys[0]] = sids(one, values, place)
             elif one.kind == "categories":
-                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self._known[one.name], values, place)
+                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self.known[one.name], values, place)
             elif one.kind == "slots":
-                of_slots = _first_values(*lists(one, self._known[one.name], values, place), len(one.keys))
+                of_slots = _first_values(*lists(one, self.known[one.name], values, place), len(one.keys))
                 encoded.ids |= {key: of_slots[:, slot] for slot, key in enumerate(one.keys)}
             else:
                 _add_numbers(encoded, one, values, place)
@@ -269,13 +354,6 @@ def _has_any(rows: object, names: list[str]) -> bool:
     return any(
         isinstance(row, dict) and not known.isdisjoint(row) for row in (rows if isinstance(rows, list) else [rows])
     )
-
-
-def _time(value: object, until: float) -> float:
-    """Returns a time in seconds; one in milliseconds is refused, unless the log has such times too."""
-    if type(value) not in (int, float) or not abs(value) < max(_LATEST, 10 * until):
-        raise BadRequestError(f"{TIME} must be a number of seconds since 1970, got {shown(value)}")
-    return float(value)
 
 
 def _first_values(ids: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -158,6 +158,7 @@ class Schema:
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
         tasks: of each output, "binary" for a logit or "regression".
         past: the artifact's own statistics, or None: then a request must have those that the model reads.
+        user_id, item_id: names of the columns of the ids of the user and the item, whether the model reads them or not.
     """
 
     user: list[Field]
@@ -169,6 +170,8 @@ class Schema:
     labels: list[str] = field(default_factory=list)
     tasks: list[Literal["binary", "regression"]] = field(default_factory=lambda: ["binary"])
     past: PastFields | None = None
+    user_id: str | None = None
+    item_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,7 @@ def request_schema(
     limits: Limits,
     answer: str,
     statistics: Sequence[str] = (),
+    user_id: str | None = None,
 ) -> dict:
     """Returns the JSON Schema of a request.
 
@@ -234,38 +238,68 @@ def request_schema(
         limits: of a request.
         answer: what a score is.
         statistics: fields of candidates that all have or none, since the artifact has its own.
+        user_id: the field of the user's id, if the server knows the users' events; None if it does not.
     """
     kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
     parts = {part: {name: KINDS[kind] for name, kind in of.items()} for part, of in fields.items()}
-    properties = {"user": _object(parts["user"])}
+    properties, optional = {"user": _object(parts["user"])}, []
+    if user_id is not None:
+        properties["user"] = _user_with_id(parts["user"], user_id)
     if "history" in parts:
         properties["history"] = {"description": kept} | _table(parts["history"], {})
+        optional += ["history"] if user_id is not None else []
     bounds = {"minItems": 1, "maxItems": limits.max_candidates}
-    properties["candidates"] = _table(parts["candidates"], bounds, statistics)
+    candidates = properties["candidates"] = _table(parts["candidates"], bounds, statistics)
+    choice: dict[str, dict] = {}
+    if user_id is not None:
+        optional.append("context")
+        shared = "fields that all candidates share, which they lack then"
+        any_of = [*parts["candidates"]]
+        context = _object(parts["candidates"], any_of, together=False)
+        properties["context"] = {"description": shared} | context
+        properties["candidates"] = _table(parts["candidates"], bounds, any_of, together=False)
+        choice = {"if": {"not": {"required": ["context"]}}, "then": {"properties": {"candidates": candidates}}}
     if codec is not None:
         properties["codec"] = {"const": codec}
-    optional = []
-    if statistics:
-        optional = ["time"]
-        text = "seconds since 1970 at which the artifact's own statistics are looked up; by default now"
+    if statistics or user_id is not None:
+        optional.append("time")
+        what = ["the artifact's own statistics are looked up"] if statistics else []
+        what += ["the user's events are read"] if user_id is not None else []
+        text = f"seconds since 1970 at which {' and '.join(what)}; by default now"
         properties["time"] = {"description": text, "type": "number"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A request of POST /score",
-        "description": f'The answer is {{"scores": [...]}}: a {answer} for each candidate, in their order.',
-    } | _object(properties, optional)
+    return (
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "A request of POST /score",
+            "description": f'The answer is {{"scores": [...]}}: a {answer} for each candidate, in their order.',
+        }
+        | _object(properties, optional, together=False)
+        | choice
+    )
 
 
-def _object(properties: dict[str, dict], optional: Sequence[str] = ()) -> dict:
+def _user_with_id(fields: dict[str, dict], name: str) -> dict:
+    """The user's id, or an object with it and the fields that the model reads."""
+    known = {name: KINDS["category"]} | fields
+    found = [_object(known, [name] if name not in fields else [])]
+    if not fields.keys() - {name}:
+        found.append({"description": "the user's id", "type": ["string", "number", "boolean"]})
+    return {"anyOf": found}
+
+
+def _object(properties: dict[str, Any], optional: Sequence[str] = (), together: bool = True) -> dict:
+    """An object; `together` asks for all of the optional properties or none."""
     required = [name for name in properties if name not in optional]
     found = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if len(optional) > 1:
+    if together and len(optional) > 1:
         found["dependentRequired"] = dict(zip(optional, ([one] for one in [*optional[1:], optional[0]]), strict=True))
     return found
 
 
-def _table(fields: dict[str, dict], bounds: dict[str, int], optional: Sequence[str] = ()) -> dict:
+def _table(
+    fields: dict[str, dict], bounds: dict[str, int], optional: Sequence[str] = (), together: bool = True
+) -> dict:
     """Rows by rows or by columns."""
     columns = {name: {"type": "array", "items": one, **bounds} for name, one in fields.items()}
-    rows = {"type": "array", "items": _object(fields, optional), **bounds}
-    return {"anyOf": [rows, _object(columns, optional)]}
+    rows = {"type": "array", "items": _object(fields, optional, together), **bounds}
+    return {"anyOf": [rows, _object(columns, optional, together)]}

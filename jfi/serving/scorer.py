@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,10 @@ from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema
 from jfi.serving.tables import Tables, load_tables
+from jfi.serving.user_state.events import EventReader
+from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.state import UserState
+from jfi.serving.user_state.stores import Store, StoreUnavailableError
 
 #: The scores of a request's candidates, of several labels by their names.
 Answer = list[float] | dict[str, list[float]]
@@ -29,6 +34,23 @@ OUTPUTS = tuple(_SAID)
 _SEGMENTS = ("offsets", "owner", "positions")
 
 
+@dataclass(frozen=True)
+class StateSettings:
+    """The state of users, and how it is used.
+
+    Args:
+        store: of the state.
+        cold_if_unavailable: whether a request is scored without events if the store does not answer.
+        max_late: seconds that an event may be older than its user's newest one.
+        max_events: most events of a body.
+    """
+
+    store: Store
+    cold_if_unavailable: bool = False
+    max_late: float = 86400.0
+    max_events: int = 10_000
+
+
 class Scorer:
     """A loaded artifact.
 
@@ -40,6 +62,7 @@ class Scorer:
             sigmoids of a * logit + b with the artifact's calibration. Those of a regression are predictions always.
         sha256: of the artifacts that may be loaded, as `jfi.serving.artifact.sha256_of` gives it; None for any.
             Loading an artifact runs the machine code in it.
+        state: of users, whose events stand for those that a request does not have; None without one.
 
     Raises:
         ArtifactError: the artifact is none of `sha256`, is damaged, or cannot be used on this machine; or `max_history`
@@ -56,6 +79,7 @@ class Scorer:
         max_history: int | None = None,
         output: str = OUTPUTS[0],
         sha256: Collection[str] | None = None,
+        state: StateSettings | None = None,
     ) -> None:
         if output not in OUTPUTS:
             raise ValueError(f"output is {output!r}, must be one of {', '.join(OUTPUTS)}")
@@ -77,7 +101,14 @@ class Scorer:
             except CountersError as fault:
                 raise ArtifactError(f"{path} is damaged: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
-        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past)
+        #: The events of users, or None.
+        self.state = None if state is None else _open_state(path, state, info)
+        self._settings = state
+        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, state is not None)
+        #: Reads events that are sent for the state of users; None without one.
+        self.events = None
+        if self.state is not None:
+            self.events = EventReader(self.state.layout, self.reader, state.max_events)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.
@@ -105,13 +136,32 @@ class Scorer:
         return example_request(self.reader.schema, self.inputs, 1, 1)
 
     def score(self, requests: list[Request]) -> list[Answer]:
-        """The scores of each request's candidates, as `output` says; of several labels by name."""
+        """The scores of each request's candidates, as `output` says; of several labels by name.
+
+        Raises:
+            StoreUnavailableError: the store of the users' events does not answer.
+        """
+        requests = self._with_stored(requests)
         if not self.info.padded:
             return self._score(requests)
         answers = {}
         for group in group_by_size(requests):
             answers |= zip(group, self._score([requests[i] for i in group]), strict=True)
         return [answers[i] for i in range(len(requests))]
+
+    def _with_stored(self, requests: list[Request]) -> list[Request]:
+        """The requests with their users' events, or without if the store does not answer and that is allowed."""
+        if self.state is None:
+            return requests
+        try:
+            return self.state.fill(requests, self.reader)
+        except StoreUnavailableError:
+            if not self._settings.cold_if_unavailable:
+                raise
+        for request in requests:
+            if request.stored is not None:
+                request.stored.is_available = False
+        return [one if one.stored is None else self.reader.without_events(one) for one in requests]
 
     @torch.no_grad()
     def _score(self, requests: list[Request]) -> list[Answer]:
@@ -128,6 +178,14 @@ class Scorer:
         if not labels:
             return [part.tolist() for part in parts]
         return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
+
+
+def _open_state(path: Path, settings: StateSettings, info: Info) -> UserState:
+    try:
+        layout = EventLayout(info.schema, info.limits.max_history)
+        return UserState(settings.store, layout, settings.max_late)
+    except (ValueError, StoreUnavailableError) as fault:
+        raise ArtifactError(f"{path} cannot be served with this state of users: {fault}") from None
 
 
 def example_request(schema: Schema, inputs: Inputs, events: int, candidates: int) -> Request:
@@ -219,10 +277,11 @@ def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Ten
     for name, values in numbers.items():
         starts[name] = end
         end += -(-len(values) // _ALIGNMENT) * _ALIGNMENT
-    joined = np.zeros(end, np.int64)
+    # A GPU copies pinned memory while the host goes on, without a copy of the driver's in between.
+    joined = torch.zeros(end, dtype=torch.int64, pin_memory=device.type == "cuda")
     for name, values in numbers.items():
-        joined[starts[name] : starts[name] + len(values)] = values
-    moved = torch.from_numpy(joined).to(device)
+        joined.numpy()[starts[name] : starts[name] + len(values)] = values
+    moved = joined.to(device, non_blocking=True)
     return {name: moved[starts[name] : starts[name] + len(values)] for name, values in numbers.items()}
 
 

@@ -18,6 +18,8 @@ from jfi.utils.errors import suggest
 Values = Sequence[object] | np.ndarray
 #: From the index of a row and the name of a field, or "" for the row, to the place in the request, for messages.
 Place = Callable[[int, str], str]
+#: The year 5138 in seconds: times in milliseconds are above.
+_LATEST = 1e11
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 #: Types of a value that has a text.
 _TEXTS = {str, int, float, bool, type(None)}
@@ -190,6 +192,13 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
         if not valid.all():
             refuse(one, values, place, valid)
     return found
+
+
+def read_time(value: object, place: str, until: float = 0.0) -> float:
+    """Returns a time in seconds; one in milliseconds is refused, unless a log until a time has such times too."""
+    if type(value) not in (int, float) or not abs(value) < max(_LATEST, 10 * until):
+        raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
+    return float(value)
 
 
 def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:

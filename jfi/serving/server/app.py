@@ -1,7 +1,10 @@
 """The HTTP server, with aiohttp.
 
 POST /score          a request -> {"scores": [...]}
+POST /events         with a state of users: events -> {"added": 1, "repeated": 0}, once they are stored
+DELETE /users/ID     with a state of users: removes a user's events -> {"deleted": true}
 GET  /schema         the JSON Schema of a request
+GET  /schema/events  with a state of users: the JSON Schema of events
 GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use
 GET  /health/live    200 while the process answers at all
 GET  /health/ready   200 if the model scores now, otherwise 503, from the signal to stop on
@@ -9,8 +12,8 @@ GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
 that does not arrive in time, 413 for one that is too large, 500 if the model fails, and 503 with Retry-After if the
-server is at capacity or a request has waited until its deadline. Every answer has the header X-Request-ID, which is the
-request's own if it has one.
+server is at capacity, a request has waited until its deadline, or the state of users does not answer. Every answer has
+the header X-Request-ID, which is the request's own if it has one.
 """
 
 import asyncio
@@ -30,8 +33,11 @@ from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.batcher import DeadlineExceededError
+from jfi.serving.server.events import EventWriter
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
+from jfi.serving.user_state.events import users_of
+from jfi.serving.user_state.stores import StoreUnavailableError
 
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -42,6 +48,7 @@ _requests = logging.getLogger("jfi.serving.requests")
 LIVE = web.AppKey("live", Live)
 _METRICS = web.AppKey("metrics", Metrics)
 _BODIES = web.AppKey("bodies", Bodies)
+_WRITER = web.AppKey("writer", EventWriter)
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -82,8 +89,10 @@ def make_app(
         metrics.queue_length.set_function(lambda: len(live.now.batcher))
         metrics.queue_capacity.set(queue)
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
+        app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics)
         del scorer  # an artifact in use is held by Live alone, which releases it after a swap
         yield
+        await app[_WRITER].close()
         await app[LIVE].close()
 
     async def score(request: web.Request) -> web.Response:
@@ -92,9 +101,29 @@ def make_app(
         body = await arriving.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            answer = orjson.dumps({"scores": await app[LIVE].score(body, until)})
+            scores, stored = await app[LIVE].score(body, until)
+            answer = {"scores": scores}
+            if stored is not None:
+                answer["state"] = {"events": stored.events, "time": stored.time, "available": stored.is_available}
         metrics.request_seconds.observe(time.perf_counter() - start)
-        return web.Response(body=answer, content_type="application/json", charset="utf-8")
+        return _json(answer)
+
+    async def add_events(request: web.Request) -> web.Response:
+        admission.check()
+        body = await arriving.receive(request)
+        with admission:
+            until = asyncio.get_running_loop().time() + deadline
+            events = await app[LIVE].read(app[LIVE].now.scorer.events.read, body, until)
+            added = await app[_WRITER].add(events)
+        return _json({"added": added.added, "repeated": added.repeated})
+
+    async def delete_user(request: web.Request) -> web.Response:
+        (user,) = users_of([request.match_info["user"]], lambda *_: "the user in the path")
+        with admission:
+            return _json({"deleted": await app[_WRITER].delete(user)})
+
+    async def events_schema(_: web.Request) -> web.Response:
+        return web.json_response(app[LIVE].now.scorer.events.json_schema())
 
     async def health(_: web.Request) -> web.Response:
         now = app[LIVE].now.scorer
@@ -128,7 +157,11 @@ def make_app(
 
     app.cleanup_ctx.append(running)
     paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
-    app.add_routes([web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())])
+    routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
+    if scorer.state is not None:
+        routes += [web.post("/events", add_events), web.delete("/users/{user}", delete_user)]
+        routes += [web.get("/schema/events", events_schema)]
+    app.add_routes(routes)
     return app
 
 
@@ -196,7 +229,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     given = request.headers.get("X-Request-ID", "")
     name = given if _ID.fullmatch(given) else uuid.uuid4().hex
     # Of what clients make up nothing may become a label: each value would be kept.
-    path = "other" if request.match_info.http_exception is not None else request.path
+    path = "other" if request.match_info.http_exception is not None else request.match_info.route.resource.canonical
     try:
         answer, refused = await handler(request), None
     except (asyncio.CancelledError, ConnectionError):
@@ -231,11 +264,18 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
             return _error(503, "the server is at capacity; try again", retry), f"full_{error}"
         case DeadlineExceededError():
             return _error(503, "the request has waited until its deadline; try again", retry), "deadline"
+        case StoreUnavailableError():
+            _log.warning("request id=%s: the state of users: %s", name, error)
+            return _error(503, f"the state of users does not answer: {error}; try again", retry), "state"
         case web.HTTPException():
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
             return _error(error.status, error.text or error.reason, allow), _REASONS.get(error.status, "other")
     _log.error("request id=%s failed", name, exc_info=error)
     return _error(500, "the model failed on this request; see the server's log"), None
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=orjson.dumps(answer), content_type="application/json", charset="utf-8")
 
 
 def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer
+from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.serving.validation import BadRequestError
 
 Score = Callable[[list[Request]], list[Answer]]
@@ -124,7 +125,7 @@ class Batcher:
                 answers = self._score(requests)
             except Exception as fault:
                 error = fault
-                if len(batch) > 1:
+                if len(batch) > 1 and not isinstance(fault, StoreUnavailableError):
                     batches[:0] = [[one] for one in batch]
             # Straight to those who wait: a future of the thread's would be a turn of the loop more.
             spent = time.perf_counter() - start
@@ -151,14 +152,16 @@ class Batcher:
     def _answer(
         self, batch: list[_Waiting], answers: list[Answer] | None, error: Exception | None, seconds: float, last: bool
     ) -> None:
-        """Passes on the answers of a call, or its error to the only one who waits for it."""
+        """Passes on the answers of a call, or its error: to the only one who waits for it, or the store's to all."""
         if answers is not None:
             self._observe(len(batch), sum(one.request.num_candidates for one in batch), seconds)
             for waiting, answer in zip(batch, answers, strict=True):
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
-        elif len(batch) == 1 and not batch[0].answer.done():
-            batch[0].answer.set_exception(error)
+        elif len(batch) == 1 or isinstance(error, StoreUnavailableError):
+            for waiting in batch:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
         if last:
             self._calling = False
             self._begin()

@@ -19,7 +19,7 @@ def parse(body: bytes) -> object:
         raise BadRequestError(f"the request is not JSON: {error}") from None
 
 
-def check_keys(body: bytes, request: dict) -> None:
+def check_keys(body: bytes, request: dict | list) -> None:
     """Checks that no object of a body has a key twice; orjson keeps the last of its values.
 
     With such a key the body has more colons than the JSON of what was read. It is not found in a body that writes as
@@ -33,13 +33,17 @@ def check_keys(body: bytes, request: dict) -> None:
         BadRequestError: there is one.
     """
     colons = body.count(b":")
-    if colons == len(request) + sum(len(part) for part in request.values() if isinstance(part, dict)):
+    if isinstance(request, dict) and colons == _count_keys(request):
         return  # of tables by columns there are no other keys
     try:
         if colons > orjson.dumps(request).count(b":"):
             json.loads(body, object_pairs_hook=_check_pairs)  # says which
     except (orjson.JSONEncodeError, RecursionError):
         raise BadRequestError("the request has lists or objects nested in more than 250 others") from None
+
+
+def _count_keys(request: dict) -> int:
+    return len(request) + sum(len(part) for part in request.values() if isinstance(part, dict))
 
 
 def _check_pairs(pairs: list[tuple[str, object]]) -> None:

@@ -4,12 +4,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.requests import StoredHistory
 from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import Batcher, DeadlineExceededError, check_finite
 from jfi.serving.server.metrics import Metrics
+from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.serving.validation import BadRequestError
+
+T = TypeVar("T")
 
 #: Bytes of a body that is read in a thread; a smaller one takes less than 5 ms.
 LARGE = 2**18
@@ -63,8 +68,8 @@ class Live:
         self.now, self._swapping = Loaded(scorer, metrics, **batching), asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "read")
 
-    async def score(self, body: bytes, deadline: float) -> Answer:
-        """The scores of a body.
+    async def score(self, body: bytes, deadline: float) -> tuple[Answer, StoredHistory | None]:
+        """The scores of a body, and what was read of the state of users for it, or None.
 
         Args:
             body: of a request.
@@ -73,19 +78,33 @@ class Live:
         Raises:
             BadRequestError: a fault of the request.
             DeadlineExceededError: the deadline has passed.
+            StoreUnavailableError: the store of the users' events does not answer.
         """
         with self.now as loaded:
-            if len(body) < LARGE:
-                request = loaded.scorer.reader.read(body)
-            else:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        reading = asyncio.get_running_loop().run_in_executor
-                        request = await reading(self._thread, loaded.scorer.reader.read, body)
-                except TimeoutError:
-                    raise DeadlineExceededError from None
+            request = await self.read(loaded.scorer.reader.read, body, deadline)
             self._metrics.read(loaded.scorer.reader.unknown(request))
-            return await loaded.batcher.score(request, deadline)
+            try:
+                return await loaded.batcher.score(request, deadline), request.stored
+            except StoreUnavailableError:
+                request.stored.is_available = False
+                raise
+            finally:
+                if request.stored is not None:
+                    self._metrics.read_stored(request.stored)
+
+    async def read(self, read: Callable[[bytes], T], body: bytes, deadline: float) -> T:
+        """Reads a body, a large one in a thread.
+
+        Raises:
+            DeadlineExceededError: the deadline has passed.
+        """
+        if len(body) < LARGE:
+            return read(body)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, read, body)
+        except TimeoutError:
+            raise DeadlineExceededError from None
 
     async def probe(self) -> None:
         """Scores a request of one candidate, before all that wait.

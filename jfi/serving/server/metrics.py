@@ -2,6 +2,10 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from jfi.serving.requests import StoredHistory
+from jfi.serving.user_state.state import Added
+from jfi.serving.validation import BadRequestError
+
 #: Upper bounds of the buckets.
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 SIZES = tuple(2**power for power in range(15))
@@ -32,6 +36,14 @@ class Metrics:
         self.queue_length = Gauge("jfi_queue_length", "Requests that wait for a call of the model.", **own)
         self.queue_capacity = Gauge("jfi_queue_capacity", "Most requests inside.", **own)
         self.bodies_arriving = Gauge("jfi_bodies_arriving", "Bodies that are arriving.", **own)
+        told = "Events of POST /events, by what became of them."
+        self.events = Counter("jfi_state_events_total", told, ["result"], **own)
+        for result in ("added", "repeated", "refused", "failed"):
+            self.events.labels(result)
+        told = "Requests that read the state of users, by what they found."
+        self.stored = Counter("jfi_state_requests_total", told, ["found"], **own)
+        for found in ("events", "none", "unavailable"):
+            self.stored.labels(found)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)
 
     def called(self, requests: int, candidates: int, seconds: float) -> None:
@@ -39,6 +51,19 @@ class Metrics:
         self.batch_requests.observe(requests)
         self.batch_candidates.observe(candidates)
         self.call_seconds.observe(seconds)
+
+    def wrote(self, count: int, result: object) -> None:
+        """Records what became of a body of events: Added, or the error."""
+        if isinstance(result, Added):
+            self.events.labels("added").inc(result.added)
+            self.events.labels("repeated").inc(result.repeated)
+        else:
+            self.events.labels("refused" if isinstance(result, BadRequestError) else "failed").inc(count)
+
+    def read_stored(self, stored: StoredHistory) -> None:
+        """Records what a request has found in the state of users."""
+        found = "events" if stored.events else "none" if stored.is_available else "unavailable"
+        self.stored.labels(found).inc()
 
     def read(self, unknown: dict[str, tuple[int, int]]) -> None:
         """Records by field of a request how many of its values are unknown, and how many there are."""

@@ -1,0 +1,99 @@
+"""Runs `jfi state`."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jfi.serving import artifact
+from jfi.serving.schema import Limits
+from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.state import is_empty, write_layout
+from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableError, is_url, open_store
+from jfi.utils.exit_codes import raise_on_sigterm
+from jfi.utils.files import writing_folder
+
+
+def main(options: argparse.Namespace) -> None:
+    """Fills, exports or migrates a state of users."""
+    with raise_on_sigterm():
+        try:
+            {"load": _load, "export": _export, "migrate": _migrate}[options.action](options)
+        except StoreUnavailableError as error:
+            raise StateError(f"the state of users: {error}") from None
+
+
+def _load(options: argparse.Namespace) -> None:
+    from jfi.cli.export import schema_of_run
+    from jfi.serving.requests import RequestReader
+    from jfi.serving.user_state.events import EventReader
+    from jfi.serving.user_state.load import load, log_settings
+    from jfi.training.run.saved_run import load_run
+
+    with _new_store(options.state, "--state", options.state_gb) as store:
+        run = load_run(_required(options, "run"), setting="--run")
+        schema = schema_of_run(run)
+        layout = _layout(schema, run.schema.max_history, f"--run {options.run}")
+        reader = EventReader(layout, RequestReader(schema, Limits(1, layout.max_history)))
+        users = events = 0
+        if options.interactions != "none":
+            settings = log_settings(run.config.data, reader, options.interactions)
+            users, events = load(store, reader, settings, run.schema)
+        write_layout(store, layout)
+    print(f"wrote {options.state}: {events:,} events of {users:,} users")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from jfi.serving.user_state.transfer import export_events
+
+    out = Path(_required(options, "out"))
+    if out.suffix != ".parquet":
+        raise StateError(f"--out {out}: the name must end in .parquet")
+    store = open_store(options.state)
+    users, events = export_events(store, out)
+    store.close()
+    print(f"wrote {out}: {events:,} events of {users:,} users")
+
+
+def _migrate(options: argparse.Namespace) -> None:
+    from jfi.serving.user_state.transfer import migrate
+
+    info, _ = artifact.read(Path(_required(options, "artifact")).resolve())
+    layout = _layout(info.schema, info.limits.max_history, f"--artifact {options.artifact}")
+    source = open_store(options.state)
+    with _new_store(_required(options, "out"), "--out", options.state_gb) as store:
+        users, events = migrate(source, store, layout)
+        write_layout(store, layout)
+    source.close()
+    print(f"wrote {options.out}: {events:,} events of {users:,} users")
+
+
+def _required(options: argparse.Namespace, name: str) -> str:
+    if (given := getattr(options, name)) is None:
+        raise StateError(f"jfi state {options.action} needs --{name}")
+    return given
+
+
+def _layout(schema: object, max_history: int, what: str) -> EventLayout:
+    try:
+        return EventLayout(schema, max_history)
+    except ValueError as error:
+        raise StateError(f"{what}: {error}") from None
+
+
+@contextmanager
+def _new_store(name: str, option: str, max_gb: int) -> Iterator[Store]:
+    """An empty store to fill; a folder gets its name when it is whole, and a server's store has its layout last."""
+    if is_url(name):
+        store = open_store(name, timeout=60.0)
+        if not is_empty(store):
+            raise StateError(f"{option} {name}: has a state already; choose another prefix")
+        yield store
+        store.close()
+        return
+    if Path(name).exists():
+        raise StateError(f"{option} {name}: exists already; name a new folder")
+    with writing_folder(Path(name)) as folder:
+        store = open_store(str(folder), create=True, max_gb=max_gb)
+        yield store
+        store.close()

@@ -1,0 +1,67 @@
+"""Writes events to the state of users: those that wait while a write runs are written together by the next one."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jfi.serving.server.metrics import Metrics
+from jfi.serving.user_state.events import Events
+from jfi.serving.user_state.state import Added, UserState
+
+
+class EventWriter:
+    """Writes bodies of events, each whole or not at all, in one thread.
+
+    Args:
+        state: gives the state of users that is written to now.
+        metrics: count the events.
+    """
+
+    def __init__(self, state: Callable[[], UserState], metrics: Metrics) -> None:
+        self._state, self._metrics = state, metrics
+        self._waiting: list[tuple[Events, asyncio.Future]] = []
+        self._thread, self._is_writing = ThreadPoolExecutor(1, "write"), False
+
+    async def add(self, events: Events) -> Added:
+        """Writes a body of events.
+
+        Raises:
+            BadRequestError: a fault, with its place; nothing of the body was written.
+            StoreUnavailableError: the store does not answer.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append((events, answer))
+        if not self._is_writing:
+            self._begin()
+        return await asyncio.shield(answer)  # what has begun is written, even if the client has left
+
+    async def delete(self, user: str) -> bool:
+        """Removes a user's events; returns whether there were any."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._state().delete(user))
+
+    async def close(self) -> None:
+        """Waits for the last write."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _begin(self) -> None:
+        waiting, self._waiting, self._is_writing = self._waiting, [], True
+        bodies = [events for events, _ in waiting]
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._thread, lambda: self._state().add(bodies))
+        writing.add_done_callback(lambda done: self._end(waiting, done))
+
+    def _end(self, waiting: list[tuple[Events, asyncio.Future]], done: asyncio.Future) -> None:
+        self._is_writing = False
+        if self._waiting:
+            self._begin()
+        error = done.exception()
+        results = [error] * len(waiting) if error is not None else done.result()
+        for (events, answer), result in zip(waiting, results, strict=True):
+            self._metrics.wrote(len(events), result)
+            if answer.done():
+                continue
+            if isinstance(result, BaseException):
+                answer.set_exception(result)
+                answer.exception()  # read, if the client has left
+            else:
+                answer.set_result(result)

@@ -1,0 +1,216 @@
+"""Checks and encodes events that are sent to the server, as a request's history is."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jfi.serving.requests import RequestReader
+from jfi.serving.schema import KINDS, Field
+from jfi.serving.user_state.layout import (
+    EVENT_ID,
+    LONGEST_ID,
+    TIME,
+    USER,
+    Column,
+    EventLayout,
+    event_ids,
+    session_codes,
+)
+from jfi.serving.validation import (
+    BadRequestError,
+    Place,
+    Rows,
+    Values,
+    lists,
+    numbers,
+    read_time,
+    shown,
+    sids,
+    texts,
+)
+from jfi.utils.encoding import UNKNOWN, cross, quantile_ids, text_of
+
+_USER, _EVENT_ID = Field(USER, "category"), Field(EVENT_ID, "category")
+
+
+@dataclass(frozen=True)
+class Events:
+    """N valid events, in the order in which they were sent.
+
+    Args:
+        users: `[N]` texts of the users' ids.
+        records: `[N]`, of EventLayout; values that the vocabulary lacks are 0.
+        unknown: by column of the records the rows and the texts of values that the vocabulary lacks.
+        place: gives the place of an event in the body, for messages.
+    """
+
+    users: list[str]
+    records: np.ndarray
+    unknown: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    place: Place = lambda row, name: f"events[{row}].{name}"
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+
+class EventReader:
+    """Checks and encodes events.
+
+    Args:
+        layout: of the records.
+        reader: of requests, with the same schema.
+        max_events: most events of a body.
+        max_future: seconds that an event may be ahead of the clock.
+        clock: gives the seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        layout: EventLayout,
+        reader: RequestReader,
+        max_events: int = 10_000,
+        max_future: float = 60.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.layout, self.max_events = layout, max_events
+        self._known, self._max_future, self._clock = reader.known, max_future, clock
+        #: By name of a field of an event its kind.
+        self.fields = {one.name: one.kind for one in layout.fields if one.kind != "cross"}
+        self.fields |= {column.field.name: column.field.kind for column in layout.columns if column.role is not None}
+
+    def json_schema(self) -> dict:
+        """Returns the JSON Schema of a body of events."""
+        values = {name: KINDS[kind] for name, kind in self.fields.items()}
+        own = {
+            USER: {"description": "the id of the user", "type": ["string", "number", "boolean"]},
+            TIME: {"description": "seconds since 1970", "type": "number"},
+            EVENT_ID: {"description": "equal for events that are sent again, which count once"} | KINDS["category"],
+        }
+        required = [USER, TIME, *values]
+        row = {"type": "object", "properties": own | values, "required": required, "additionalProperties": False}
+        bounds = {"minItems": 1, "maxItems": self.max_events}
+        columns = {name: {"type": "array", "items": one, **bounds} for name, one in (own | values).items()}
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "A body of POST /events",
+            "anyOf": [{"type": "array", "items": row, **bounds}, row | {"properties": columns}],
+        }
+
+    def read(self, body: bytes) -> Events:
+        """Parses and encodes events.
+
+        Raises:
+            BadRequestError: not JSON, or a fault, with its place.
+        """
+        from jfi.serving.server.body import check_keys, parse
+
+        given = parse(body)
+        found = self(given)
+        check_keys(body, given)
+        return found
+
+    def __call__(self, given: object) -> Events:
+        """Encodes events.
+
+        Args:
+            given: a list of objects, one for each event, or an object of lists.
+
+        Raises:
+            BadRequestError: a fault, with its place.
+        """
+        names = [USER, TIME, *self.fields]
+        has_ids = EVENT_ID in given if isinstance(given, dict) else _any_has(given, EVENT_ID)
+        rows = Rows("events", given, [*names, EVENT_ID] if has_ids else names)
+        if not (count := len(rows)):
+            raise BadRequestError("events must not be empty")
+        if count > self.max_events:
+            raise BadRequestError(f"events must be at most {self.max_events} in a body, got {count}")
+        columns, place = rows.columns(), rows.place
+        users = users_of(columns[USER], place)
+        records = np.zeros(count, self.layout.dtype)
+        records[TIME] = self._times(columns[TIME], place)
+        if has_ids:
+            records[EVENT_ID] = event_ids(texts(_EVENT_ID, columns[EVENT_ID], place))
+        unknown: dict[str, list[tuple[int, str]]] = {}
+        by_field: dict[str, list] = {}
+        for column in self.layout.columns:
+            values = self._values(column, columns, place, by_field)
+            if isinstance(values, np.ndarray):
+                records[column.name] = values
+                continue
+            ids, lacking = self.ids(column, values)
+            records[column.name] = ids
+            if lacking:
+                unknown[column.name] = lacking
+        return Events(users, records, unknown, place)
+
+    def ids(self, column: Column, values: Sequence[str | None]) -> tuple[np.ndarray, list[tuple[int, str]]]:
+        """Returns the ids `[N]` of texts, and the rows and the texts of those that the vocabulary lacks."""
+        one = column.field
+        if column.role is None:
+            if one.default is not None:
+                values = [one.default if text is None else text for text in values]
+            ids = self._known[one.name].ids(values)
+        else:
+            ids = np.zeros(len(values), np.int64)
+        if column.values is None:  # hashed
+            return ids, []
+        rows = np.flatnonzero(ids == UNKNOWN).tolist()
+        return ids, [(row, text) for row in rows if (text := values[row]) is not None]
+
+    def _values(
+        self, column: Column, columns: dict[str, Sequence], place: Place, by_field: dict[str, list]
+    ) -> Sequence[str | None] | np.ndarray:
+        """The texts of a column with ids, or the ids or numbers of another."""
+        one = column.field
+        if column.role == "dwell":
+            return numbers(one, columns[one.name], place)
+        if column.role == "session":
+            return session_codes(texts(one, columns[one.name], place))
+        if one.kind == "cross":
+            return cross(*(texts(one, columns[name], place) for name in one.columns))
+        if one.kind == "quantile":
+            return quantile_ids(numbers(one, columns[one.name], place), np.array(one.edges), one.default)
+        if one.kind == "sid":
+            return sids(one, columns[one.name], place)
+        if column.slot is None:
+            return texts(one, columns[one.name], place)
+        if one.name not in by_field:
+            lists(one, self._known[one.name], columns[one.name], place)  # checks them
+            by_field[one.name] = [_texts(values) for values in columns[one.name]]
+        return [values[column.slot] if column.slot < len(values) else None for values in by_field[one.name]]
+
+    def _times(self, values: Values, place: Place) -> np.ndarray:
+        """`[N]` float64 seconds."""
+        latest = self._clock() + self._max_future
+        for row, value in enumerate(values):
+            seconds = read_time(value, place(row, TIME))
+            if seconds > latest:
+                limit = f"more than {self._max_future:g} s ahead of the server's clock"
+                raise BadRequestError(f"{place(row, TIME)} is {shown(value)}, {limit}")
+        return np.array(values, np.float64)
+
+
+def users_of(values: Sequence[object], place: Place) -> list[str]:
+    """The texts of users' ids.
+
+    Raises:
+        BadRequestError: one is missing, of another type, or too long.
+    """
+    found = texts(_USER, values, place)
+    for row, user in enumerate(found):
+        if user is None:
+            raise BadRequestError(f"{place(row, USER)} must be the id of a user, got {shown(values[row])}")
+        if len(user) > LONGEST_ID // 4 and len(user.encode()) > LONGEST_ID:
+            raise BadRequestError(f"{place(row, USER)} must be at most {LONGEST_ID} bytes, got {len(user.encode())}")
+    return found
+
+
+def _texts(values: list | None) -> list[str]:
+    return [text for text in map(text_of, values or []) if text is not None]
+
+
+def _any_has(rows: object, name: str) -> bool:
+    return isinstance(rows, list) and any(isinstance(row, dict) and name in row for row in rows)

@@ -1,0 +1,171 @@
+"""Fills a store with the newest events of the users of a log, by the way of tables to train on."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data.features.semantic_ids import SemanticIDs
+from jfi.data.io.blocks import name_of, read_table
+from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
+from jfi.data.prepared.sources import Tables, column_settings
+from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.sort import read_ids
+from jfi.data.schema.coded import nth_values
+from jfi.serving.user_state.events import EventReader
+from jfi.serving.user_state.layout import LONGEST_ID, TIME, Column, session_codes
+from jfi.serving.user_state.state import Dictionaries, put_records
+from jfi.serving.user_state.stores import Store
+from jfi.utils.encoding import quantile_ids
+from jfi.utils.files import temporary_folder
+from jfi.utils.jagged import ranges
+
+#: Events that are encoded together, up to the user with the most.
+_AT_ONCE = 1 << 18
+
+
+def log_settings(config: DataConfig, reader: EventReader, interactions: str | list[str] | None) -> DataConfig:
+    """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others.
+
+    Args:
+        config: of the run.
+        reader: names the fields of an event.
+        interactions: the log; None for the run's own interactions, of all splits.
+    """
+    config = column_settings(config)
+    own = {column.field.name for column in reader.layout.columns}
+    crossed = {name for column in reader.layout.columns for name in column.field.columns}
+    features = [one for one in config.features if one.of in ("item", "event") and one.name in own | crossed]
+    config = replace(
+        config,
+        source="table",
+        features=features,
+        users=None,
+        label=None,
+        auxiliary_labels=[],
+        weight=None,
+        request_id=None,
+        title=None,
+        statistics=[],
+        policy=None,
+        conversion=None,
+        dwell=config.dwell if reader.layout.schema.policy is not None else None,
+        surface=config.surface if reader.layout.schema.policy is not None else None,
+        session=config.session if reader.layout.schema.policy is not None else None,
+    )
+    if interactions is not None:
+        config = replace(config, interactions=interactions, split="time", validation=None, test=None)
+    return config
+
+
+def load(store: Store, reader: EventReader, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
+    """Writes the newest events of each user of a log to an empty store, in bounded memory.
+
+    Args:
+        store: to fill.
+        reader: encodes events.
+        config: of `log_settings`.
+        schema: of the run, whose codec semantic IDs must have.
+
+    Returns:
+        The number of users and that of events.
+
+    Raises:
+        DataError: a table is missing or malformed, or a user's id is too long.
+    """
+    has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
+    items = None if config.items is None or not has_columns else read_table(config.items, config.columns(), config)
+    config = config if items is not None else replace(config, items=None)
+    sids = None
+    if schema.codec is not None and config.semantic_ids is not None:
+        sids = SemanticIDs.read(config.semantic_ids, config.item)
+        sids.check_codec(schema.codec, "the run")
+    given = Tables(None, None, items, sids, config)
+    counts = [0, 0]
+    with temporary_folder("jfi-state-") as folder:
+        read_and_sort(replace(given, name=name_of(config)), folder, Stages(folder, durable=False), check=False)
+        columns = Columns(given, folder, sorted_events(config, folder))
+        users = read_ids(folder / "rows", "user").to_pylist()
+        names = Dictionaries()
+        encoded = [_Encoded(column, columns, reader, names) for column in reader.layout.columns]
+
+        def records() -> Iterator[tuple[str, np.ndarray]]:
+            for rows in _newest(columns, reader.layout.keep):
+                found = np.zeros(len(rows), reader.layout.dtype)
+                found[TIME] = columns.events.time[rows]
+                for column in encoded:
+                    found[column.name] = column.at(rows)
+                first = np.flatnonzero(np.diff(columns.events.user[rows], prepend=-1))
+                for begin, end in zip(first, np.append(first[1:], len(rows)), strict=True):
+                    name = users[columns.events.user[rows[begin]]]
+                    if len(name.encode()) > LONGEST_ID:
+                        raise DataError(f"user {name[:40]}... has an id of more than {LONGEST_ID} bytes")
+                    counts[0] += 1
+                    counts[1] += int(end - begin)
+                    yield name, found[begin:end]
+
+        put_records(store, records())
+        store.put(names.changes().items())
+    return counts[0], counts[1]
+
+
+def _newest(columns: Columns, most: int) -> Iterator[np.ndarray]:
+    """Yields the newest events `[N]` int64 of the users of a block."""
+    events = columns.events
+    first = events.first
+    if events.rows is not None:
+        first = np.searchsorted(events.rows, first.astype(events.rows.dtype))
+    kept = np.append(0, np.cumsum(np.minimum(np.diff(first), most)))
+    user = 0
+    while user < len(first) - 1:
+        end = max(user + 1, int(np.searchsorted(kept, kept[user] + _AT_ONCE, side="right")) - 1)
+        lengths = np.diff(kept[user : end + 1])
+        yield events.rows_at(ranges(first[user + 1 : end + 1] - lengths, lengths))
+        user = end
+
+
+class _Encoded:
+    """A column of records, for any events of a log.
+
+    Args:
+        column: of the records.
+        columns: of the log.
+        reader: encodes values.
+        names: gets the values that the vocabularies lack.
+    """
+
+    def __init__(self, column: Column, columns: Columns, reader: EventReader, names: Dictionaries) -> None:
+        self.name, self._column, self._columns, one = column.name, column, columns, column.field
+        config = columns.config
+        is_item = one.name == config.item or one.kind == "sid" or one.name in config.names("item", "category")
+        self._index = columns.events.item if is_item else None
+        if one.kind == "sid":
+            self._values = columns.item_sids()
+            return
+        if one.kind in ("quantile", "number"):
+            self._values = columns.numbers(one.name, "event")
+            return
+        self._coded = columns.categories(one.name, "item" if is_item else "event")
+        texts = self._coded.values.to_pylist()
+        if column.role == "session":
+            ids, default = session_codes(texts), np.uint64(0)
+        else:
+            ids, lacking = reader.ids(column, texts)
+            ids = np.array(ids)
+            for row, text in lacking:
+                ids[row] = names.number(column.values, text)
+            default = reader.ids(column, [None])[0][0]  # of a missing value
+        self._ids = np.append(ids, default)
+
+    def at(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the values of events `[N]`."""
+        one, index = self._column.field, rows if self._index is None else self._index[rows].astype(np.int64)
+        if one.kind == "sid" or (one.kind == "number" and self._column.role is not None):
+            return self._values[index]
+        if one.kind == "quantile":
+            return quantile_ids(np.array(self._values[index]), np.array(one.edges), one.default)
+        part = self._coded.take(index)
+        if part.offsets is None:
+            return self._ids[part.codes]
+        return self._ids[nth_values(part.codes, part.offsets, self._column.slot or 0, missing=-1)]

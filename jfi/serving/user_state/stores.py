@@ -1,0 +1,263 @@
+"""Durable stores of bytes by key: LMDB, a folder on this machine, and Redis or Valkey, for several servers.
+
+Both have four operations. `get` reads many keys in one call; `update` reads and writes many keys, all or none of them,
+and no other writer comes between; `put` writes many keys without that promise, to fill a new store; `scan` reads all.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from jfi.utils.errors import InputError
+
+#: Reads keys within an update, in their order; None for one that is not there.
+Get = Callable[[Sequence[bytes]], list[bytes | None]]
+#: By key what an update writes; None removes the key.
+Changes = dict[bytes, bytes | None]
+
+#: Keys that are written, read or scanned together.
+_AT_ONCE = 1000
+#: Bytes of values that `put` writes together.
+_BYTES_AT_ONCE = 1 << 26
+#: Times that an update of Redis is tried, if other servers write the same keys meanwhile.
+_TRIES = 100
+_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+
+
+class StateError(InputError):
+    """A state of users that is missing, damaged or made for another run."""
+
+
+class StoreUnavailableError(Exception):
+    """The store is down, slow or full, as one line that says why; nothing was acknowledged."""
+
+
+class Store(Protocol):
+    """Bytes by key."""
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Returns the values of keys, None for a key that is not there."""
+
+    def update(self, change: Callable[[Get], Changes]) -> None:
+        """Writes what `change` returns, all or nothing; it may be called several times and must have no effect else.
+
+        Args:
+            change: gets a function that reads keys; what it has read is as it was when the changes are written.
+        """
+
+    def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """Writes keys with their values, in several steps."""
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yields all keys that begin with `prefix`, and their values."""
+
+    def close(self) -> None:
+        """Releases the store."""
+
+
+def is_url(name: str) -> bool:
+    """Returns whether a store is on a server, and not a folder."""
+    return urlsplit(name).scheme in _SCHEMES
+
+
+def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: float = 0.2) -> Store:
+    """Opens a store.
+
+    Args:
+        name: a folder of LMDB, or the URL of a Redis or Valkey server, such as `redis://localhost:6379/0?prefix=clicks`;
+            a server's store may be one of several with different prefixes, "jfi" by default.
+        create: whether to make a store that is not there.
+        max_gb: most GiB that a folder takes.
+        timeout: seconds for an answer of a server.
+
+    Raises:
+        StateError: there is no such folder, it is no store, or a package is missing.
+    """
+    if is_url(name):
+        return RedisStore(name, timeout)
+    return LmdbStore(Path(name), create, max_gb)
+
+
+class LmdbStore:
+    """A store in a folder, by LMDB: several processes of one machine may open it.
+
+    A write is on the disk when `update` returns. Reads wait for no writer.
+
+    Args:
+        path: the folder.
+        create: whether to make it.
+        max_gb: most GiB of the data. The file grows as it is filled.
+
+    Raises:
+        StateError: there is no such folder, or it is no store.
+    """
+
+    def __init__(self, path: Path, create: bool = False, max_gb: int = 256) -> None:
+        try:
+            import lmdb
+        except ModuleNotFoundError:
+            raise StateError("the state of users in a folder needs lmdb: pip install 'jfi[serve]'") from None
+        if not create and not (path / "data.mdb").is_file():
+            raise StateError(f"{path} is not a state of users: it has no data.mdb; `jfi state load` makes one")
+        self._error = lmdb.Error
+        try:
+            self._environment = lmdb.open(str(path), map_size=max_gb << 30, create=create, readahead=False)
+        except lmdb.Error as error:
+            raise StateError(f"{path} cannot be opened: {error}") from None
+
+    @contextmanager
+    def _naming_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise StoreUnavailableError(f"LMDB: {error}") from None
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See Store; one read transaction, so that all values are of one moment."""
+        with self._naming_faults(), self._environment.begin() as transaction:
+            return [transaction.get(key) for key in keys]
+
+    def update(self, change: Callable[[Get], Changes]) -> None:
+        """See Store."""
+        with self._naming_faults(), self._environment.begin(write=True) as transaction:
+            changes = change(lambda keys: [transaction.get(key) for key in keys])
+            for key, value in changes.items():
+                if value is None:
+                    transaction.delete(key)
+                else:
+                    transaction.put(key, value)
+
+    def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """See Store."""
+        for part in _parts(items):
+            with self._naming_faults(), self._environment.begin(write=True) as transaction:
+                for key, value in part:
+                    transaction.put(key, value)
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """See Store; all values are of one moment."""
+        with self._naming_faults(), self._environment.begin() as transaction, transaction.cursor() as cursor:
+            if cursor.set_range(prefix):
+                for key, value in cursor:
+                    if not key.startswith(prefix):
+                        break
+                    yield key, value
+
+    def close(self) -> None:
+        """See Store."""
+        self._environment.close()
+
+
+class RedisStore:
+    """A store on a Redis or Valkey server, for several servers at a time.
+
+    Its durability is that of the Redis server: `appendonly yes` with `appendfsync always` keeps all that was
+    acknowledged.
+
+    Args:
+        url: of the server; its parameter `prefix` is put before all keys.
+        timeout: seconds for an answer.
+
+    Raises:
+        StateError: the package valkey is missing, or a wrong URL.
+    """
+
+    def __init__(self, url: str, timeout: float = 0.2) -> None:
+        try:
+            import valkey
+        except ModuleNotFoundError:
+            raise StateError(f"{url} needs the package valkey: pip install 'jfi[serve]'") from None
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        self._prefix = query.pop("prefix", "jfi").encode() + b":"
+        scheme = parts.scheme.replace("redis", "valkey")
+        address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
+        self._error, self._conflict = valkey.ValkeyError, valkey.WatchError
+        try:
+            limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+            self._client = valkey.Valkey.from_url(address, **limits)
+        except (valkey.ValkeyError, ValueError, TypeError) as error:
+            raise StateError(f"{url} cannot be used: {error}") from None
+
+    @contextmanager
+    def _naming_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._error, OSError) as error:
+            raise StoreUnavailableError(f"Redis: {error}") from None
+
+    def _own(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [self._prefix + key for key in keys]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See Store; one MGET."""
+        with self._naming_faults():
+            return self._client.mget(self._own(keys)) if keys else []
+
+    def update(self, change: Callable[[Get], Changes]) -> None:
+        """See Store; optimistic, by WATCH, MULTI and EXEC."""
+        with self._naming_faults():
+            for _ in range(_TRIES):
+                with self._client.pipeline() as pipeline:
+
+                    def get(keys: Sequence[bytes], pipeline=pipeline) -> list[bytes | None]:
+                        if not keys:
+                            return []
+                        pipeline.watch(*self._own(keys))
+                        return pipeline.mget(self._own(keys))
+
+                    changes = change(get)
+                    pipeline.multi()
+                    for key, value in changes.items():
+                        if value is None:
+                            pipeline.delete(self._prefix + key)
+                        else:
+                            pipeline.set(self._prefix + key, value)
+                    try:
+                        pipeline.execute()
+                        return
+                    except self._conflict:
+                        continue
+        raise StoreUnavailableError(f"Redis: other servers have written the same keys {_TRIES} times")
+
+    def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """See Store."""
+        for part in _parts(items):
+            with self._naming_faults():
+                self._client.mset({self._prefix + key: value for key, value in part})
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """See Store; what is written meanwhile may be missing."""
+        pattern = b"".join(b"\\" + bytes([one]) if one in b"*?[]\\^" else bytes([one]) for one in self._prefix + prefix)
+        with self._naming_faults():
+            keys = self._client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
+            while part := list(islice(keys, _AT_ONCE)):
+                for key, value in zip(part, self._client.mget(part), strict=True):
+                    if value is not None:
+                        yield key.removeprefix(self._prefix), value
+
+    def close(self) -> None:
+        """See Store."""
+        self._client.close()
+
+
+def _parts(items: Iterable[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Yields lists of items, of bounded size."""
+    part, size = [], 0
+    for key, value in items:
+        part.append((key, value))
+        size += len(value)
+        if len(part) >= _AT_ONCE * 10 or size >= _BYTES_AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def disk_bytes(path: Path) -> int:
+    """Returns the bytes that a folder of LMDB takes on the disk."""
+    return os.stat(path / "data.mdb").st_blocks * 512
