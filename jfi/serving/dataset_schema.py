@@ -77,27 +77,49 @@ def read_counters(config: DataConfig, schema: DataSchema) -> LogCounters:
     """
     with read_log(config, schema) as (made, users, items):
         index = made.index
-        columns = {}
-        for column in index.item_columns.values():
-            key = next(one.key for one in schema.features if one.role == "item" and one.column == column.key)
-            columns[column.key] = ItemColumn(key, column.size, column.ids.shape[1])
-        fields = PastFields(
-            user=config.user,
-            item=config.item,
-            until=float(index.times[-1]),
-            groups=list(made.groups),
-            window=made.window,
-            half_lives=list(made.half_lives),
-            is_implicit=index.is_implicit,
-            sets=index.sets,
-            num_known=index.num_known,
-            categories=list(made.categories),
-            columns=columns,
-        )
+        fields = replace(past_fields(config, schema), until=float(index.times[-1]), sets=index.sets)
         texts = (ids.cast(pa.large_string()).to_pylist() for ids in (users, items))
         counters = LogCounters(fields, PastIds(*texts), counters_of(index))
     RequestStatistics(counters)  # a fault shows at the export
     return counters
+
+
+def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
+    """Returns the statistics of the past of a run, of an empty log.
+
+    Args:
+        config: the section `data` of a run with `data.statistics`.
+        schema: of the run.
+    """
+    config = column_settings(config)
+    item = next(one for one in schema.features if one.key == schema.item_key)
+    slots: dict[str, list] = {}
+    for one in schema.features:
+        if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
+            slots.setdefault(one.column, []).append(one)
+    columns = {
+        name: ItemColumn(
+            next(one.key for one in schema.features if one.role == "item" and one.column == name),
+            own[0].num_embeddings,
+            len(own),
+        )
+        for name, own in slots.items()
+    }
+    groups = config.statistics_groups()
+    return PastFields(
+        user=config.user,
+        item=config.item,
+        until=0.0,
+        groups=list(groups),
+        window=schema.encodings.window,
+        half_lives=list(schema.encodings.half_lives),
+        is_implicit=config.label is None,
+        sets={},
+        num_known=item.num_embeddings,
+        categories=config.names("item", "category"),
+        columns=columns,
+        session=config.session if "session" in groups else None,
+    )
 
 
 def _categories(data: DataSchema, role: str) -> list[Field]:

@@ -75,6 +75,8 @@ class StoredHistory:
         events: how many the model has read.
         time: of the newest of them in seconds, or None.
         is_available: whether the store has answered.
+        items: `[R]` texts of the candidates' ids, whose statistics are looked up in the state, or None.
+        column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
     """
 
     user: str
@@ -82,6 +84,8 @@ class StoredHistory:
     events: int = 0
     time: float | None = None
     is_available: bool = True
+    items: list[str | None] | None = None
+    column_ids: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class RequestReader:
@@ -94,6 +98,7 @@ class RequestReader:
         answer: what a score is.
         past: the artifact's own statistics, with `schema.past`.
         has_state: whether a request without events has those of the state of users.
+        has_counters: whether the statistics of such a request are those of the state, too.
     """
 
     def __init__(
@@ -104,8 +109,9 @@ class RequestReader:
         answer: str = "logit",
         past: RequestStatistics | None = None,
         has_state: bool = False,
+        has_counters: bool = False,
     ) -> None:
-        self.has_state = has_state
+        self.has_state, self._has_counters = has_state, has_counters
         self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
@@ -229,8 +235,13 @@ class RequestReader:
             own = self._past.fields
             (name,) = texts(Field(own.user, "category"), values[own.user], _place_of_user)
             items = texts(Field(own.item, "category"), columns[own.item], candidates.place)
-            found = self._past(name, items, self._ids_of_columns(candidate), now)
-            candidate.dense += self._encode(statistics, found, candidates.place).dense
+            ids = self._ids_of_columns(candidate)
+            if stored is not None and self._has_counters:
+                stored.items, stored.column_ids = items, ids
+                candidate.dense += [np.zeros(count, np.float32)] * len(statistics)
+            else:
+                found = self._past(name, items, ids, now)
+                candidate.dense += self._encode(statistics, found, candidates.place).dense
         event, num_events, weights = (_Encoded(), 0, None) if stored else self._encode_history(history)
         dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
@@ -275,8 +286,19 @@ class RequestReader:
         kept = {one: value for one, value in user.items() if one != name or name in fields}
         return request | {"user": kept}, StoredHistory(text, now)
 
-    def without_events(self, request: Request) -> Request:
-        """Returns a request that has no events as that of a new user."""
+    def with_statistics(self, request: Request, found: Mapping[str, np.ndarray]) -> Request:
+        """Returns a request with the statistics of its candidates, `[R]` by name, in place of zeros."""
+        fields = [one for one in self.schema.candidate if one.name in found]
+        dense = request.dense.copy()
+        dense[:, dense.shape[1] - len(fields) :] = np.stack(self._encode(fields, found, _place_of_user).dense, axis=1)
+        return replace(request, dense=dense)
+
+    def without_state(self, request: Request) -> Request:
+        """Returns a request as that of a new user, with the artifact's own statistics."""
+        if request.stored.items is not None:
+            stored = request.stored
+            found = self._past(stored.user, stored.items, stored.column_ids, stored.now)
+            request = self.with_statistics(request, found)
         event, num_events, weights = self._encode_history(Rows(HISTORY, [], []))
         ids = request.ids | event.ids
         return replace(request, ids=ids, ages=event.ages, num_events=num_events, weights=weights)

@@ -117,6 +117,7 @@ class PastFields:
         num_known: the number of items that training knows.
         categories: names of the categorical columns of the item.
         columns: those of them that have values, by name.
+        session: name of the column of sessions that is read, or None.
     """
 
     user: str
@@ -130,6 +131,7 @@ class PastFields:
     num_known: int
     categories: list[str]
     columns: dict[str, ItemColumn]
+    session: str | None = None
 
     @property
     def names(self) -> list[str]:

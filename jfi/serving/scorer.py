@@ -104,11 +104,12 @@ class Scorer:
         #: The events of users, or None.
         self.state = None if state is None else _open_state(path, state, info)
         self._settings = state
-        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, state is not None)
+        has_state, has_counters = self.state is not None, self.state is not None and self.state.counters is not None
+        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
         #: Reads events that are sent for the state of users; None without one.
         self.events = None
         if self.state is not None:
-            self.events = EventReader(self.state.layout, self.reader, state.max_events)
+            self.events = EventReader(self.state.layout, self.reader, state.max_events, past=self.state.past)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.
@@ -161,7 +162,7 @@ class Scorer:
         for request in requests:
             if request.stored is not None:
                 request.stored.is_available = False
-        return [one if one.stored is None else self.reader.without_events(one) for one in requests]
+        return [one if one.stored is None else self.reader.without_state(one) for one in requests]
 
     @torch.no_grad()
     def _score(self, requests: list[Request]) -> list[Answer]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import KINDS, Field
+from jfi.serving.schema import KINDS, Field, PastFields
 from jfi.serving.user_state.layout import (
     EVENT_ID,
+    IN_HISTORY,
+    LABEL,
     LONGEST_ID,
     TIME,
     USER,
@@ -44,12 +46,20 @@ class Events:
         records: `[N]`, of EventLayout; values that the vocabulary lacks are 0.
         unknown: by column of the records the rows and the texts of values that the vocabulary lacks.
         place: gives the place of an event in the body, for messages.
+        items: `[N]` texts of the items' ids, where statistics are counted, like what follows.
+        labels: `[N]` float32, NaN for none.
+        in_history: `[N]` bool, whether an event is one of histories.
+        sessions: `[N]` uint64, equal for those of a session, 0 for none.
     """
 
     users: list[str]
     records: np.ndarray
     unknown: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     place: Place = lambda row, name: f"events[{row}].{name}"
+    items: list[str] = field(default_factory=list)
+    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    in_history: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    sessions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def __len__(self) -> int:
         return len(self.users)
@@ -64,6 +74,7 @@ class EventReader:
         max_events: most events of a body.
         max_future: seconds that an event may be ahead of the clock.
         clock: gives the seconds since 1970.
+        past: the statistics that events are counted in, or None.
     """
 
     def __init__(
@@ -73,12 +84,21 @@ class EventReader:
         max_events: int = 10_000,
         max_future: float = 60.0,
         clock: Callable[[], float] = time.time,
+        past: PastFields | None = None,
     ) -> None:
         self.layout, self.max_events = layout, max_events
         self._known, self._max_future, self._clock = reader.known, max_future, clock
         #: By name of a field of an event its kind.
         self.fields = {one.name: one.kind for one in layout.fields if one.kind != "cross"}
         self.fields |= {column.field.name: column.field.kind for column in layout.columns if column.role is not None}
+        self._past = past
+        #: Names of fields that all events of a body have or none.
+        self.optional = [EVENT_ID]
+        if past is not None:
+            self.fields[past.item] = "category"
+            self.optional += [IN_HISTORY] if past.is_implicit else [IN_HISTORY, LABEL]
+            if past.session is not None:
+                self.fields.setdefault(past.session, "category")
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of events."""
@@ -86,8 +106,11 @@ class EventReader:
         own = {
             USER: {"description": "the id of the user", "type": ["string", "number", "boolean"]},
             TIME: {"description": "seconds since 1970", "type": "number"},
-            EVENT_ID: {"description": "equal for events that are sent again, which count once"} | KINDS["category"],
+            EVENT_ID: KINDS["category"] | {"description": "equal for events that are sent again, which count once"},
+            LABEL: {"description": "1 for a positive, 0 for a negative, null for neither", "enum": [0, 1, None]},
+            IN_HISTORY: {"description": "whether it is an event of histories", "type": "boolean"},
         }
+        own = {name: one for name, one in own.items() if name in (USER, TIME, *self.optional)}
         required = [USER, TIME, *values]
         row = {"type": "object", "properties": own | values, "required": required, "additionalProperties": False}
         bounds = {"minItems": 1, "maxItems": self.max_events}
@@ -121,8 +144,8 @@ class EventReader:
             BadRequestError: a fault, with its place.
         """
         names = [USER, TIME, *self.fields]
-        has_ids = EVENT_ID in given if isinstance(given, dict) else _any_has(given, EVENT_ID)
-        rows = Rows("events", given, [*names, EVENT_ID] if has_ids else names)
+        given_too = [name for name in self.optional if _any_has(given, name)]
+        rows = Rows("events", given, [*names, *given_too])
         if not (count := len(rows)):
             raise BadRequestError("events must not be empty")
         if count > self.max_events:
@@ -131,7 +154,7 @@ class EventReader:
         users = users_of(columns[USER], place)
         records = np.zeros(count, self.layout.dtype)
         records[TIME] = self._times(columns[TIME], place)
-        if has_ids:
+        if EVENT_ID in given_too:
             records[EVENT_ID] = event_ids(texts(_EVENT_ID, columns[EVENT_ID], place))
         unknown: dict[str, list[tuple[int, str]]] = {}
         by_field: dict[str, list] = {}
@@ -144,7 +167,32 @@ class EventReader:
             records[column.name] = ids
             if lacking:
                 unknown[column.name] = lacking
-        return Events(users, records, unknown, place)
+        return Events(users, records, unknown, place, *self._counted(columns, place, count))
+
+    def _counted(self, columns: dict[str, Values], place: Place, count: int) -> list:
+        """The items, labels, whether they are events of histories, and sessions, of events that are counted."""
+        if self._past is None:
+            return []
+        items = texts(Field(self._past.item, "category"), columns[self._past.item], place)
+        if None in items:
+            row = items.index(None)
+            got = shown(columns[self._past.item][row])
+            raise BadRequestError(f"{place(row, self._past.item)} must be the id of an item, got {got}")
+        labels = np.full(count, 1.0 if self._past.is_implicit else np.nan, np.float32)
+        for row, value in enumerate(columns.get(LABEL, ())):
+            if value is not None:
+                if isinstance(value, bool) or value not in (0, 1):
+                    raise BadRequestError(f"{place(row, LABEL)} must be 0, 1 or null, got {shown(value)}")
+                labels[row] = value
+        in_history = np.ones(count, bool)
+        for row, value in enumerate(columns.get(IN_HISTORY, ())):
+            if type(value) is not bool:
+                raise BadRequestError(f"{place(row, IN_HISTORY)} must be true or false, got {shown(value)}")
+            in_history[row] = value
+        sessions = np.zeros(count, np.uint64)
+        if (name := self._past.session) is not None:
+            sessions = session_codes(texts(Field(name, "category"), columns[name], place))
+        return [items, labels, in_history, sessions]
 
     def ids(self, column: Column, values: Sequence[str | None]) -> tuple[np.ndarray, list[tuple[int, str]]]:
         """Returns the ids `[N]` of texts, and the rows and the texts of those that the vocabulary lacks."""
@@ -213,4 +261,6 @@ def _texts(values: list | None) -> list[str]:
 
 
 def _any_has(rows: object, name: str) -> bool:
+    if isinstance(rows, dict):
+        return name in rows
     return isinstance(rows, list) and any(isinstance(row, dict) and name in row for row in rows)

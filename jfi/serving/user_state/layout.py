@@ -18,12 +18,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from jfi.serving.schema import Field, Schema
+from jfi.serving.schema import Field, PastFields, Schema
 from jfi.utils.encoding import UNKNOWN
 
 TIME, EVENT_ID, USER = "time", "event_id", "user"
 #: The fields of an event that are not the model's.
 OWN_FIELDS = (USER, TIME, EVENT_ID)
+#: Those that statistics of the past need.
+LABEL, IN_HISTORY = "label", "in_history"
 #: Before the name of a policy's field, where it is that of a column of a record.
 _POLICY = "policy "
 #: Events older than the newest `max_history` that stay, for requests of a time before the newest ones.
@@ -61,12 +63,14 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_history: the newest events of a history that a model reads.
         fingerprint: of the encoding; a run with another one cannot read the records.
         schema: of the requests that they are made for; user and candidate are left out.
+        past: the statistics of the past that the state has, or None.
     """
 
     format: int
     max_history: int
     fingerprint: str
     schema: Schema
+    past: PastFields | None = None
 
 
 #: The format of stores that this version reads.
@@ -93,11 +97,11 @@ class EventLayout:
     def __init__(self, schema: Schema, max_history: int) -> None:
         if not schema.event:
             raise ValueError("the model reads no events, so there is no state of users")
-        for name in OWN_FIELDS:
+        for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
             if any(one.name == name for one in schema.event):
                 why = "which is one of the server's own; rename the column"
                 raise ValueError(f"an event has a field '{name}', {why}")
-        self.max_history, self.keep = max_history, max_history + MARGIN
+        self.max_history, self.keep, self.past = max_history, max_history + MARGIN, schema.past
         self.fields = [one for one in schema.event if one.kind != "age"]
         self.columns = [column for one in self.fields for column in _columns(one)]
         names = {column.field.name for column in self.columns}
@@ -132,9 +136,10 @@ class EventLayout:
             digest.update(msgspec.json.encode([name, self.schema.vocabularies[name]]))
         return digest.hexdigest()
 
-    def info(self) -> StateInfo:
+    def info(self, past: PastFields | None = None) -> StateInfo:
         """Returns what a store of these records says of them; the vocabularies are apart."""
-        return StateInfo(FORMAT, self.max_history, self.fingerprint, replace(self.schema, vocabularies={}))
+        schema = replace(self.schema, vocabularies={})
+        return StateInfo(FORMAT, self.max_history, self.fingerprint, schema, past)
 
     def records(self, value: bytes | None) -> np.ndarray:
         """Returns the records `[S]` of a user's value; none if it is None."""
@@ -164,7 +169,11 @@ class EventLayout:
 
     def _order(self, texts: list[str]) -> list:
         """What items are sorted by, as `jfi.data` sorts them."""
-        return list(map(int, texts)) if self._by_number and all(map(_is_integer, texts)) else texts
+        return list(map(int, texts)) if all(map(self.is_numbered, texts)) else texts
+
+    def is_numbered(self, item: str) -> bool:
+        """Returns whether an item is sorted by its number."""
+        return (self._by_number or self.item is None) and _is_integer(item)
 
 
 def _columns(one: Field) -> list[Column]:
@@ -190,7 +199,7 @@ def user_key(user: str) -> bytes:
 
 def event_ids(ids: Sequence[str | None]) -> np.ndarray:
     """`[N]` uint64, 64 bits of the BLAKE2b of each id; 0 for None."""
-    hashed = (0 if one is None else int.from_bytes(_digest(one)) or 1 for one in ids)
+    hashed = (0 if one is None else int.from_bytes(digest(one)) or 1 for one in ids)
     return np.fromiter(hashed, np.uint64, len(ids))
 
 
@@ -199,7 +208,8 @@ def session_codes(texts: Sequence[str | None]) -> np.ndarray:
     return event_ids(texts)
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
+    """Returns 8 bytes that are the same for equal texts, and as good as never for others."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 

@@ -13,9 +13,10 @@ from jfi.data.prepared.sources import Tables, column_settings
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.coded import nth_values
+from jfi.serving.user_state.dictionaries import Dictionaries
 from jfi.serving.user_state.events import EventReader
 from jfi.serving.user_state.layout import LONGEST_ID, TIME, Column, session_codes
-from jfi.serving.user_state.state import Dictionaries, put_records
+from jfi.serving.user_state.state import put_records
 from jfi.serving.user_state.stores import Store
 from jfi.utils.encoding import quantile_ids
 from jfi.utils.files import temporary_folder

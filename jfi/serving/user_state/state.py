@@ -1,13 +1,15 @@
 """The newest events of users, read for requests and written as events arrive."""
 
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 import numpy as np
 
 from jfi.serving.requests import Request, RequestReader
+from jfi.serving.schema import PastFields
+from jfi.serving.user_state.counters import StateCounters, comparable
+from jfi.serving.user_state.dictionaries import Dictionaries
 from jfi.serving.user_state.events import Events
 from jfi.serving.user_state.layout import (
     EVENT_ID,
@@ -21,16 +23,12 @@ from jfi.serving.user_state.layout import (
 )
 from jfi.serving.user_state.stores import Changes, Get, StateError, Store
 from jfi.serving.validation import BadRequestError
-from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.encoding import age_buckets
 
 _INFO, _VOCABULARIES = b"m", b"v"
-#: Before the keys of the values that the vocabularies lack: by text, by number, and how many there are.
-_NUMBER, _TEXT, _COUNT = b"n", b"t", b"c"
-#: Most values of a dictionary that get a number of their own; a further one is unknown for good.
-MOST_UNKNOWN = 10_000_000
-#: Bytes of the longest key of LMDB; a longer value is unknown for good, too.
-LONGEST_KEY = 511
-_INTEGER = struct.Struct("<q")
+#: The newest ids of a user's events that are not of histories, by which repeated ones are known.
+_MOST_IDS = 256
+_NO_IDS = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,44 @@ class Added:
 
     added: int
     repeated: int
+
+
+class _Changed:
+    """Reads keys as an update has changed them so far.
+
+    Args:
+        get: reads keys as they were.
+    """
+
+    def __init__(self, get: Get) -> None:
+        self._get = get
+        self.changes: Changes = {}
+
+    def __call__(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        absent = [key for key in dict.fromkeys(keys) if key not in self.changes]
+        found = dict(zip(absent, self._get(absent), strict=True)) if absent else {}
+        return [self.changes[key] if key in self.changes else found[key] for key in keys]
+
+    def ids(self, users: Iterable[str]) -> dict[str, np.ndarray]:
+        """Returns by user the newest ids of events that are not of histories."""
+        users = list(dict.fromkeys(users))
+        return dict(zip(users, map(_as_ids, self([_ids_key(user) for user in users])), strict=True))
+
+    def keep_ids(self, events: Events, rows: np.ndarray) -> None:
+        """Keeps the ids of those of a body's new events that are not of histories."""
+        rows = rows[~events.in_history[rows]]
+        own = self.ids(events.users[row] for row in rows)
+        for row in rows[events.records[EVENT_ID][rows] != 0]:
+            own[events.users[row]] = np.append(own[events.users[row]], events.records[EVENT_ID][row])
+        self.changes |= {_ids_key(user): ids[-_MOST_IDS:].tobytes() for user, ids in own.items() if len(ids)}
+
+
+def _ids_key(user: str) -> bytes:
+    return b"i" + user.encode()
+
+
+def _as_ids(value: bytes | None) -> np.ndarray:
+    return np.frombuffer(value or b"", np.uint64)
 
 
 class UserState:
@@ -61,6 +97,12 @@ class UserState:
             raise StateError(
                 f"the state of users is of another encoding, {why}; `jfi state migrate` makes one for this artifact"
             )
+        past = layout.past
+        if info.past is not None and past is not None and comparable(past) != comparable(info.past):
+            raise StateError(f"the state of users has other statistics of the past, {_other(info.past, past)}")
+        #: The statistics of the past that events are counted in, or None.
+        self.past = info.past
+        self.counters = None if info.past is None else StateCounters(info.past, layout)
         #: Numbers and texts of values that the vocabularies lack, by dictionary; they never change.
         self._numbers: dict[bytes, int] = {}
         self._texts: dict[bytes, str] = {}
@@ -90,18 +132,22 @@ class UserState:
             values = get(list(map(user_key, users)))
             now = dict(zip(users, map(self.layout.records, values), strict=True))
             before = dict(now)
-            names = Dictionaries(get, self._numbers, self._texts)
+            names, counted = Dictionaries(get, self._numbers, self._texts), _Changed(get)
             for events in bodies:
                 try:
-                    merged, added = self._merged(events, now, names)
+                    rows_of = self._new_rows_of(events, now, counted)
                 except BadRequestError as fault:
                     results.append(fault)
                     continue
-                now |= merged
-                results.append(added)
+                records, rows = self._numbered(events, names), np.concatenate(list(rows_of.values()))
+                now |= self._merged(events, records, rows_of, now, names)
+                if self.counters is not None:
+                    counted.keep_ids(events, rows)
+                    counted.changes |= self.counters.changes(counted, events, records, rows.tolist())
+                results.append(Added(len(rows), len(events) - len(rows)))
             new.update(names.new)
             changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
-            return changed | names.changes()
+            return changed | names.changes() | counted.changes
 
         self.store.update(change)
         self._numbers |= new
@@ -126,7 +172,15 @@ class UserState:
         """
         users = [one.stored.user for one in requests if one.stored is not None]
         histories = iter(self.histories(users) if users else [])
-        return [one if one.stored is None else self._filled(one, next(histories), reader) for one in requests]
+        found = [one if one.stored is None else self._filled(one, next(histories), reader) for one in requests]
+        asked = [one.stored for one in requests if one.stored is not None and one.stored.items is not None]
+        if not asked:
+            return found
+        answers = iter(self.counters.answers(self.store.get, asked))
+        return [
+            one if one.stored is None or one.stored.items is None else reader.with_statistics(one, next(answers))
+            for one in found
+        ]
 
     def _filled(self, request: Request, events: np.ndarray, reader: RequestReader) -> Request:
         stored = request.stored
@@ -163,36 +217,31 @@ class UserState:
         """Returns the value of an id, of the vocabulary or of those that it lacks; None for a missing one."""
         return self._text(column, number, Dictionaries(self.store.get, self._numbers, self._texts))
 
-    def _text(self, column: Column, number: int, names: "Dictionaries") -> str | None:
+    def _text(self, column: Column, number: int, names: Dictionaries) -> str | None:
         if number >= 0 or column.values is None:
             known = self.layout.schema.vocabularies.get(column.values or "", [])
             return known[number - 1] if number > 0 else None
         return names.text(column.values, number)
 
-    def _merged(self, events: Events, now: dict[str, np.ndarray], names: "Dictionaries") -> tuple[dict, Added]:
-        """The records of the users of a body with its events, and how many are new."""
-        rows_of: dict[str, list[int]] = {}
-        for row, user in enumerate(events.users):
-            rows_of.setdefault(user, []).append(row)
-        new_of = {user: self._new_rows(events, np.array(rows), now[user]) for user, rows in rows_of.items()}
-        records, merged = self._numbered(events, names), {}
-
-        def texts(ids: np.ndarray) -> list[str]:
-            return [self._text(self.layout.item, int(one), names) or "" for one in ids]
-
-        for user, rows in new_of.items():
-            if len(rows):
-                merged[user] = self.layout.merge(now[user], records[rows], texts)
-        added = sum(map(len, new_of.values()))
-        return merged, Added(added, len(events) - added)
-
-    def _new_rows(self, events: Events, rows: np.ndarray, old: np.ndarray) -> np.ndarray:
-        """Those of a user's rows `[N]` that are not repeated.
+    def _new_rows_of(self, events: Events, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
+        """By user the rows of a body that are not repeated.
 
         Raises:
             BadRequestError: one is too late.
         """
-        rows = rows[~_is_repeated(old[EVENT_ID], events.records[EVENT_ID][rows])]
+        rows_of: dict[str, list[int]] = {}
+        for row, user in enumerate(events.users):
+            rows_of.setdefault(user, []).append(row)
+        others = [] if self.counters is None else [events.users[row] for row in np.flatnonzero(~events.in_history)]
+        known = get.ids(others)
+        return {
+            user: self._new_rows(events, np.array(rows), now[user], known.get(user, _NO_IDS))
+            for user, rows in rows_of.items()
+        }
+
+    def _new_rows(self, events: Events, rows: np.ndarray, old: np.ndarray, others: np.ndarray) -> np.ndarray:
+        ids = events.records[EVENT_ID]
+        rows = rows[~_is_repeated(np.append(old[EVENT_ID], others), ids[rows])]
         late = rows[events.records[TIME][rows] < old[TIME][-1] - self.max_late] if len(old) else []
         if len(late):
             at, newest = events.place(int(late[0]), TIME), f"the newest event of the user, {old[TIME][-1]:.15g}"
@@ -200,7 +249,28 @@ class UserState:
             raise BadRequestError(f"{at} is {time:.15g}, more than {self.max_late:g} s older than {newest}")
         return rows
 
-    def _numbered(self, events: Events, names: "Dictionaries") -> np.ndarray:
+    def _merged(
+        self,
+        events: Events,
+        records: np.ndarray,
+        rows_of: dict[str, np.ndarray],
+        now: dict[str, np.ndarray],
+        names: Dictionaries,
+    ) -> dict[str, np.ndarray]:
+        """By user the records with the new events of a body."""
+        merged = {}
+
+        def texts(ids: np.ndarray) -> list[str]:
+            return [self._text(self.layout.item, int(one), names) or "" for one in ids]
+
+        for user, rows in rows_of.items():
+            if self.counters is not None:
+                rows = rows[events.in_history[rows]]
+            if len(rows):
+                merged[user] = self.layout.merge(now[user], records[rows], texts)
+        return merged
+
+    def _numbered(self, events: Events, names: Dictionaries) -> np.ndarray:
         """The records of events, with numbers for the values that the vocabularies lack."""
         if not events.unknown:
             return events.records
@@ -211,81 +281,6 @@ class UserState:
                 for row, text in lacking:
                     records[column.name][row] = names.number(column.values, text)
         return records
-
-
-class Dictionaries:
-    """Numbers of the values that the vocabularies of a state lack: -1, -2 and so on in each of its dictionaries.
-
-    Args:
-        get: reads keys of the store; by default there are none.
-        numbers, texts: numbers by key and texts by key that were read before; both never change.
-    """
-
-    def __init__(
-        self, get: Get | None = None, numbers: dict[bytes, int] | None = None, texts: dict[bytes, str] | None = None
-    ) -> None:
-        self._get = get or (lambda keys: [None] * len(keys))
-        self._numbers, self._texts = {} if numbers is None else numbers, {} if texts is None else texts
-        #: Those that the store does not have yet.
-        self.new: dict[bytes, int] = {}
-        self._new_texts: dict[bytes, str] = {}
-        self._counts: dict[str, int] = {}
-
-    def read(self, values: str, texts: Iterable[str]) -> None:
-        """Reads the numbers of texts of a dictionary, all at once."""
-        keys = list(dict.fromkeys(_number_key(values, text) for text in texts))
-        absent = [key for key in keys if key not in self._numbers and key not in self.new]
-        for key, found in zip(absent, self._get(absent) if absent else [], strict=True):
-            if found is not None:
-                self._numbers[key] = _INTEGER.unpack(found)[0]
-
-    def number(self, values: str, text: str) -> int:
-        """Returns the number of a text that `read` has read, or a new one; 0 if it is too long or there are too many.
-
-        Args:
-            values: the dictionary.
-            text: a value.
-        """
-        key = _number_key(values, text)
-        found = self._numbers.get(key) or self.new.get(key)
-        if found is not None:
-            return found
-        if values not in self._counts:
-            (count,) = self._get([_COUNT + values.encode()])
-            self._counts[values] = _INTEGER.unpack(count)[0] if count else 0
-        if self._counts[values] >= MOST_UNKNOWN or len(key) > LONGEST_KEY:
-            return UNKNOWN
-        self._counts[values] += 1
-        number = self.new[key] = -self._counts[values]
-        self._new_texts[text_key(values, number)] = text
-        return number
-
-    def text(self, values: str, number: int) -> str | None:
-        """Returns the text of a number of a dictionary."""
-        key = text_key(values, number)
-        if key in self._new_texts:
-            return self._new_texts[key]
-        if key not in self._texts:
-            (found,) = self._get([key])
-            if found is None:
-                return None
-            self._texts[key] = found.decode()
-        return self._texts[key]
-
-    def changes(self) -> Changes:
-        """Returns what the store gets."""
-        found: Changes = {key: _INTEGER.pack(number) for key, number in self.new.items()}
-        found |= {key: text.encode() for key, text in self._new_texts.items()}
-        return found | {_COUNT + values.encode(): _INTEGER.pack(count) for values, count in self._counts.items()}
-
-
-def _number_key(values: str, text: str) -> bytes:
-    return b"\0".join([_NUMBER + values.encode(), text.encode()])
-
-
-def text_key(values: str, number: int) -> bytes:
-    """The key of the text of a number of a dictionary."""
-    return b"\0".join([_TEXT + values.encode(), _INTEGER.pack(number)])
 
 
 def read_info(store: Store) -> StateInfo:
@@ -315,11 +310,11 @@ def read_layout(store: Store) -> EventLayout:
     return EventLayout(info.schema, info.max_history)
 
 
-def write_layout(store: Store, layout: EventLayout) -> None:
-    """Makes an empty or filled store one of these records; it is written last."""
+def write_layout(store: Store, layout: EventLayout, past: PastFields | None = None) -> None:
+    """Makes an empty or filled store one of these records, and of statistics of the past; it is written last."""
     vocabularies = msgspec.json.encode(layout.schema.vocabularies)
     store.put([(_VOCABULARIES, vocabularies)])
-    store.put([(_INFO, msgspec.json.encode(layout.info()))])
+    store.put([(_INFO, msgspec.json.encode(layout.info(None if past is None else comparable(past))))])
 
 
 def is_empty(store: Store) -> bool:
@@ -362,8 +357,8 @@ def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.nd
         yield key[1:].decode(), layout.records(value)
 
 
-def read_dictionary(store: Store, values: str) -> list[str]:
-    """Reads the texts of a dictionary by number: the first is that of -1."""
-    prefix = text_key(values, 0)[: -_INTEGER.size]
-    found = {_INTEGER.unpack(key[-_INTEGER.size :])[0]: text.decode() for key, text in store.scan(prefix)}
-    return [found[number] for number in sorted(found, reverse=True)]
+def _other(past: PastFields, other: PastFields) -> str:
+    """Says what differs between the statistics of a state and those of an artifact."""
+    own, wanted = asdict(comparable(past)), asdict(comparable(other))
+    name = next(name for name in own if own[name] != wanted[name])
+    return f"{name} {own[name]} and not {wanted[name]}; load it from the log by `jfi state load`"

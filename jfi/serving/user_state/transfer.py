@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jfi.serving.user_state.dictionaries import Dictionaries, read_dictionary
 from jfi.serving.user_state.layout import TIME, USER, Column, EventLayout
-from jfi.serving.user_state.state import Dictionaries, put_records, read_dictionary, read_layout, scan_records
+from jfi.serving.user_state.state import put_records, read_layout, scan_records
 from jfi.serving.user_state.stores import StateError, Store
 from jfi.utils.encoding import UNKNOWN, HashBuckets, Vocabulary
 from jfi.utils.files import writing_file
