@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from jfi.serving import artifact
-from jfi.serving.schema import Limits
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import is_empty, write_layout
 from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableError, is_url, open_store
@@ -26,11 +25,8 @@ def main(options: argparse.Namespace) -> None:
 
 def _load(options: argparse.Namespace) -> None:
     from jfi.cli.export import schema_of_run
-    from jfi.serving.dataset_schema import past_fields, read_counters
-    from jfi.serving.requests import RequestReader
-    from jfi.serving.user_state.counters import StateCounters
-    from jfi.serving.user_state.events import EventReader
-    from jfi.serving.user_state.load import load, log_settings
+    from jfi.serving.dataset_schema import past_fields
+    from jfi.serving.user_state.load import fill
     from jfi.training.run.saved_run import load_run
 
     with _new_store(options.state, "--state", options.state_gb) as store:
@@ -39,18 +35,7 @@ def _load(options: argparse.Namespace) -> None:
         if config.statistics_groups():
             schema = replace(schema, past=past_fields(config, run.schema))
         layout = _layout(schema, run.schema.max_history, f"--run {options.run}")
-        reader = EventReader(layout, RequestReader(schema, Limits(1, layout.max_history)))
-        users = events = 0
-        if options.interactions != "none":
-            settings = log_settings(config, reader, options.interactions)
-            users, events = load(store, reader, settings, run.schema)
-        if schema.past is not None:
-            counters = StateCounters(schema.past, layout)
-            if options.interactions is not None:
-                config = replace(config, interactions=options.interactions, split="time", validation=None, test=None)
-            if options.interactions != "none":
-                store.put(counters.records_of(read_counters(config, run.schema)))
-        write_layout(store, layout, schema.past)
+        users, events = fill(store, layout, config, run.schema, options.interactions)
     print(f"wrote {options.state}: {events:,} events of {users:,} users")
 
 

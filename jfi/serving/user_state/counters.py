@@ -25,6 +25,17 @@ def comparable(past: PastFields) -> PastFields:
     return replace(past, until=0.0, sets={})
 
 
+def is_same(one: PastFields, other: PastFields) -> bool:
+    """Returns whether the counters of statistics can be those of others, whose vocabularies may differ."""
+
+    def counted(past: PastFields) -> tuple:
+        columns = {name: column.slots for name, column in past.columns.items()}
+        known = past.window, past.half_lives, past.is_implicit, past.session
+        return past.groups, past.categories, columns, *known
+
+    return counted(one) == counted(other)
+
+
 class StateCounters:
     """The statistics of a log that grows, by the ids of users, items and values.
 

@@ -13,10 +13,14 @@ from jfi.data.prepared.sources import Tables, column_settings
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.coded import nth_values
+from jfi.serving.dataset_schema import read_counters
+from jfi.serving.requests import RequestReader
+from jfi.serving.schema import Limits
+from jfi.serving.user_state.counters import StateCounters
 from jfi.serving.user_state.dictionaries import Dictionaries
 from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import LONGEST_ID, TIME, Column, session_codes
-from jfi.serving.user_state.state import put_records
+from jfi.serving.user_state.layout import LONGEST_ID, TIME, Column, EventLayout, session_codes
+from jfi.serving.user_state.state import put_records, write_layout
 from jfi.serving.user_state.stores import Store
 from jfi.utils.encoding import quantile_ids
 from jfi.utils.files import temporary_folder
@@ -26,19 +30,44 @@ from jfi.utils.jagged import ranges
 _AT_ONCE = 1 << 18
 
 
-def log_settings(config: DataConfig, reader: EventReader, interactions: str | list[str] | None) -> DataConfig:
-    """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others.
+def fill(
+    store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema, interactions: str | None
+) -> tuple[int, int]:
+    """Makes an empty store the state of users of a log, in bounded memory.
 
     Args:
-        config: of the run.
-        reader: names the fields of an event.
-        interactions: the log; None for the run's own interactions, of all splits.
+        store: to fill.
+        layout: of the records.
+        config: the section `data` of a run.
+        schema: of the run.
+        interactions: the log; None for the run's own interactions, of all splits, and "none" for no event.
+
+    Returns:
+        The number of users and that of events.
+
+    Raises:
+        DataError: a table is missing or malformed, or a user's id is too long.
     """
+    users = events = 0
+    if interactions != "none":
+        if interactions is not None:
+            config = replace(config, interactions=interactions, split="time", validation=None, test=None)
+        known = RequestReader(replace(layout.schema, policy=None), Limits(1, layout.max_history))
+        users, events = _load(store, EventReader(layout, known), _log_settings(config, layout), schema)
+        if layout.past is not None:
+            store.put(StateCounters(layout.past, layout).records_of(read_counters(config, schema)))
+    write_layout(store, layout)
+    return users, events
+
+
+def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
+    """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others."""
     config = column_settings(config)
-    own = {column.field.name for column in reader.layout.columns}
-    crossed = {name for column in reader.layout.columns for name in column.field.columns}
+    own = {column.field.name for column in layout.columns}
+    crossed = {name for column in layout.columns for name in column.field.columns}
+    has_policy = layout.schema.policy is not None
     features = [one for one in config.features if one.of in ("item", "event") and one.name in own | crossed]
-    config = replace(
+    return replace(
         config,
         source="table",
         features=features,
@@ -51,30 +80,14 @@ def log_settings(config: DataConfig, reader: EventReader, interactions: str | li
         statistics=[],
         policy=None,
         conversion=None,
-        dwell=config.dwell if reader.layout.schema.policy is not None else None,
-        surface=config.surface if reader.layout.schema.policy is not None else None,
-        session=config.session if reader.layout.schema.policy is not None else None,
+        dwell=config.dwell if has_policy else None,
+        surface=config.surface if has_policy else None,
+        session=config.session if has_policy else None,
     )
-    if interactions is not None:
-        config = replace(config, interactions=interactions, split="time", validation=None, test=None)
-    return config
 
 
-def load(store: Store, reader: EventReader, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
-    """Writes the newest events of each user of a log to an empty store, in bounded memory.
-
-    Args:
-        store: to fill.
-        reader: encodes events.
-        config: of `log_settings`.
-        schema: of the run, whose codec semantic IDs must have.
-
-    Returns:
-        The number of users and that of events.
-
-    Raises:
-        DataError: a table is missing or malformed, or a user's id is too long.
-    """
+def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
+    """Writes the newest events of each user of a log."""
     has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
     items = None if config.items is None or not has_columns else read_table(config.items, config.columns(), config)
     config = config if items is not None else replace(config, items=None)

@@ -26,6 +26,8 @@ from jfi.serving.validation import BadRequestError
 from jfi.utils.encoding import age_buckets
 
 _INFO, _VOCABULARIES = b"m", b"v"
+#: Before the keys of the counters of statistics of the past.
+COUNTERS = (b"k", b"i")
 #: The newest ids of a user's events that are not of histories, by which repeated ones are known.
 _MOST_IDS = 256
 _NO_IDS = np.zeros(0, np.uint64)
@@ -310,11 +312,11 @@ def read_layout(store: Store) -> EventLayout:
     return EventLayout(info.schema, info.max_history)
 
 
-def write_layout(store: Store, layout: EventLayout, past: PastFields | None = None) -> None:
+def write_layout(store: Store, layout: EventLayout) -> None:
     """Makes an empty or filled store one of these records, and of statistics of the past; it is written last."""
     vocabularies = msgspec.json.encode(layout.schema.vocabularies)
     store.put([(_VOCABULARIES, vocabularies)])
-    store.put([(_INFO, msgspec.json.encode(layout.info(None if past is None else comparable(past))))])
+    store.put([(_INFO, msgspec.json.encode(layout.info(None if layout.past is None else comparable(layout.past))))])
 
 
 def is_empty(store: Store) -> bool:

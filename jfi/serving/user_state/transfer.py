@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jfi.serving.user_state.counters import is_same
 from jfi.serving.user_state.dictionaries import Dictionaries, read_dictionary
 from jfi.serving.user_state.layout import TIME, USER, Column, EventLayout
-from jfi.serving.user_state.state import put_records, read_layout, scan_records
+from jfi.serving.user_state.state import COUNTERS, put_records, read_info, read_layout, scan_records
 from jfi.serving.user_state.stores import StateError, Store
 from jfi.utils.encoding import UNKNOWN, HashBuckets, Vocabulary
 from jfi.utils.files import writing_file
@@ -68,6 +69,10 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
     if layout.max_history > old.max_history:
         what = f"keeps {old.max_history} events of a user, and the artifact reads {layout.max_history}"
         raise StateError(f"the state {what}; load it from the log by `jfi state load`")
+    info = read_info(store)
+    if info.past is not None and (layout.past is None or not is_same(info.past, layout.past)):
+        what = "has statistics of the past that the artifact does not have, or computes otherwise"
+        raise StateError(f"the state {what}; load it from the log by `jfi state load`")
     names, own = Dictionaries(), {column.name: column for column in old.columns}
     moves = [(column.name, _Move(store, old, own.get(column.name), layout, column, names)) for column in layout.columns]
     counts = [0, 0]
@@ -85,6 +90,9 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
 
     put_records(target, moved())
     target.put(names.changes().items())
+    if info.past is not None:
+        for prefix in COUNTERS:
+            target.put(store.scan(prefix))
     return counts[0], counts[1]
 
 

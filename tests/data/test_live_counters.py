@@ -1,0 +1,173 @@
+"""Statistics of a log that grows are those of training's index of the same rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from jfi.events.counters import counters_of
+from jfi.events.events import Events
+from jfi.events.groups import GROUPS
+from jfi.events.live_counters import LiveCounters
+from jfi.events.live_index import LiveQuestion
+from jfi.events.live_records import LiveEvent
+from jfi.events.point_in_time import Column, PastIndex, Questions
+from jfi.events.statistics import Columns, Statistics
+
+USERS, ITEMS, WINDOW = 5, 12, 8
+HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
+
+
+def digest(kind: bytes, number: int) -> bytes:
+    return kind + int(number).to_bytes(7, "big")
+
+
+@dataclass
+class Log:
+    """Rows in the order of their arrival, with ties, pauses, rows without a label and rows not of histories."""
+
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray
+    label: np.ndarray
+    in_history: np.ndarray
+    tags: np.ndarray
+    is_implicit: bool
+
+    @classmethod
+    def draw(cls, is_implicit: bool, seed: int, count: int = 300) -> "Log":
+        rng = np.random.default_rng(seed)
+        tags = np.zeros((ITEMS, 2), np.int64)
+        for own in tags:
+            chosen = rng.choice(5, rng.integers(0, 3), replace=False)
+            own[: len(chosen)] = 1 + chosen
+        label = np.ones(count) if is_implicit else np.where(rng.random(count) < 0.1, np.nan, rng.integers(0, 2, count))
+        in_history = np.ones(count, bool) if is_implicit else rng.random(count) < 0.8
+        user, item = rng.integers(0, USERS, count), rng.integers(0, ITEMS, count)
+        time = np.cumsum(rng.choice([0, 0, 1, 30, 4000], count)) + 1e9
+        order = np.lexsort((item, time))  # of a time in the order of items, as training sorts them
+        return cls(user[order], item[order], time, label[order], in_history[order], tags, is_implicit)
+
+    def events(self, rows: np.ndarray) -> list[LiveEvent]:
+        return [
+            LiveEvent(
+                digest(b"u", self.user[i]),
+                digest(b"i", self.item[i]),
+                float(self.time[i]),
+                float(self.label[i]),
+                bool(self.in_history[i]),
+                order=int(self.item[i]),
+                values={"tags": [digest(b"t", tag) for tag in self.tags[self.item[i]] if tag]},
+            )
+            for i in rows
+        ]
+
+    def index(self, rows: np.ndarray) -> tuple[PastIndex, np.ndarray]:
+        """The index of rows, and the number of each user in it, -1 for one without rows."""
+        rows = rows[np.lexsort((self.item[rows], self.time[rows], self.user[rows]))]
+        present, user = np.unique(self.user[rows], return_inverse=True)
+        known = np.full(USERS + 1, -1)
+        known[present] = np.arange(len(present))
+        histories = None if self.in_history[rows].all() else np.flatnonzero(self.in_history[rows])
+        label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
+        events = Events(user, self.item[rows], self.time[rows], label, split, histories)
+        columns = {"column tags": Column("item", self.tags, 6, "tags")}
+        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit), known
+
+    def answers(self, rows: np.ndarray, user: int, now: float) -> Columns:
+        """What training computes for all items."""
+        index, known = self.index(rows)
+        asked = Questions(
+            np.full(ITEMS, known[user]), np.full(ITEMS, now), np.arange(ITEMS), ids={"column tags": self.tags}
+        )
+        return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
+
+    def question(self, user: int, now: float) -> LiveQuestion:
+        tags = [[digest(b"t", tag) for tag in own if tag] for own in self.tags]
+        return LiveQuestion(digest(b"u", user), [digest(b"i", item) for item in range(ITEMS)], now, {"tags": tags})
+
+
+class Counted:
+    """Live counters with the records in a dict."""
+
+    def __init__(self, log: Log) -> None:
+        self.live = LiveCounters(list(GROUPS), ["tags"], {"tags": 2}, WINDOW, HALF_LIVES, log.is_implicit, ITEMS)
+        self.records: dict[bytes, bytes] = {}
+
+    def get(self, keys) -> list[bytes | None]:
+        return [self.records.get(key) for key in keys]
+
+    def add(self, events: list[LiveEvent]) -> None:
+        self.records |= self.live.add(self.get, events)
+
+
+def check(found: Columns, wanted: Columns, but: tuple[str, ...] = ()) -> None:
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        if not name.startswith(but):
+            # Sums that halve by their age are added in another order than in training.
+            np.testing.assert_allclose(found[name], values, rtol=1e-13, atol=1e-14, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+def test_events_one_by_one(is_implicit, seed):
+    log = Log.draw(is_implicit, seed)
+    counted, rng = Counted(log), np.random.default_rng(seed)
+    for row in range(len(log.user)):
+        counted.add(log.events(np.array([row])))
+        if row % 23 == 5:
+            questions = []
+            for now in (log.time[row], log.time[row] + 0.5, log.time[row] + 2000.0):  # at its own time it is not older
+                questions.append((int(rng.integers(0, USERS + 1)), float(now)))
+            found = counted.live.answers(counted.get, [log.question(*one) for one in questions])
+            for one, own in zip(questions, found, strict=True):
+                check(own, log.answers(np.arange(row + 1), *one))
+
+
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+def test_a_log_and_the_events_after_it(is_implicit):
+    log = Log.draw(is_implicit, 3)
+    log.in_history[:] = True
+    first = np.arange(200)
+    index, _ = log.index(first)
+    none = np.zeros(1, np.int64)
+    asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
+    Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
+    digests = {"user": [digest(b"u", user) for user in range(USERS)]}
+    digests |= {"item": [digest(b"i", item) for item in range(ITEMS)]}
+    digests |= {"column tags": [digest(b"t", tag) for tag in range(6)]}
+    counted = Counted(log)
+    counted.records |= counted.live.records_of(counters_of(index), index.sets, digests)
+    for rows in (first, np.arange(300)):
+        counted.add(log.events(rows[200:]))
+        for user in range(USERS):
+            now = float(log.time[rows[-1]] + 60)
+            (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+            check(found, log.answers(rows, user, now))
+
+
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+def test_late_events_count_from_their_own_time_on(is_implicit):
+    log = Log.draw(is_implicit, 4)
+    counted = Counted(log)
+    rows = np.argsort(np.arange(300) + np.random.default_rng(0).integers(0, 6, 300), kind="stable")
+    assert (np.diff(rows) < 0).sum() > 50
+    for row in rows:
+        counted.add(log.events(np.array([row])))
+    for user in range(USERS + 1):
+        now = float(log.time[-1] + 60)
+        (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+        wanted = log.answers(np.arange(300), user, now)
+        # The surprise in labels, and the pairs of items, are of what was known when an event came.
+        check(found, wanted, but=("past_user_newest", "past_agreement", "past_similar", "past_session"))
+
+
+def test_records_stay_small():
+    log = Log.draw(False, 5, count=3000)
+    counted = Counted(log)
+    counted.add(log.events(np.arange(1500)))
+    half = len(counted.records), max(map(len, counted.records.values()))
+    counted.add(log.events(np.arange(1500, 3000)))
+    assert len(counted.records) < 1.2 * half[0] and max(map(len, counted.records.values())) <= half[1] * 1.05
+    assert half[1] < 10_000

@@ -1,0 +1,176 @@
+"""Statistics of the past in the state of users: a log replayed, and what requests get compared with `jfi predict`."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.sources import column_settings
+from jfi.events.groups import GROUPS
+from jfi.serving.counters import RequestStatistics
+from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Limits
+from jfi.serving.user_state.events import EventReader
+from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.load import fill
+from jfi.serving.user_state.state import UserState
+from jfi.serving.user_state.stores import StateError
+
+COUNT, ITEMS, START = 700, 30, 1_600_000_000
+
+
+@pytest.fixture(scope="module")
+def log() -> list[dict]:
+    """Rows in the order of time, some of them at the same one, with lists, missing labels and repeated items."""
+    rng = np.random.default_rng(0)
+    tags = [[f"t{tag}" for tag in rng.choice(6, rng.integers(0, 4), replace=False)] for _ in range(ITEMS)]
+    time = np.sort(rng.integers(0, 40_000, COUNT)) * 5.0 + START
+    rows = [
+        {"user_id": f"u{rng.integers(0, 12)}", "item_id": int(item), "timestamp": float(one), "brand": f"b{item % 5}"}
+        | {"rating": int(rng.integers(1, 6)), "tags": tags[item]}
+        for item, one in zip(rng.integers(0, ITEMS, COUNT), time, strict=True)
+    ]
+    return sorted(rows, key=lambda row: (row["timestamp"], row["item_id"]))
+
+
+KINDS = pa.schema(
+    [
+        ("user_id", pa.string()),
+        ("item_id", pa.int64()),
+        ("timestamp", pa.float64()),
+        ("rating", pa.int64()),
+        ("tags", pa.list_(pa.string())),
+        ("brand", pa.string()),
+    ]
+)
+FEATURES = [FeatureConfig("tags", "item"), FeatureConfig("brand", "item"), FeatureConfig("rating", "event")]
+CASES = {
+    "labels": {"label": "rating >= 4", "statistics": list(GROUPS)},
+    "implicit": {"statistics": list(GROUPS)},
+    "auto, hashed": {
+        "label": "rating >= 4",
+        "features": [FeatureConfig("tags", "item", hash_buckets=7), FeatureConfig("brand", "item", default="b1")],
+    },
+    "history": {"label": "rating >= 4", "statistics": list(GROUPS), "history": "rating >= 3"},
+}
+
+
+class Replay:
+    """A state without a model, and what `jfi predict` would read."""
+
+    def __init__(self, log: list[dict], change: dict, folder, store, known: int) -> None:
+        pq.write_table(pa.Table.from_pylist(log, KINDS), folder / "log.parquet")
+        base = DataConfig(interactions=str(folder / "log.parquet"), features=FEATURES, max_history=20, max_slots=2)
+        self.config = dataclasses.replace(base, **change).with_statistics()
+        self.log, self.folder, self.rule = log, folder, "history" in change
+        self.schema = load_dataset(self.config).schema
+        pq.write_table(pa.Table.from_pylist(log[:known], KINDS), folder / "known.parquet")
+        counters = read_counters(self.config, self.schema)
+        fields = schema_of(self.config, self.schema, True, True)
+        self.fields = dataclasses.replace(fields, past=past_fields(self.config, self.schema))
+        interactions = str(folder / "known.parquet") if known else "none"
+        layout = EventLayout(self.fields, 20)
+        fill(store, layout, self.config, self.schema, interactions)
+        served = dataclasses.replace(fields, past=counters.fields)  # as an artifact has it
+        self.state = UserState(store, EventLayout(served, 20))
+        statistics = RequestStatistics(counters)
+        self.reader = RequestReader(served, Limits(100, 20), past=statistics, has_state=True, has_counters=True)
+        self.events = EventReader(layout, self.reader, past=self.state.past)
+
+    def body(self, rows: list[dict]) -> list[dict]:
+        """Events as a client sends them, with all fields that the run has."""
+        found = []
+        for row in rows:
+            event = {name: row[name] for name in self.events.fields}
+            event |= {"user": row["user_id"], "time": row["timestamp"], "event_id": str(self.log.index(row))}
+            if "label" in self.events.optional:
+                event["label"] = int(row["rating"] >= 4)
+            if self.rule:
+                event["in_history"] = row["rating"] >= 3
+            found.append(event)
+        return found
+
+    def request(self, user: str, now: float) -> dict:
+        by_item = {row["item_id"]: row for row in self.log}
+        names = [name for name in self.reader.fields["candidates"] if name not in self.reader.schema.past.names]
+        candidates = [{name: row[name] for name in names} for row in by_item.values()]
+        candidates.append(candidates[0] | {"item_id": 999})
+        return {"user": user, "candidates": candidates, "time": now}
+
+    def wanted(self, request: dict, known: list[dict]) -> np.ndarray:
+        """The dense features that `jfi predict` reads."""
+        rows = [
+            {"rating": None, "user_id": request["user"], "timestamp": request["time"]} | one
+            for one in request["candidates"]
+        ]
+        rows = [{"tags": None, "brand": None} | row for row in rows]
+        (folder := self.folder / f"{len(known)}-{request['time']}-{request['user']}").mkdir()
+        sources = Sources(pa.Table.from_pylist(rows, KINDS), pa.Table.from_pylist(known, KINDS))
+        scoring = ScoringRows(sources, folder, self.schema, column_settings(self.config))
+        (batch,) = scoring.dataset.batches("rows", 1000)
+        found = np.empty_like(batch.dense_features.numpy())
+        found[scoring.rows[batch.samples.numpy()]] = batch.dense_features.numpy()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("case", "known", "new_store"),
+    [*((case, 400, "lmdb") for case in CASES), ("labels", 0, "lmdb"), ("history", 0, "redis")],
+    indirect=["new_store"],
+)
+def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_store):
+    """Bit for bit, at the time of the newest event, right after it and later."""
+    replay, rng = Replay(log, CASES[case], tmp_path, new_store(), known), np.random.default_rng(1)
+    for begin in range(known, known + 150, 30):
+        part = log[begin : begin + 30]
+        for _ in range(2):  # the second time they are repeated
+            (added,) = replay.state.add([replay.events(replay.body(part))])
+        assert (added.added, added.repeated) == (0, 30)
+        newest = part[-1]["timestamp"]
+        for now in (newest, newest + 0.5, newest + 1e5):
+            request = replay.request(f"u{rng.integers(0, 13)}", now)
+            (filled,) = replay.state.fill([replay.reader(request)], replay.reader)
+            np.testing.assert_array_equal(filled.dense, replay.wanted(request, log[: begin + 30]))
+    assert filled.dense.std() > 0.1
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
+    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 400)
+    request = replay.request("u3", log[399]["timestamp"] + 60)
+    (before,) = replay.state.fill([replay.reader(request)], replay.reader)
+    assert before.num_events == 20 and replay.state.delete("u3")
+    (after,) = replay.state.fill([replay.reader(request)], replay.reader)
+    assert after.num_events == 0
+    np.testing.assert_array_equal(after.dense, before.dense)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": 0.5}, "events[0].label must be 0, 1 or null, got 0.5"),
+        ({"label": True}, "events[0].label must be 0, 1 or null, got True"),
+        ({"in_history": 1}, "events[0].in_history must be true or false, got 1"),
+        ({"item_id": None}, "events[0].item_id must be the id of an item, got None"),
+    ],
+)
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_faults_of_what_is_counted_are_named(log, tmp_path, new_store, change, message):
+    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
+    body = [replay.body(log[:1])[0] | {"in_history": True} | change]
+    with pytest.raises(BadRequestError) as fault:
+        replay.events(body)
+    assert str(fault.value) == message
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_other_statistics_are_refused(log, tmp_path, new_store):
+    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
+    past = dataclasses.replace(replay.fields.past, half_lives=[1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(StateError, match=r"has other statistics of the past, half_lives .* and not \[1.0, 2.0, "):
+        UserState(replay.state.store, EventLayout(dataclasses.replace(replay.fields, past=past), 20))
