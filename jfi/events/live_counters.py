@@ -5,12 +5,12 @@ those of its own keys. An event that comes late is counted from its own time on,
 of events that came before it, and the pairs of items that these made, stay as they were.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jfi.events.events import Events
-from jfi.events.live_index import SETS, Counted, Gathered, LiveQuestion, digests_of
+from jfi.events.live_index import SETS, Counted, Gathered, LiveQuestion, keys_of
 from jfi.events.live_records import (
     DIGEST_BYTES,
     HOURS,
@@ -141,15 +141,15 @@ class LiveCounters:
         self,
         arrays: dict[str, np.ndarray],
         sets: dict[Rows, Rows],
-        digests: dict[str, Sequence[bytes]],
+        digests: Mapping[str, np.ndarray],
     ) -> Iterator[tuple[bytes, bytes]]:
         """Yields the keys and the records of a log.
 
         Args:
             arrays: of `jfi.events.counters.counters_of`.
             sets: of the log's index.
-            digests: of the users, the items and, by part of a key, the values of a column, each by number; those of a
-                column begin with one that is not used.
+            digests: by part of a key, such as "user" and "column genres", those of its values `[N, 8]`, by number; the
+                first of a column is not used.
         """
         times, last = arrays["times"], None
         if USER_ROWS in self.names and "session starts" in arrays:
@@ -166,13 +166,12 @@ class LiveCounters:
             found = records_with_ends(name, source, arrays, first, times[codes % max(len(times), 1)])
             of_key = np.repeat(np.arange(len(first)), np.diff(first, append=len(codes)))
             at = np.arange(len(codes)) + of_key
-            whole = digests_of(name, keys, digests)
+            whole = keys_of(name, keys, digests)
             if name.text == USER_ROWS:
                 found["own label"][at], found["surprise"][at] = arrays["event label"], 0.0
                 if "rounded surprise" in arrays:
                     found["surprise"][at] = arrays["rounded surprise"]
-                items = np.array([*digests["item"]], f"V{DIGEST_BYTES}")
-                found["item"][at] = items[arrays["event item"]]
+                found["item"][at] = digests["item"][arrays["event item"]].view(f"V{DIGEST_BYTES}")[:, 0]
             if name.has_sessions:
                 since = found["time"][at]
                 if last is not None:
@@ -183,9 +182,9 @@ class LiveCounters:
             begin = first + np.arange(len(first))
             end = np.append(begin[1:], len(found))
             for key, one, two in zip(whole, begin.tolist(), end.tolist(), strict=True):
-                yield name.prefix + key, found[one:two].tobytes()
+                yield key, found[one:two].tobytes()
 
-    def _count_keys(self, key: Key, digests: dict[str, Sequence[bytes]]) -> int:
+    def _count_keys(self, key: Key, digests: Mapping[str, np.ndarray]) -> int:
         """The number of keys of these parts."""
         return int(np.prod([HOURS if part == "hour" else len(digests[part]) for part in key], dtype=np.int64))
 

@@ -1,14 +1,16 @@
 """The records of a question, as the arrays of a PastIndex, so that training's functions answer it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jfi.events.counters import index_of_counters
-from jfi.events.live_records import HOURS, PAIRS, USER_ROWS, SortedRows, empty_record
+from jfi.events.live_records import DIGEST_BYTES, HOURS, PAIRS, USER_ROWS, SortedRows, empty_record
 from jfi.events.point_in_time import PastIndex, Questions, Rows
 
+#: The digest of no value.
+_NONE = bytes(DIGEST_BYTES)
 #: Each set of rows is sorted by itself.
 SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history", "labeled history")}
 
@@ -81,6 +83,8 @@ class Gathered:
         count = len(item)
         self.questions = Questions(np.zeros(count, np.int64), np.full(count, question.time), item, ids=ids)
         self._sizes = {name: len(known) + 1 for name, known in self._values.items()}
+        self._digests = {"user": as_matrix([question.user]), "item": as_matrix(self._items)}
+        self._digests |= {part: as_matrix([_NONE, *known]) for part, known in self._values.items()}
         #: By name the numbers and the keys of the records that it has.
         self._of_names = {name: self._find_keys(name) for name in counted.names.values()}
 
@@ -100,31 +104,32 @@ class Gathered:
             if name.text == "history by item":
                 numbers = np.union1d(numbers, self._others)
         numbers = numbers[numbers >= 0]
-        digests = {"user": [self._user], "item": list(self._items)}
-        digests |= {part: [b"", *known] for part, known in self._values.items()}
-        return numbers, [name.prefix + key for key in digests_of(name, numbers, digests)]
+        return numbers, keys_of(name, numbers, self._digests)
 
     def index(self, found: dict[bytes, bytes]) -> PastIndex:
         """Returns the index of the records, by key."""
-        records: dict[SortedRows, list[tuple[int, np.ndarray]]] = {}
-        for name, (numbers, keys) in self._of_names.items():
-            own = [(number, found[key]) for number, key in zip(numbers.tolist(), keys, strict=True) if key in found]
-            records[name] = [(number, np.frombuffer(value, name.dtype)) for number, value in own]
-            if name.text == USER_ROWS:
-                records[name] = [(0, self._user_record)] if len(self._user_record) > 1 else []
-        times = [record["time"][:-1] for own in records.values() for _, record in own]
-        arrays = {"times": np.unique(np.concatenate([np.zeros(0), *times])), **_no_events()}
-        for name, own in records.items():
-            _add_arrays(arrays, name, own)
-            if name.text == USER_ROWS:
-                self._add_events(arrays, own)
+        records = {name: self._records(name, found) for name in self._of_names}
+        times = [own["time"] for _, own in records.values()]
+        times = np.unique(np.concatenate([np.zeros(0), *times]))
+        arrays = {"times": times[np.isfinite(times)], **_no_events()}
+        for name, (numbers, own) in records.items():
+            _add_arrays(arrays, name, numbers, own)
+        if USER_ROWS in self._counted.names:
+            self._add_events(arrays)
         return self._index(arrays)
 
-    def _add_events(self, arrays: dict[str, np.ndarray], own: list[tuple[int, np.ndarray]]) -> None:
+    def _records(self, name: SortedRows, found: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers `[K]` of the keys that have a record, and the entries of these, one after the other."""
+        if name.text == USER_ROWS:
+            own = self._user_record if len(self._user_record) > 1 else self._user_record[:0]
+            return np.zeros(min(len(own), 1), np.int64), own
+        numbers, keys = self._of_names[name]
+        values = [found.get(key) for key in keys]
+        there = np.array([value is not None for value in values], bool)
+        return numbers[there], np.frombuffer(b"".join(value for value in values if value is not None), name.dtype)
+
+    def _add_events(self, arrays: dict[str, np.ndarray]) -> None:
         """Adds what is known of the user's events."""
-        if not own:
-            arrays["rounded surprise"], arrays["session starts"] = np.zeros(0), np.zeros(0, np.int64)
-            return
         rows = self._user_record[:-1]
         arrays |= {"event user": np.zeros(len(rows), np.int64), "event item": self._others}
         arrays |= {"event time": np.array(rows["time"]), "event label": np.array(rows["own label"])}
@@ -137,20 +142,35 @@ class Gathered:
         return index_of_counters(arrays, *known, SETS)
 
 
-def digests_of(name: SortedRows, numbers: np.ndarray, digests: dict[str, Sequence[bytes]]) -> list[bytes]:
-    """Returns the keys behind the prefix of a name, of numbers."""
-    items = digests["item"]
+def as_matrix(digests: Iterable[bytes]) -> np.ndarray:
+    """Returns digests as `[N, 8]` uint8."""
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> list[bytes]:
+    """Returns the keys of the records of sorted rows.
+
+    Args:
+        name: of the rows.
+        numbers: `[K]` int64, keys as `PastIndex.keys` makes them.
+        digests: by part of a key those of its values `[N, 8]`, by number.
+    """
     if name.text.startswith(PAIRS):
-        low, high = (numbers // max(len(items), 1)).tolist(), (numbers % max(len(items), 1)).tolist()
-        pairs = ((items[one], items[other]) for one, other in zip(low, high, strict=True))
-        return [min(pair) + max(pair) for pair in pairs]
-    parts, left = [], numbers
-    for part in reversed(name.key):
-        known = [bytes([hour]) for hour in range(HOURS)] if part == "hour" else digests[part]
-        size = max(len(known), 1)
-        parts.append([known[i] for i in (left if part == "user" else left % size).tolist()])
-        left = left // size
-    return [b"".join(reversed(key)) for key in zip(*parts, strict=True)] if parts else [b""] * len(numbers)
+        items = digests["item"]
+        low, high = numbers // max(len(items), 1), numbers % max(len(items), 1)
+        order = items.view(">u8")[:, 0]
+        swapped = order[low] > order[high]
+        parts = [items[np.where(swapped, high, low)], items[np.where(swapped, low, high)]]
+    else:
+        parts, left = [], numbers
+        for part in reversed(name.key):
+            known = np.arange(HOURS, dtype=np.uint8)[:, None] if part == "hour" else digests[part]
+            parts.insert(0, known[left if part == "user" else left % max(len(known), 1)])
+            left = left // max(len(known), 1)
+    prefix = np.broadcast_to(np.frombuffer(name.prefix, np.uint8), (len(numbers), len(name.prefix)))
+    whole = np.concatenate([prefix, *parts], axis=1)
+    joined, size = whole.tobytes(), whole.shape[1]
+    return [joined[begin : begin + size] for begin in range(0, len(joined), size)]
 
 
 def _no_events() -> dict[str, np.ndarray]:
@@ -158,17 +178,23 @@ def _no_events() -> dict[str, np.ndarray]:
     return {f"event {name}": np.zeros(0, kind) for name, kind in kinds.items()}
 
 
-def _add_arrays(arrays: dict[str, np.ndarray], name: SortedRows, own: list[tuple[int, np.ndarray]]) -> None:
-    """Adds the arrays of sorted rows, as `jfi.events.counters` has them."""
-    times, rows = arrays["times"], [record[:-1] for _, record in own]
-    ends = {one: np.cumsum([0.0, *(record[one][-1] for _, record in own)]) for one in ("position", *name.sums)}
-    joined = np.concatenate([np.zeros(0, name.dtype), *rows])
-    numbers = np.repeat(np.array([number for number, _ in own], np.int64), list(map(len, rows)))
-    arrays[f"{name.text}: codes"] = numbers * len(times) + np.searchsorted(times, joined["time"])
+def _add_arrays(arrays: dict[str, np.ndarray], name: SortedRows, numbers: np.ndarray, records: np.ndarray) -> None:
+    """Adds the arrays of sorted rows, as `jfi.events.counters` has them.
+
+    Args:
+        arrays: gets them.
+        name: of the rows.
+        numbers: `[K]` int64, the keys.
+        records: the entries of their records.
+    """
+    is_end = np.isinf(records["time"])
+    rows, ends, times = records[~is_end], np.flatnonzero(is_end), arrays["times"]
+    lengths = np.diff(ends, prepend=-1) - 1
+    arrays[f"{name.text}: codes"] = np.repeat(numbers, lengths) * len(times) + np.searchsorted(times, rows["time"])
     arrays[f"{name.text}: keys"] = np.zeros(0, np.int64)
-    before = np.repeat(np.arange(len(own)), list(map(len, rows)))
-    for one, end in ends.items():
-        values = np.append(joined[one] + end[before], end[-1])
-        arrays[f"{name.text}: {one}"] = values.astype(np.int64) if one == "position" else values
+    for one in ("position", *name.sums):
+        before = np.append(0, np.cumsum(records[one][ends]))  # all rows of the keys before
+        values = np.append(rows[one] + np.repeat(before[:-1], lengths), before[-1])
+        arrays[f"{name.text}: {one}"] = values
     for one in name.decays:
-        arrays[f"{name.text}: {one}"] = np.array(joined[one])
+        arrays[f"{name.text}: {one}"] = np.array(rows[one])

@@ -9,7 +9,7 @@ from jfi.events.counters import counters_of
 from jfi.events.events import Events
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
-from jfi.events.live_index import LiveQuestion
+from jfi.events.live_index import LiveQuestion, as_matrix
 from jfi.events.live_records import LiveEvent
 from jfi.events.point_in_time import Column, PastIndex, Questions
 from jfi.events.statistics import Columns, Statistics
@@ -134,9 +134,11 @@ def test_a_log_and_the_events_after_it(is_implicit):
     none = np.zeros(1, np.int64)
     asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
     Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
-    digests = {"user": [digest(b"u", user) for user in range(USERS)]}
-    digests |= {"item": [digest(b"i", item) for item in range(ITEMS)]}
-    digests |= {"column tags": [digest(b"t", tag) for tag in range(6)]}
+    sizes = {"user": USERS, "item": ITEMS, "column tags": 6}
+    digests = {
+        part: as_matrix(digest(part.removeprefix("column ")[:1].encode(), number) for number in range(size))
+        for part, size in sizes.items()
+    }
     counted = Counted(log)
     counted.records |= counted.live.records_of(counters_of(index), index.sets, digests)
     for rows in (first, np.arange(300)):

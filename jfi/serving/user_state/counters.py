@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.events.live_counters import Get, LiveCounters
-from jfi.events.live_index import LiveQuestion
+from jfi.events.live_index import LiveQuestion, as_matrix
 from jfi.events.live_records import LiveEvent
 from jfi.events.statistics import Columns
 from jfi.serving.counters import LogCounters
@@ -90,9 +90,12 @@ class StateCounters:
 
     def records_of(self, counters: LogCounters) -> Iterator[tuple[bytes, bytes]]:
         """Yields the keys and the records of a log."""
-        digests = {"user": list(map(digest, counters.ids.users)), "item": list(map(digest, counters.ids.items))}
+        digests = {
+            "user": as_matrix(map(digest, counters.ids.users)),
+            "item": as_matrix(map(digest, counters.ids.items)),
+        }
         for name, column in counters.fields.columns.items():
-            digests[f"column {name}"] = [self._value(name, number) for number in range(column.size)]
+            digests[f"column {name}"] = as_matrix(self._value(name, number) for number in range(column.size))
         yield from self._live.records_of(counters.arrays, counters.fields.sets, digests)
 
     def _question(self, one: StoredHistory) -> LiveQuestion:
