@@ -87,6 +87,10 @@ class StoredHistory:
     items: list[str | None] | None = None
     column_ids: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def answer(self) -> dict[str, object]:
+        """Returns what an answer says of it."""
+        return {"events": self.events, "time": self.time, "available": self.is_available}
+
 
 class RequestReader:
     """Checks and encodes requests.

@@ -271,7 +271,9 @@ def test_a_request_has_the_weights_of_training(run, boosted, model, encoder, wei
     tables = FloatTables(*tables_of(trained, inputs.keys))
     with torch.no_grad():
         found = scoring(*batch_inputs(encoded, inputs, tables, torch.device("cpu")))
-        unweighted = scoring(*batch_inputs([replace(one, weights=None) for one in encoded], inputs, tables, "cpu"))
+        unweighted = scoring(
+            *batch_inputs([replace(one, weights=None) for one in encoded], inputs, tables, torch.device("cpu"))
+        )
         wanted = logits(trained, boosted.batch)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert (found - unweighted).abs().max() > 0.05

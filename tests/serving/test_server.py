@@ -55,7 +55,7 @@ class Slow:
 
     def __init__(self, scorer):
         self.reader, self.info, self._score = scorer.reader, scorer.info, scorer.score
-        self.identity, self.example = scorer.identity, scorer.example
+        self.identity, self.example, self.state = scorer.identity, scorer.example, scorer.state
         self.let_go, self.batches = threading.Event(), []
 
     def score(self, requests):

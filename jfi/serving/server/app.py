@@ -104,7 +104,7 @@ def make_app(
             scores, stored = await app[LIVE].score(body, until)
             answer = {"scores": scores}
             if stored is not None:
-                answer["state"] = {"events": stored.events, "time": stored.time, "available": stored.is_available}
+                answer["state"] = stored.answer()
         metrics.request_seconds.observe(time.perf_counter() - start)
         return _json(answer)
 

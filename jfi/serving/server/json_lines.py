@@ -12,6 +12,7 @@ import orjson
 from jfi.serving.requests import BadRequestError, Request, RequestReader
 from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import check_finite
+from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.utils.files import naming
 
 
@@ -101,16 +102,19 @@ def _size(line: Request | str) -> int:
 def _scores(scorer: Scorer, requests: list[Request]) -> list[dict]:
     """The answers to requests; if the model fails, each is scored alone, so that it fails no other."""
     try:
-        return [_answer(scores) for scores in scorer.score(requests)] if requests else []
+        scored = zip(requests, scorer.score(requests), strict=True) if requests else []
+        return [_answer(request, scores) for request, scores in scored]
+    except StoreUnavailableError as error:
+        return [{"error": f"the state of users does not answer: {error}"}] * len(requests)
     except Exception as error:
         if len(requests) > 1:
             return [_scores(scorer, [one])[0] for one in requests]
         return [{"error": f"the model failed on this request: {type(error).__name__}"}]
 
 
-def _answer(scores: Answer) -> dict:
+def _answer(request: Request, scores: Answer) -> dict:
     try:
         check_finite(scores)
     except BadRequestError as fault:
         return {"error": str(fault)}
-    return {"scores": scores}
+    return {"scores": scores} | ({} if request.stored is None else {"state": request.stored.answer()})

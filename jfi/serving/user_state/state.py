@@ -30,6 +30,8 @@ _INFO, _VOCABULARIES = b"m", b"v"
 COUNTERS = (b"k", b"i")
 #: The newest ids of a user's events that are not of histories, by which repeated ones are known.
 _MOST_IDS = 256
+#: Numbers of values that are kept in memory.
+_MOST_CACHED = 1_000_000
 _NO_IDS = np.zeros(0, np.uint64)
 
 
@@ -152,16 +154,19 @@ class UserState:
             return changed | names.changes() | counted.changes
 
         self.store.update(change)
+        if len(self._numbers) > _MOST_CACHED:
+            self._numbers.clear()
         self._numbers |= new
         return results
 
     def delete(self, user: str) -> bool:
-        """Removes a user's events; returns whether there were any."""
+        """Removes a user's events; returns whether there were any. The statistics of the past stay as they are."""
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
-            found[:] = [get([user_key(user)])[0] is not None]
-            return {user_key(user): None} if found[0] else {}
+            keys = user_key(user), _ids_key(user)
+            found[:] = [value is not None for value in get(keys)]
+            return {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
 
         self.store.update(change)
         return found[0]
