@@ -131,7 +131,7 @@ def make_app(
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
         artifact["past_until"] = None if info.schema.past is None else info.schema.past.date()
-        inside = {"requests": admission.inside, "device": info.device}
+        inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
     async def alive(_: web.Request) -> web.Response:
