@@ -287,6 +287,38 @@ def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Pa
     plt.close(figure)
 
 
+def serving_state(results: dict, folder: Path) -> list[Path]:
+    """serving_state.png: latency with one client and requests a second with several, by way to send a history."""
+    found = [row for row in results["rows"] if "history" in row]
+    most = max((row["clients"] for row in found), default=0)
+    if most < 2:
+        return []
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for axes, clients, column, scale, title in (
+        (panels[0], 1, "p50_us", 1e-3, "median latency, 1 client, ms"),
+        (panels[1], most, "requests_per_second", 1, f"requests a second, {most} clients"),
+    ):
+        for number, way in enumerate(dict.fromkeys(row["way"] for row in found)):
+            rows = [row for row in found if (row["way"], row["clients"]) == (way, clients)]
+            own = sorted((row["history"], row[column] * scale) for row in rows)
+            if own:
+                colour = (PAPER, PEERS[0], OURS, PEERS[2])[number]
+                axes.plot(*zip(*own, strict=True), color=colour, marker=MARKERS[number], markersize=4, label=way)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set_yscale("log")
+        plain_ticks(axes.yaxis)
+        axes.set_xlabel("events of a history")
+        axes.set_title(title, fontsize=10)
+        axes.grid(True, which="major", alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(f"Requests of 1,000 candidates\n{caption(results)}", fontsize=10)
+    path = folder / "serving_state.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
 DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {
     "lengths": lengths,
     "self_lengths": self_lengths,
@@ -294,4 +326,5 @@ DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {
     "rows": rows,
     "step": step,
     "timeline": timeline,
+    "serving_state": serving_state,
 }

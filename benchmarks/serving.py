@@ -1,6 +1,7 @@
 """Latency and throughput of serving: the dense part alone, a request without HTTP, and over HTTP on loopback.
 
 python -m benchmarks.serving --synthetic                 a model of D=64, H=4 with a table of 1,000,000 items
+python -m benchmarks.serving --synthetic --state         users with and without state, see benchmarks/serving_state.py
 python -m benchmarks.serving --artifact ARTIFACT
 """
 
@@ -61,7 +62,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--small", type=int, nargs=2, default=(200, 100), help="those of the other kind of request")
     parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
     parser.add_argument("--seconds", type=float, default=2.5, help="on each figure")
-    return parser.parse_args()
+    parser.add_argument("--state", action="store_true", help="compare ways to send histories, with --synthetic")
+    lengths = "of the histories that --state compares"
+    parser.add_argument("--lengths", type=int, nargs="+", default=(200, 2000, 20_000), help=lengths)
+    options = parser.parse_args()
+    if options.state and not options.synthetic:
+        parser.error("--state needs --synthetic")
+    return options
 
 
 def add_artifact_options(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +112,8 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, li
             Field("age", "age", num_buckets=32),
         ],
         vocabularies={name: [str(i) for i in range(1, rows)] for name, rows in sizes.items()},
+        user_id="user_id",
+        item_id="item",
     )
     export(path, model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables)
 
@@ -210,13 +219,13 @@ def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dic
     """Clients on loopback, each in a thread, with one request after the other."""
     order = itertools.cycle(bodies)
 
-    def client(end: float) -> list[tuple[int, float]]:
-        """Status and microseconds of each request."""
+    def client(end: float) -> list[tuple[int, float, int]]:
+        """Status, microseconds and bytes of the bodies of each request and its answer."""
         found = []
         with Client(address) as connection:
             while time.perf_counter() < end:
-                status, _, before, after = connection.request("/score", next(order))
-                found.append((status, (after - before) / 1e3))
+                status, answer, before, after = connection.request("/score", body := next(order))
+                found.append((status, (after - before) / 1e3, len(body) + len(answer)))
         return found
 
     with ThreadPoolExecutor(clients) as threads:
@@ -224,10 +233,12 @@ def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dic
         start = time.perf_counter()
         found = list(itertools.chain(*threads.map(client, [start + seconds] * clients)))
         spent = time.perf_counter() - start
-    if (statuses := {status for status, _ in found}) != {200}:
+    if (statuses := {status for status, *_ in found}) != {200}:
         slow = f"; the server is too slow for {clients} clients, set --clients" if 503 in statuses else ""
         raise RuntimeError(f"answers other than 200: {statuses}{slow}")
-    return {"clients": clients, "requests_per_second": len(found) / spent, **percentiles([time for _, time in found])}
+    rates = {"clients": clients, "requests_per_second": len(found) / spent}
+    bytes_of_bodies = sum(size for *_, size in found) / len(found)
+    return rates | percentiles([spent for _, spent, _ in found]) | {"wire_bytes": bytes_of_bodies}
 
 
 def load_beside(address: str, bodies: list[bytes], large: bytes, seconds: float) -> dict:
@@ -250,6 +261,10 @@ def load_beside(address: str, bodies: list[bytes], large: bytes, seconds: float)
 
 def main() -> int:
     options = arguments()
+    if options.state:
+        from benchmarks import serving_state  # which takes the model, the clients and the server from here
+
+        return serving_state.run(options)
     shapes = [Shape(*options.large), Shape(*options.small)]
     with tempfile.TemporaryDirectory() as folder:
         path = options.artifact or Path(folder) / "artifact"
