@@ -83,7 +83,7 @@ def _new_store(name: str, option: str, max_gb: int) -> Iterator[Store]:
     if is_url(name):
         store = open_store(name, timeout=60.0)
         if not is_empty(store):
-            raise StateError(f"{option} {name}: has a state already; choose another prefix")
+            raise StateError(f"{option} {name}: has a state already, or what is left of one; choose another prefix")
         yield store
         store.close()
         return

@@ -325,8 +325,8 @@ def write_layout(store: Store, layout: EventLayout) -> None:
 
 
 def is_empty(store: Store) -> bool:
-    """Returns whether a store has no state."""
-    return store.get([_INFO])[0] is None
+    """Returns whether a store has no key, of a state or of one that was not filled to the end."""
+    return next(iter(store.scan(b"")), None) is None
 
 
 def _is_repeated(old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -79,7 +79,7 @@ def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: f
     """
     if is_url(name):
         return RedisStore(name, timeout)
-    return LmdbStore(Path(name), create, max_gb)
+    return LmdbStore(Path(name), create, max_gb << 30)
 
 
 class LmdbStore:
@@ -90,13 +90,13 @@ class LmdbStore:
     Args:
         path: the folder.
         create: whether to make it.
-        max_gb: most GiB of the data. The file grows as it is filled.
+        max_bytes: of the data. The file grows as it is filled.
 
     Raises:
         StateError: there is no such folder, or it is no store.
     """
 
-    def __init__(self, path: Path, create: bool = False, max_gb: int = 256) -> None:
+    def __init__(self, path: Path, create: bool = False, max_bytes: int = 2**38) -> None:
         try:
             import lmdb
         except ModuleNotFoundError:
@@ -105,7 +105,8 @@ class LmdbStore:
             raise StateError(f"{path} is not a state of users: it has no data.mdb; `jfi state load` makes one")
         self._error = lmdb.Error
         try:
-            self._environment = lmdb.open(str(path), map_size=max_gb << 30, create=create, readahead=False)
+            self._environment = lmdb.open(str(path), map_size=max_bytes, create=create, readahead=False)
+            self._environment.reader_check()  # the snapshots of processes that were killed would keep freed pages
         except lmdb.Error as error:
             raise StateError(f"{path} cannot be opened: {error}") from None
 
@@ -159,7 +160,8 @@ class RedisStore:
     acknowledged.
 
     Args:
-        url: of the server; its parameter `prefix` is put before all keys.
+        url: of the server; its parameter `prefix` is put before all keys, with a colon, which it does not have itself:
+            the keys of one prefix would begin as those of another.
         timeout: seconds for an answer.
 
     Raises:
@@ -173,13 +175,17 @@ class RedisStore:
             raise StateError(f"{url} needs the package valkey: pip install 'jfi[serve]'") from None
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
-        self._prefix = query.pop("prefix", "jfi").encode() + b":"
+        prefix = query.pop("prefix", "jfi")
+        if ":" in prefix:
+            raise StateError(f"{url} cannot be used: prefix is '{prefix}', must have no colon")
+        self._prefix = prefix.encode() + b":"
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
         self._error, self._conflict = valkey.ValkeyError, valkey.WatchError
         try:
             limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
             self._client = valkey.Valkey.from_url(address, **limits)
+            self._client.connection_pool.make_connection()  # reads the parameters, and connects only when it is used
         except (valkey.ValkeyError, ValueError, TypeError) as error:
             raise StateError(f"{url} cannot be used: {error}") from None
 
@@ -233,9 +239,14 @@ class RedisStore:
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See Store; what is written meanwhile may be missing."""
         pattern = b"".join(b"\\" + bytes([one]) if one in b"*?[]\\^" else bytes([one]) for one in self._prefix + prefix)
+        seen: set[bytes] = set()
         with self._naming_faults():
             keys = self._client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
             while part := list(islice(keys, _AT_ONCE)):
+                part = [key for key in dict.fromkeys(part) if key not in seen]  # SCAN may give a key several times
+                if not part:
+                    continue
+                seen.update(part)
                 for key, value in zip(part, self._client.mget(part), strict=True):
                     if value is not None:
                         yield key.removeprefix(self._prefix), value

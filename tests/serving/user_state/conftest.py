@@ -3,6 +3,10 @@
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -12,20 +16,30 @@ from jfi.serving.user_state.stores import open_store
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-@pytest.fixture(scope="session")
-def redis_socket(tmp_path_factory):
-    """The socket of a Redis server without a port, which ends with the tests."""
+@contextmanager
+def running_redis(folder: Path) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A Redis server without a port: its socket and its process."""
     if REDIS is None:
         pytest.skip("redis-server is not installed")
-    socket = tmp_path_factory.mktemp("redis", numbered=True) / "socket"
-    options = ["--port", "0", "--unixsocket", socket, "--save", "", "--dir", socket.parent]
+    socket = folder / "socket"
+    socket.unlink(missing_ok=True)
+    options = ["--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder]
     process = subprocess.Popen([REDIS, *map(str, options)], stdout=subprocess.DEVNULL)
-    while not socket.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    yield socket
-    process.terminate()
-    process.wait()
+    try:
+        while not socket.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield socket, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory):
+    """The socket of a Redis server that ends with the tests."""
+    with running_redis(tmp_path_factory.mktemp("redis", numbered=True)) as (socket, _):
+        yield socket
 
 
 @pytest.fixture(params=["lmdb", "redis"])
@@ -38,7 +52,7 @@ def new_store(request, tmp_path):
             names.append(str(tmp_path / name))
         else:
             socket = request.getfixturevalue("redis_socket")
-            names.append(f"unix://{socket}?prefix={tmp_path.name}-{name}")
+            names.append(f"unix://{socket}?prefix={quote(f'{tmp_path.name}-{name}')}")
         opened.append(open_store(names[-1], create=True, timeout=10.0))
         return opened[-1]
 
