@@ -23,6 +23,7 @@ from jfi.serving.validation import (
     ids_of,
     lists,
     numbers,
+    read_id,
     read_time,
     shown,
     sids,
@@ -159,7 +160,8 @@ class RequestReader:
         """Returns the JSON Schema of a request."""
         fields, answer = self.fields, self._answer
         user_id = self.schema.user_id if self.has_state else None
-        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics, user_id)
+        until = 0.0 if self._past is None else self._past.fields.until
+        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics, user_id, until)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -285,8 +287,7 @@ class RequestReader:
             raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user's events")
         place = "user" if request.get("user") is not user else f"user.{name}"
         (text,) = texts(Field(name, "category"), [user[name]], lambda *_: place)
-        if text is None:
-            raise BadRequestError(f"{place} must be the id of a user, got {shown(user[name])}")
+        text = read_id(user[name], text, place)
         kept = {one: value for one, value in user.items() if one != name or name in fields}
         return request | {"user": kept}, StoredHistory(text, now)
 

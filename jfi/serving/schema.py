@@ -14,6 +14,10 @@ from jfi.utils.encoding import LARGEST_NUMBER
 Positive = Annotated[int, Meta(ge=1)]
 #: Most values of a list in a request. Training keeps all values of a user or a target.
 MAX_VALUES = 1000
+#: The year 5138 in seconds: times in milliseconds are above.
+LATEST = 1e11
+#: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
+LONGEST_ID = 480
 _VALUE = {"type": ["string", "number", "boolean", "null"]}
 _LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
 _TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
@@ -228,6 +232,7 @@ def request_schema(
     answer: str,
     statistics: Sequence[str] = (),
     user_id: str | None = None,
+    until: float = 0.0,
 ) -> dict:
     """Returns the JSON Schema of a request.
 
@@ -241,18 +246,21 @@ def request_schema(
         answer: what a score is.
         statistics: fields of candidates that all have or none, since the artifact has its own.
         user_id: the field of the user's id, if the server knows the users' events; None if it does not.
+        until: time of the artifact's own statistics.
     """
     kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
     parts = {part: {name: KINDS[kind] for name, kind in of.items()} for part, of in fields.items()}
-    properties, optional = {"user": _object(parts["user"])}, []
+    properties, optional, choices = {"user": _object(parts["user"])}, [], []
     if user_id is not None:
-        properties["user"] = _user_with_id(parts["user"], user_id)
+        with_history, without = properties["user"], _user_with_id(parts["user"], user_id)
+        properties["user"] = {"anyOf": [*without, with_history]}
+        then, other = ({"properties": {"user": one}} for one in (with_history, {"anyOf": without}))
+        choices.append({"if": {"required": ["history"]}, "then": then, "else": other})
     if "history" in parts:
         properties["history"] = {"description": kept} | _table(parts["history"], {})
         optional += ["history"] if user_id is not None else []
     bounds = {"minItems": 1, "maxItems": limits.max_candidates}
     candidates = properties["candidates"] = _table(parts["candidates"], bounds, statistics)
-    choice: dict[str, dict] = {}
     if user_id is not None:
         optional.append("context")
         shared = "fields that all candidates share, which they lack then"
@@ -260,7 +268,9 @@ def request_schema(
         context = _object(parts["candidates"], any_of, together=False)
         properties["context"] = {"description": shared} | context
         properties["candidates"] = _table(parts["candidates"], bounds, any_of, together=False)
-        choice = {"if": {"not": {"required": ["context"]}}, "then": {"properties": {"candidates": candidates}}}
+        then = {"properties": {"candidates": candidates}}
+        choices.append({"if": {"not": {"required": ["context"]}}, "then": then})
+        choices += [_in_one(name, name in statistics) for name in any_of]
     if codec is not None:
         properties["codec"] = {"const": codec}
     if statistics or user_id is not None:
@@ -268,7 +278,7 @@ def request_schema(
         what = ["the artifact's own statistics are looked up"] if statistics else []
         what += ["the user's events are read"] if user_id is not None else []
         text = f"seconds since 1970 at which {' and '.join(what)}; by default now"
-        properties["time"] = {"description": text, "type": "number"}
+        properties["time"] = time_schema(text, until)
     return (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -276,17 +286,34 @@ def request_schema(
             "description": f'The answer is {{"scores": [...]}}: a {answer} for each candidate, in their order.',
         }
         | _object(properties, optional, together=False)
-        | choice
+        | ({"allOf": choices} if choices else {})
     )
 
 
-def _user_with_id(fields: dict[str, dict], name: str) -> dict:
-    """The user's id, or an object with it and the fields that the model reads."""
-    known = {name: KINDS["category"]} | fields
-    found = [_object(known, [name] if name not in fields else [])]
-    if not fields.keys() - {name}:
-        found.append({"description": "the user's id", "type": ["string", "number", "boolean"]})
-    return {"anyOf": found}
+def time_schema(description: str, until: float = 0.0) -> dict:
+    """Returns the JSON Schema of a time, of which `until` is one."""
+    latest = max(LATEST, 10 * until)
+    return {"description": description, "type": "number", "exclusiveMinimum": -latest, "exclusiveMaximum": latest}
+
+
+def id_schema(description: str) -> dict:
+    """Returns the JSON Schema of a user's id."""
+    types = {"type": ["string", "number", "boolean"], "minLength": 1, "maxLength": LONGEST_ID}
+    return {"description": f"{description}, at most {LONGEST_ID} bytes"} | types
+
+
+def _user_with_id(fields: dict[str, dict], name: str) -> list[dict]:
+    """An object with the user's id and the fields that the model reads, or the id alone where these are none."""
+    user_id = id_schema("the user's id")
+    return [_object(fields | {name: user_id}), *([] if fields.keys() - {name} else [user_id])]
+
+
+def _in_one(name: str, is_optional: bool) -> dict:
+    """A field that either the context has or all candidates have, by rows or by columns."""
+    lacks, has = {"properties": {name: False}}, {} if is_optional else {"required": [name]}
+    then, other = ({"properties": {"candidates": one | {"items": one}}} for one in (lacks, has))
+    of_context = {"required": ["context"], "properties": {"context": {"type": "object", "required": [name]}}}
+    return {"if": of_context, "then": then, "else": other}
 
 
 def _object(properties: dict[str, Any], optional: Sequence[str] = (), together: bool = True) -> dict:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.serving.schema import KINDS, MAX_VALUES, Field
+from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, MAX_VALUES, Field
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
 from jfi.utils.errors import suggest
@@ -18,8 +18,6 @@ from jfi.utils.errors import suggest
 Values = Sequence[object] | np.ndarray
 #: From the index of a row and the name of a field, or "" for the row, to the place in the request, for messages.
 Place = Callable[[int, str], str]
-#: The year 5138 in seconds: times in milliseconds are above.
-_LATEST = 1e11
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 #: Types of a value that has a text.
 _TEXTS = {str, int, float, bool, type(None)}
@@ -196,9 +194,18 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
 
 def read_time(value: object, place: str, until: float = 0.0) -> float:
     """Returns a time in seconds; one in milliseconds is refused, unless a log until a time has such times too."""
-    if type(value) not in (int, float) or not abs(value) < max(_LATEST, 10 * until):
+    if type(value) not in (int, float) or not abs(value) < max(LATEST, 10 * until):
         raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
     return float(value)
+
+
+def read_id(value: object, text: str | None, place: str) -> str:
+    """Returns the text of a user's id; none, and one that is too long to be a key of the state, is refused."""
+    if text is None:
+        raise BadRequestError(f"{place} must be the id of a user, got {shown(value)}")
+    if len(text) > LONGEST_ID // 4 and len(text.encode()) > LONGEST_ID:
+        raise BadRequestError(f"{place} must be at most {LONGEST_ID} bytes, got {len(text.encode())}")
+    return text
 
 
 def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import KINDS, Field, PastFields
+from jfi.serving.schema import KINDS, Field, PastFields, id_schema, time_schema
 from jfi.serving.user_state.layout import (
     EVENT_ID,
     IN_HISTORY,
     LABEL,
-    LONGEST_ID,
     TIME,
     USER,
     Column,
@@ -27,6 +26,7 @@ from jfi.serving.validation import (
     Values,
     lists,
     numbers,
+    read_id,
     read_time,
     shown,
     sids,
@@ -104,8 +104,8 @@ class EventReader:
         """Returns the JSON Schema of a body of events."""
         values = {name: KINDS[kind] for name, kind in self.fields.items()}
         own = {
-            USER: {"description": "the id of the user", "type": ["string", "number", "boolean"]},
-            TIME: {"description": "seconds since 1970", "type": "number"},
+            USER: id_schema("the id of the user"),
+            TIME: time_schema("seconds since 1970"),
             EVENT_ID: KINDS["category"] | {"description": "equal for events that are sent again, which count once"},
             LABEL: {"description": "1 for a positive, 0 for a negative, null for neither", "enum": [0, 1, None]},
             IN_HISTORY: {"description": "whether it is an event of histories", "type": "boolean"},
@@ -113,12 +113,14 @@ class EventReader:
         own = {name: one for name, one in own.items() if name in (USER, TIME, *self.optional)}
         required = [USER, TIME, *values]
         row = {"type": "object", "properties": own | values, "required": required, "additionalProperties": False}
+        has = [{"required": [name]} for name in self.optional]
+        same = [{"anyOf": [{"items": one}, {"items": {"not": one}}]} for one in has]
         bounds = {"minItems": 1, "maxItems": self.max_events}
         columns = {name: {"type": "array", "items": one, **bounds} for name, one in (own | values).items()}
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "A body of POST /events",
-            "anyOf": [{"type": "array", "items": row, **bounds}, row | {"properties": columns}],
+            "anyOf": [{"type": "array", "items": row, **bounds, "allOf": same}, row | {"properties": columns}],
         }
 
     def read(self, body: bytes) -> Events:
@@ -248,12 +250,7 @@ def users_of(values: Sequence[object], place: Place) -> list[str]:
         BadRequestError: one is missing, of another type, or too long.
     """
     found = texts(_USER, values, place)
-    for row, user in enumerate(found):
-        if user is None:
-            raise BadRequestError(f"{place(row, USER)} must be the id of a user, got {shown(values[row])}")
-        if len(user) > LONGEST_ID // 4 and len(user.encode()) > LONGEST_ID:
-            raise BadRequestError(f"{place(row, USER)} must be at most {LONGEST_ID} bytes, got {len(user.encode())}")
-    return found
+    return [read_id(values[row], user, place(row, USER)) for row, user in enumerate(found)]
 
 
 def _texts(values: list | None) -> list[str]:

@@ -30,8 +30,6 @@ LABEL, IN_HISTORY = "label", "in_history"
 _POLICY = "policy "
 #: Events older than the newest `max_history` that stay, for requests of a time before the newest ones.
 MARGIN = 64
-#: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
-LONGEST_ID = 480
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.coded import nth_values
 from jfi.serving.dataset_schema import read_counters
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import Limits
+from jfi.serving.schema import LONGEST_ID, Limits
 from jfi.serving.user_state.counters import StateCounters
 from jfi.serving.user_state.dictionaries import Dictionaries
 from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import LONGEST_ID, TIME, Column, EventLayout, session_codes
+from jfi.serving.user_state.layout import TIME, Column, EventLayout, session_codes
 from jfi.serving.user_state.state import put_records, write_layout
 from jfi.serving.user_state.stores import Store
 from jfi.utils.encoding import quantile_ids
