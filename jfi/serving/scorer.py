@@ -66,8 +66,8 @@ class Scorer:
 
     Raises:
         ArtifactError: the artifact is none of `sha256`, is damaged, or cannot be used on this machine; or `max_history`
-            is more than its policy of histories was trained with; or `output` is one of probabilities for a
-            regression, or "calibrated" without a calibration.
+            is more than its policy of histories was trained with, or than its state of users keeps; or `output` is one
+            of probabilities for a regression, or "calibrated" without a calibration.
         ValueError: another `output`.
     """
 
@@ -102,7 +102,7 @@ class Scorer:
                 raise ArtifactError(f"{path} is damaged: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
         #: The events of users, or None.
-        self.state = None if state is None else _open_state(path, state, info)
+        self.state = None if state is None else _open_state(path, state, info, limits)
         self._settings = state
         has_state, has_counters = self.state is not None, self.state is not None and self.state.counters is not None
         self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
@@ -181,7 +181,10 @@ class Scorer:
         return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
 
 
-def _open_state(path: Path, settings: StateSettings, info: Info) -> UserState:
+def _open_state(path: Path, settings: StateSettings, info: Info, limits: Limits) -> UserState:
+    if limits.max_history > info.limits.max_history:
+        why = f"must be at most {info.limits.max_history}, the events of a user that its state keeps"
+        raise ArtifactError(f"{path}: max_history is {limits.max_history}, {why}")
     try:
         layout = EventLayout(info.schema, info.limits.max_history)
         return UserState(settings.store, layout, settings.max_late)

@@ -159,7 +159,7 @@ def make_app(
     paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += [web.post("/events", add_events), web.delete("/users/{user}", delete_user)]
+        routes += [web.post("/events", add_events), web.delete("/users/{user:[^/]+}", delete_user)]
         routes += [web.get("/schema/events", events_schema)]
     app.add_routes(routes)
     return app

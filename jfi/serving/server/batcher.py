@@ -117,7 +117,10 @@ class Batcher:
             self._thread.submit(self._in_thread, [batch])
 
     def _in_thread(self, batches: list[list[_Waiting]]) -> None:
-        """Scores batches one after the other; if one fails, each of its requests alone, so that it fails no other."""
+        """Scores batches one after the other; if one fails, each of its requests alone, so that it fails no other.
+
+        If the state of users does not answer, those that read it fail at once, and the others are scored together.
+        """
         while batches:
             batch = batches.pop(0)
             requests, start, answers, error = [one.request for one in batch], time.perf_counter(), None, None
@@ -125,8 +128,11 @@ class Batcher:
                 answers = self._score(requests)
             except Exception as fault:
                 error = fault
-                if len(batch) > 1 and not isinstance(fault, StoreUnavailableError):
-                    batches[:0] = [[one] for one in batch]
+                if not isinstance(fault, StoreUnavailableError):
+                    batches[:0] = [[one] for one in batch] if len(batch) > 1 else []
+                elif others := [one for one in batch if one.request.stored is None]:
+                    batches.insert(0, others)
+                    batch = [one for one in batch if one.request.stored is not None]
             # Straight to those who wait: a future of the thread's would be a turn of the loop more.
             spent = time.perf_counter() - start
             self._loop.call_soon_threadsafe(self._answer, batch, answers, error, spent, not batches)

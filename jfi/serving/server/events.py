@@ -40,7 +40,9 @@ class EventWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._state().delete(user))
 
     async def close(self) -> None:
-        """Waits for the last write."""
+        """Waits for the last write, of those too whose client has left."""
+        while self._is_writing:
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(self._thread.shutdown)
 
     def _begin(self) -> None:

@@ -84,13 +84,14 @@ class Live:
             request = await self.read(loaded.scorer.reader.read, body, deadline)
             self._metrics.read(loaded.scorer.reader.unknown(request))
             try:
-                return await loaded.batcher.score(request, deadline), request.stored
+                scores = await loaded.batcher.score(request, deadline)
             except StoreUnavailableError:
                 request.stored.is_available = False
+                self._metrics.read_stored(request.stored)
                 raise
-            finally:
-                if request.stored is not None:
-                    self._metrics.read_stored(request.stored)
+            if request.stored is not None:
+                self._metrics.read_stored(request.stored)
+            return scores, request.stored
 
     async def read(self, read: Callable[[bytes], T], body: bytes, deadline: float) -> T:
         """Reads a body, a large one in a thread.

@@ -96,7 +96,7 @@ class UserState:
     def __init__(self, store: Store, layout: EventLayout, max_late: float = 86400.0) -> None:
         self.store, self.layout, self.max_late = store, layout, max_late
         info = read_info(store)
-        if info.fingerprint != layout.fingerprint:
+        if (info.fingerprint, info.max_history) != (layout.fingerprint, layout.max_history):
             why = _difference(info, store, layout)
             raise StateError(
                 f"the state of users is of another encoding, {why}; `jfi state migrate` makes one for this artifact"
@@ -348,8 +348,9 @@ def _difference(info: StateInfo, store: Store, layout: EventLayout) -> str:
             return f"in which the field '{name}' is encoded otherwise"
     known = read_layout(store).schema.vocabularies
     for name, values in layout.schema.vocabularies.items():
-        if known.get(name) != values:
-            return f"whose vocabulary of '{name}' has {len(known.get(name, [])):,} values and not {len(values):,}"
+        if (old := known.get(name, [])) != values:
+            many = "others in place of some" if len(old) == len(values) else f"{len(old):,} and not {len(values):,}"
+            return f"whose values of '{name}' are {many}"
     return "of other columns of a policy or of another codec"
 
 

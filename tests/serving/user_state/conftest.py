@@ -1,7 +1,8 @@
-"""A store of each kind: a folder of LMDB, and a Redis server of the test's own."""
+"""Stores of each kind, LMDB and a Redis server of the test's own, and a server with a state of users."""
 
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,10 @@ from urllib.parse import quote
 
 import pytest
 
-from jfi.serving.user_state.stores import open_store
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.state import write_layout
+from jfi.serving.user_state.stores import LmdbStore, StoreUnavailableError, open_store
 
 #: A Debian package of the same name has it; Valkey's is the same for these tests.
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -60,3 +64,61 @@ def new_store(request, tmp_path):
     yield make
     for store in opened:
         store.close()
+
+
+NOW = 1_700_000_000.0
+EVENT = {"user": "u", "time": NOW, "event_id": "e", "item": 3, "category": 3, "rating": 5}
+CANDIDATES = {"item": [3, 17], "category": [3, 3]}
+
+
+class Failing(LmdbStore):
+    """A store that can be told to fail or to wait."""
+
+    fault: str | None = None
+    go_on: threading.Event | None = None
+
+    def get(self, keys):
+        if self.fault is not None:
+            raise StoreUnavailableError(self.fault)
+        return super().get(keys)
+
+    def update(self, change):
+        self.updates = getattr(self, "updates", 0) + 1
+        if self.go_on is not None:
+            assert self.go_on.wait(60)
+        if self.fault is not None:
+            raise StoreUnavailableError(self.fault)
+        super().update(change)
+
+
+@pytest.fixture
+def store(tmp_path, scorer):
+    store = Failing(tmp_path / "state", create=True, max_bytes=1 << 24)
+    write_layout(store, EventLayout(scorer.info.schema, scorer.info.limits.max_history))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def stateful(exported, store):
+    return Scorer(exported.path, state=StateSettings(store, max_events=20))
+
+
+def request(user: object = "u", now: float = NOW + 60) -> dict:
+    return {"user": user, "candidates": CANDIDATES, "time": now}
+
+
+async def answer(response) -> tuple[int, dict]:
+    return response.status, await response.json()
+
+
+async def added(client, *events: dict) -> dict:
+    status, told = await answer(await client.post("/events", json=list(events)))
+    assert status == 200, told
+    return told
+
+
+async def asked(client, user: object = "u", now: float = NOW + 60) -> dict:
+    status, told = await answer(await client.post("/score", json=request(user, now)))
+    assert status == 200, told
+    return told["state"]

@@ -1,0 +1,187 @@
+"""The server with a state of users whose store fails or waits, whose artifact changes, and whose clients leave."""
+
+import asyncio
+import io
+import json
+import threading
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.server.app import _WRITER, LIVE
+from jfi.serving.server.json_lines import answer_lines
+
+from ..conftest import rewriting
+from ..test_server import samples, serve
+from .conftest import CANDIDATES, EVENT, NOW, added, answer, asked, request
+
+
+def test_a_store_that_fails_is_a_503_or_a_cold_user(exported, store, scorer, request_body):
+    cold = scorer.score([scorer.reader({"user": {}, "history": [], "candidates": CANDIDATES})])[0]
+
+    async def talk(client, is_cold: bool):
+        await added(client, EVENT)
+        store.fault = "the disk is gone"
+        for _ in range(2):
+            response = await client.post("/score", json=request())
+            status, told = await answer(response)
+            if is_cold:
+                assert (status, told["state"]) == (200, {"events": 0, "time": None, "available": False})
+                assert told["scores"] == cold
+            else:
+                assert (status, response.headers["Retry-After"]) == (503, "1")
+                assert told["error"] == "the state of users does not answer: the disk is gone; try again"
+        for response in (await client.post("/events", json=[EVENT] * 3), await client.delete("/users/u")):
+            status, told = await answer(response)
+            assert status == 503 and "the disk is gone" in told["error"] and response.headers["Retry-After"]
+        assert (await client.post("/score", json=request_body)).status == 200  # it has its own events
+        store.fault = None
+        assert (await asked(client))["events"] == 1
+        found = await samples(client)
+        assert found['jfi_state_requests_total{found="unavailable"}'] == 2
+        assert found['jfi_state_events_total{result="failed"}'] == 3
+        assert found.get('jfi_refused_total{reason="state"}', 0) == (2 if is_cold else 4)
+
+    for is_cold in (False, True):
+        scorer_of_state = Scorer(exported.path, state=StateSettings(store, cold_if_unavailable=is_cold))
+        serve(scorer_of_state, lambda client, is_cold=is_cold: talk(client, is_cold))
+        store.update(lambda get: {b"uu": None})
+
+
+def test_requests_with_events_are_scored_though_those_beside_them_need_the_store(stateful, store, request_body):
+    async def talk(client):
+        store.fault = "slow"
+        bodies = [request_body, request(), request_body, request("v")]
+        found = await asyncio.gather(*(client.post("/score", json=body) for body in bodies))
+        assert [one.status for one in found] == [200, 503, 200, 503]
+        assert (await samples(client))['jfi_state_requests_total{found="unavailable"}'] == 2
+
+    serve(stateful, talk, max_wait=0.3)
+
+
+def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_body):
+    lines = b"".join(json.dumps(one).encode() + b"\n" for one in (request_body, request(), request_body))
+
+    def answers() -> list[dict]:
+        out = io.BytesIO()
+        answer_lines(stateful, io.BytesIO(lines), out, max_batch=100, max_wait=0.2)
+        return [json.loads(line) for line in out.getvalue().splitlines()]
+
+    assert [list(one) for one in answers()] == [["scores"]] * 3
+    store.fault = "the disk is gone"
+    first, second, third = answers()
+    assert second == {"error": "the state of users does not answer: the disk is gone"}
+    assert list(first) == list(third) == ["scores"]
+
+
+def rewritten(path, source, change):
+    with rewriting(path, source) as folder:
+        parts = [json.loads((folder / name).read_text()) for name in (INFO, VOCABULARIES)]
+        change(*parts)
+        for name, part in zip((INFO, VOCABULARIES), parts, strict=True):
+            (folder / name).write_text(json.dumps(part))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda _, known: known["item"].reverse(), "whose values of 'item' are others in place of some"),
+        (lambda info, _: info["limits"].update(max_history=31), "with max_history 30 and not 31"),
+        (lambda info, _: info["limits"].update(max_history=29), "with max_history 30 and not 29"),
+        (lambda info, _: info["schema"]["event"][0].update(default="3"), "the field 'item' is encoded otherwise"),
+    ],
+    ids=["vocabulary", "longer", "shorter", "default"],
+)
+def test_an_artifact_of_another_encoding_is_not_swapped_in(exported, stateful, store, tmp_path, log, change, why):
+    other = rewritten(tmp_path / "other", exported.path, change)
+
+    async def talk(client):
+        await added(client, EVENT)
+        before = await answer(await client.post("/score", json=request()))
+        assert not await client.app[LIVE].swap()
+        assert await answer(await client.post("/score", json=request())) == before
+        assert await added(client, EVENT | {"event_id": "after"}) == {"added": 1, "repeated": 0}
+        assert (await samples(client))['jfi_artifact_swaps_total{result="failed"}'] == 1
+
+    serve(stateful, talk, load=lambda: Scorer(other, state=StateSettings(store)))
+    assert f"{other} cannot be served with this state of users: the state of users is of another encoding" in log()
+    assert why in log() and "`jfi state migrate` makes one for this artifact" in log()
+
+
+def test_a_longer_history_than_the_state_keeps_is_refused(exported, store):
+    with pytest.raises(ArtifactError, match="max_history is 31, must be at most 30, the events of a user"):
+        Scorer(exported.path, max_history=31, state=StateSettings(store))
+    shorter = Scorer(exported.path, max_history=2, state=StateSettings(store))
+    shorter.state.add([shorter.events([EVENT | {"event_id": i} for i in range(5)])])
+    (found,) = shorter.state.fill([shorter.reader(request())], shorter.reader)
+    assert found.num_events == found.stored.events == 2
+
+
+def test_bodies_that_wait_are_written_together_each_whole_or_not(stateful, store):
+    """64 at a time to one user, some of them with a late event."""
+
+    async def talk(client):
+        await added(client, EVENT)
+        store.go_on, before = threading.Event(), store.updates
+        bodies = []
+        for number in range(64):
+            rows = [
+                EVENT | {"event_id": f"{number}-{i}", "item": number, "time": NOW + number}
+                for i in range(1 + number % 2)
+            ]
+            if number % 8 == 7:
+                rows[1]["time"] = NOW - 90_000
+            bodies.append([*rows, EVENT])
+        posts = [asyncio.create_task(client.post("/events", json=body)) for body in bodies]
+        while len(client.app[_WRITER]._waiting) < 63:
+            await asyncio.sleep(0.01)
+        store.go_on.set()
+        answers = [await answer(await post) for post in posts]
+        for number, (status, told) in enumerate(answers):
+            if number % 8 == 7:
+                assert status == 400 and told["error"].startswith(
+                    "events[1].time is 1699910000, more than 86400 s older"
+                )
+            else:
+                assert (status, told) == (200, {"added": 1 + number % 2, "repeated": 1})
+        assert store.updates - before == 2  # the first body, and all that waited while it was written
+        (records,) = stateful.state.histories(["u"])
+        wanted = [NOW + number for number in range(64) if number % 8 != 7 for _ in range(1 + number % 2)]
+        assert records["time"].tolist() == [NOW, *wanted]
+
+    serve(stateful, talk, queue=100)
+
+
+def test_what_a_client_sent_who_has_left_is_whole(stateful, store):
+    async def talk(client):
+        store.go_on = threading.Event()
+        posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}] * 2)) for i in range(3)]
+        while len(client.app[_WRITER]._waiting) < 2:
+            await asyncio.sleep(0.01)
+        for post in posts[:2]:
+            post.cancel()
+        store.go_on.set()
+        assert await answer(await posts[2]) == (200, {"added": 1, "repeated": 1})
+        assert (await asked(client))["events"] == 3
+
+    serve(stateful, talk)
+
+
+def test_a_server_that_stops_writes_what_it_has_begun(stateful, store):
+    async def talk(client):
+        store.go_on = threading.Event()
+        posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}])) for i in range(3)]
+        while len(client.app[_WRITER]._waiting) < 2:
+            await asyncio.sleep(0.01)
+        for post in posts:
+            post.cancel()
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_later(0.1, store.go_on.set)
+
+    serve(stateful, talk)
+    (records,) = stateful.state.histories(["u"])
+    assert len(records) == 3

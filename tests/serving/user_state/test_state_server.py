@@ -1,0 +1,203 @@
+"""The server with a state of users: bad input, freshness, and users who are removed."""
+
+import json
+import time
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from yarl import URL
+
+from ..test_server import samples, serve
+from .conftest import EVENT, NOW, added, answer, asked, request
+
+BAD = {
+    "unknown": ({"colour": 1}, "has an unknown field 'colour'"),
+    "lacking": ({"rating": ...}, "lacks the field 'rating'"),
+    "future": ({"time": time.time() + 3600}, "more than 60 s ahead of the server's clock"),
+    "milliseconds": ({"time": NOW * 1000}, "must be a number of seconds since 1970, got 1700000000000.0"),
+    "text": ({"time": "2023-11-14"}, "must be a number of seconds since 1970, got '2023-11-14'"),
+    "no time": ({"time": None}, "must be a number of seconds since 1970, got None"),
+    "no user": ({"user": None}, "must be the id of a user, got None"),
+    "empty user": ({"user": ""}, "must be the id of a user, got ''"),
+    "list": ({"user": ["u"]}, "must be a string, a number or a boolean, or null, got list"),
+    "long": ({"user": "ü" * 241}, "must be at most 480 bytes, got 482"),
+    "item": ({"item": {}}, "must be a string, a number or a boolean, or null, got dict"),
+    "rating": ({"rating": [5]}, "must be a string, a number or a boolean, or null, got list"),
+    "id": ({"event_id": {}}, "must be a string, a number or a boolean, or null, got dict"),
+    "late": ({"time": NOW - 90000, "event_id": "late"}, "more than 86400 s older than the newest event of the user"),
+}
+
+
+@pytest.mark.parametrize("form", ["rows", "columns"])
+def test_bad_events_are_named_and_nothing_of_their_body_is_written(stateful, store, form):
+    """The last event alone is wrong."""
+
+    async def talk(client):
+        await added(client, EVENT)
+        before = dict(store.scan(b""))
+        for name, (change, why) in BAD.items():
+            if form == "columns" and ... in change.values():
+                continue
+            good = [EVENT | {"event_id": f"{name} {i}", "user": f"u{i}", "item": f"new of {name}"} for i in range(3)]
+            last = {key: value for key, value in (EVENT | change).items() if value is not ...}
+            body, place = [*good, last], "events[3]"
+            if form == "columns":
+                body = {key: [one.get(key, EVENT["item"]) for one in body] for key in last}
+            status, told = await answer(await client.post("/events", json=body))
+            assert status == 400 and why in told["error"], (name, told)
+            if "unknown" not in name:
+                field = "time" if name == "late" else next(iter(change))
+                place = place if form == "rows" else f"events.{field}[3]"
+                assert told["error"].startswith(place), told
+            assert dict(store.scan(b"")) == before, name
+        found = await samples(client)
+        assert found['jfi_state_events_total{result="refused"}'] == 4  # those that the state knows to be late
+        assert found['jfi_state_events_total{result="added"}'] == 1
+
+    serve(stateful, talk)
+
+
+def test_bad_bodies_of_events_are_named(stateful, store):
+    rows = [EVENT | {"event_id": i} for i in range(21)]
+    twice = json.dumps([EVENT]).replace('"rating": 5', '"rating": 5, "rating": 4')
+    bodies = {
+        "the request is not JSON": b"",
+        "events must not be empty": b"[]",
+        "events must be at most 20 in a body, got 21": json.dumps(rows),
+        "has an object with the field 'rating' twice": twice,
+        "events must be a list of objects or an object of lists, got 'x'": b'"x"',
+        "events[0] must be an object, got None": b"[null]",
+        "events lacks the field": b"{}",
+        "events.user must be a list with a value for each row": json.dumps(EVENT),
+        "events must have as many values of each field": json.dumps(
+            {key: [EVENT[key]] for key in EVENT} | {"time": []}
+        ),
+        "events[1] lacks the field 'event_id'": json.dumps([EVENT, {k: EVENT[k] for k in EVENT if k != "event_id"}]),
+    }
+
+    async def talk(client):
+        before = dict(store.scan(b""))
+        for why, body in bodies.items():
+            status, told = await answer(await client.post("/events", data=body))
+            assert status == 400 and why in told["error"], (why, told)
+        large = json.dumps([EVENT] * 100_000)
+        assert (await client.post("/events", data=large)).status == 413
+        assert dict(store.scan(b"")) == before
+
+    serve(stateful, talk)
+
+
+def test_bad_requests_with_a_user_are_named(stateful):
+    bodies = {
+        "must be the id of a user, got None": request(None),
+        "user must be a string, a number or a boolean, or null, got list": request([1]),
+        "user must be at most 480 bytes, got 481": request("x" * 481),
+        "user.user must be at most 480 bytes, got 500": request({"user": "x" * 500}),
+        "user lacks the field 'user'": request({}),
+        "user has an unknown field 'name'": request({"user": 1, "name": "x"}),
+        "time must be a number of seconds since 1970": request(now=NOW * 1000),
+        "context must be an object, got list": request() | {"context": []},
+        "context has an unknown field 'colour'": request() | {"context": {"colour": 1}},
+        "context has the field 'item', and the candidates have it too": request() | {"context": {"item": 1}},
+    }
+
+    async def talk(client):
+        for why, body in bodies.items():
+            status, told = await answer(await client.post("/score", json=body))
+            assert status == 400 and why in told["error"], (why, told)
+
+    serve(stateful, talk)
+
+
+def test_an_acknowledged_event_counts_in_the_next_request(stateful):
+    async def talk(client):
+        assert await asked(client) == {"events": 0, "time": None, "available": True}
+        for number in range(12):
+            told = await added(client, EVENT | {"time": NOW + number, "event_id": number})
+            assert told == {"added": 1, "repeated": 0}
+            found = await asked(client)
+            assert found == {"events": number + 1, "time": NOW + number, "available": True}
+        assert (await asked(client, now=NOW + 3.5))["events"] == 4
+        assert (await asked(client, {"user": "u"}))["events"] == 12
+        found = await samples(client)
+        assert found['jfi_state_requests_total{found="none"}'] == 1
+        assert found['jfi_state_requests_total{found="events"}'] == 14
+        assert found['jfi_state_events_total{result="added"}'] == 12
+
+    serve(stateful, talk)
+
+
+def test_fields_of_the_context_are_those_of_each_candidate(stateful):
+    bodies = [
+        request() | {"candidates": {"item": [3, 17]}, "context": {"category": 3}},
+        request() | {"candidates": [{"item": 3}, {"item": 17}], "context": {"category": 3}},
+        request(),
+    ]
+
+    async def talk(client):
+        await added(client, EVENT)
+        answers = [await answer(await client.post("/score", json=body)) for body in bodies]
+        assert answers[0] == answers[1] == answers[2] and answers[0][0] == 200
+
+    serve(stateful, talk)
+
+
+def test_a_user_is_removed_by_any_id(stateful):
+    users = [
+        "a/b",
+        "/",
+        "ü日",
+        "a%2Fb",
+        "%",
+        "a b+c",
+        "a?b#c",
+        "..",
+        ".",
+        "x" * 480,
+        "a\0b",
+        '"',
+        "\\",
+        "{user}",
+        "7.5",
+    ]
+
+    async def talk(client):
+        await added(client, *(EVENT | {"user": user} for user in [*users, "other"]))
+        for user in users:
+            path = URL(f"/users/{quote(user, safe='').replace('.', '%2E')}", encoded=True)
+            for is_there in (True, False):
+                status, told = await answer(await client.delete(path))
+                assert (status, told) == (200, {"deleted": is_there}), user
+            assert (await asked(client, user))["events"] == 0
+        assert (await asked(client, "other"))["events"] == 1
+        status, told = await answer(await client.delete(f"/users/{'x' * 481}"))
+        assert status == 400 and told["error"] == "the user in the path must be at most 480 bytes, got 481"
+        assert (await client.delete("/users/")).status == 404
+        assert (await client.get("/users/u")).status == 405
+        found = await samples(client)
+        assert found['jfi_requests_total{path="/users/{user}",status="200"}'] == 2 * len(users)
+
+    serve(stateful, talk)
+
+
+def test_a_number_names_the_user_that_its_text_names(stateful):
+    async def talk(client):
+        await added(client, *(EVENT | {"user": user, "event_id": i} for i, user in enumerate([7, "7", 7.0, "7.0"])))
+        assert [(await asked(client, user))["events"] for user in (7, "7", "007")] == [4, 4, 0]
+        assert await answer(await client.delete("/users/7.0")) == (200, {"deleted": True})
+
+    serve(stateful, talk)
+
+
+def test_a_server_without_a_state_has_no_paths_of_one(scorer, request_body):
+    async def talk(client):
+        found = [await client.post("/events", json=[EVENT]), await client.delete("/users/u")]
+        found.append(await client.get("/schema/events"))
+        assert [one.status for one in found] == [404] * 3
+        status, told = await answer(await client.post("/score", json=request()))
+        assert status == 400 and "unknown field" in told["error"]
+
+    serve(scorer, talk)
