@@ -308,6 +308,8 @@ def serving_state(results: dict, folder: Path) -> list[Path]:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set_yscale("log")
         plain_ticks(axes.yaxis)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(sorted({row["history"] for row in found}))
         axes.set_xlabel("events of a history")
         axes.set_title(title, fontsize=10)
         axes.grid(True, which="major", alpha=0.3)

@@ -257,7 +257,7 @@ def _over_http(
     record: Record,
 ) -> None:
     """A server of its own: scores, checked against those of the first way; then what writes to the state."""
-    limits: list[object] = ["--queue", 2 * options.clients, "--max-body-mb", 8]
+    limits: list[object] = ["--queue", 2 * options.clients, "--max-body-mb", 8, "--deadline-ms", 60_000]
     limits += ["--tables-device", options.tables_device] if options.tables_device else []
     limits += ["--state", state, "--state-timeout-ms", TIMEOUT_MS] if state else []
     with serving.server(path, *limits) as address:
