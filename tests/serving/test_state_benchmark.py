@@ -22,10 +22,8 @@ NOW = 1_750_000_000
 @pytest.fixture
 def synthetic(monkeypatch, tmp_path):
     """The schema and the limits of the synthetic model, without compiling it."""
-    found = SimpleNamespace()
-    monkeypatch.setattr(
-        serving, "export", lambda path, model, schema, limits, **_: vars(found).update(s=schema, l=limits)
-    )
+    found = []
+    monkeypatch.setattr(serving, "export", lambda path, model, schema, limits, **_: found.extend([schema, limits]))
     serving.synthetic(tmp_path, 1000, "cpu", "float32", serving.Shape(40, 5))
     return found
 
