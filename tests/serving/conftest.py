@@ -1,5 +1,6 @@
 """One tiny run, trained and exported once: compiling is what takes long."""
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from filelock import FileLock  # torch requires it
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
+from jfi.serving.server.body import write_answer
 from jfi.training import train
 from jfi.training.config_parser import parse_config
 from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder
@@ -94,6 +96,11 @@ def log(caplog):
     with caplog.at_level(logging.INFO, "jfi.serving"):
         yield lambda: caplog.text
     quiet.removeFilter(server.without_traceback)
+
+
+def as_sent(scores: list[float]) -> list[float]:
+    """Scores as a client reads them: the shortest texts of their float32."""
+    return json.loads(write_answer({"scores": scores}))["scores"]
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from jfi.serving.server.app import _BODIES, make_app, run
 from jfi.serving.server.batcher import Batcher
 from jfi.serving.server.json_lines import answer_lines
 
+from .conftest import as_sent
+
 
 def test_both_servers_have_the_limits_of_the_command():
     """As `jfi serve --help` says."""
@@ -75,7 +77,7 @@ def test_it_answers(scorer, request_body):
 
     ((status, first), again), schema, health = serve(scorer, talk)
     assert status == 200 and (status, first) == again
-    assert first["scores"] == scorer.score([scorer.reader(request_body)])[0]
+    assert first["scores"] == as_sent(scorer.score([scorer.reader(request_body)])[0])
     jsonschema.validate(request_body, schema)
     assert set(schema["properties"]["history"]["anyOf"][1]["properties"]) == {"item", "category", "rating", "age"}
     assert health["status"] == "ok"

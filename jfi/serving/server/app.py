@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -33,6 +32,7 @@ from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.batcher import DeadlineExceededError
+from jfi.serving.server.body import write_answer
 from jfi.serving.server.events import EventWriter
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
@@ -274,8 +274,8 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
     return _error(500, "the model failed on this request; see the server's log"), None
 
 
-def _json(answer: object) -> web.Response:
-    return web.Response(body=orjson.dumps(answer), content_type="application/json", charset="utf-8")
+def _json(answer: dict) -> web.Response:
+    return web.Response(body=write_answer(answer), content_type="application/json", charset="utf-8")
 
 
 def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

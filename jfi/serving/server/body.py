@@ -1,7 +1,8 @@
-"""Reads the JSON of a request by orjson."""
+"""Reads the JSON of a request and writes that of an answer, by orjson."""
 
 import json
 
+import numpy as np
 import orjson
 
 from jfi.serving.validation import BadRequestError, shown
@@ -17,6 +18,19 @@ def parse(body: bytes) -> object:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the request is not JSON: {error}") from None
+
+
+def write_answer(answer: dict) -> bytes:
+    """Returns the JSON of an answer, whose scores have the shortest text of their float32.
+
+    >>> write_answer({"scores": [0.10000000149011612]})
+    b'{"scores":[0.1]}'
+    """
+    if "scores" in answer:
+        scores = answer["scores"]
+        short = {name: np.array(one, np.float32) for name, one in scores.items()} if isinstance(scores, dict) else None
+        answer = answer | {"scores": np.array(scores, np.float32) if short is None else short}
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def check_keys(body: bytes, request: dict | list) -> None:

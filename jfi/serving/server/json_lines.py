@@ -7,11 +7,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
-import orjson
-
 from jfi.serving.requests import BadRequestError, Request, RequestReader
 from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import check_finite
+from jfi.serving.server.body import write_answer
 from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.utils.files import naming
 
@@ -50,7 +49,7 @@ def answer_lines(
         for one in batch:
             answer = {"error": one} if isinstance(one, str) else next(scores)
             with naming(Path(getattr(out, "name", "the output"))):
-                out.write(orjson.dumps(answer) + b"\n")
+                out.write(write_answer(answer) + b"\n")
                 out.flush()
             capacity.release()
 

@@ -14,7 +14,7 @@ from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server.app import _WRITER, LIVE
 from jfi.serving.server.json_lines import answer_lines
 
-from ..conftest import rewriting
+from ..conftest import as_sent, rewriting
 from ..test_server import samples, serve
 from .conftest import CANDIDATES, EVENT, NOW, added, answer, asked, request
 
@@ -30,7 +30,7 @@ def test_a_store_that_fails_is_a_503_or_a_cold_user(exported, store, scorer, req
             status, told = await answer(response)
             if is_cold:
                 assert (status, told["state"]) == (200, {"events": 0, "time": None, "available": False})
-                assert told["scores"] == cold
+                assert told["scores"] == as_sent(cold)
             else:
                 assert (status, response.headers["Retry-After"]) == (503, "1")
                 assert told["error"] == "the state of users does not answer: the disk is gone; try again"
@@ -70,7 +70,7 @@ def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_
         answer_lines(stateful, io.BytesIO(lines), out, max_batch=100, max_wait=0.2)
         return [json.loads(line) for line in out.getvalue().splitlines()]
 
-    assert [list(one) for one in answers()] == [["scores"]] * 3
+    assert [list(one) for one in answers()] == [["scores"], ["scores", "state"], ["scores"]]
     store.fault = "the disk is gone"
     first, second, third = answers()
     assert second == {"error": "the state of users does not answer: the disk is gone"}
