@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +45,8 @@ def _export(options: argparse.Namespace) -> None:
     out = Path(_required(options, "out"))
     if out.suffix != ".parquet":
         raise StateError(f"--out {out}: the name must end in .parquet")
-    store = open_store(options.state)
-    users, events = export_events(store, out)
-    store.close()
+    with closing(open_store(options.state)) as store:
+        users, events = export_events(store, out)
     print(f"wrote {out}: {events:,} events of {users:,} users")
 
 
@@ -56,11 +55,10 @@ def _migrate(options: argparse.Namespace) -> None:
 
     info, _ = artifact.read(Path(_required(options, "artifact")).resolve())
     layout = _layout(info.schema, info.limits.max_history, f"--artifact {options.artifact}")
-    source = open_store(options.state)
-    with _new_store(_required(options, "out"), "--out", options.state_gb) as store:
+    out = _required(options, "out")
+    with closing(open_store(options.state)) as source, _new_store(out, "--out", options.state_gb) as store:
         users, events = migrate(source, store, layout)
         write_layout(store, layout)
-    source.close()
     print(f"wrote {options.out}: {events:,} events of {users:,} users")
 
 
@@ -81,15 +79,12 @@ def _layout(schema: object, max_history: int, what: str) -> EventLayout:
 def _new_store(name: str, option: str, max_gb: int) -> Iterator[Store]:
     """An empty store to fill; a folder gets its name when it is whole, and a server's store has its layout last."""
     if is_url(name):
-        store = open_store(name, timeout=60.0)
-        if not is_empty(store):
-            raise StateError(f"{option} {name}: has a state already, or what is left of one; choose another prefix")
-        yield store
-        store.close()
+        with closing(open_store(name, timeout=60.0)) as store:
+            if not is_empty(store):
+                raise StateError(f"{option} {name}: has a state already, or what is left of one; choose another prefix")
+            yield store
         return
     if Path(name).exists():
         raise StateError(f"{option} {name}: exists already; name a new folder")
-    with writing_folder(Path(name)) as folder:
-        store = open_store(str(folder), create=True, max_gb=max_gb)
+    with writing_folder(Path(name)) as folder, closing(open_store(str(folder), create=True, max_gb=max_gb)) as store:
         yield store
-        store.close()

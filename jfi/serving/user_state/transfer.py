@@ -84,9 +84,10 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
                 found[name] = records[name]
             for name, move in moves:
                 found[name] = move(records[name])
+            found = found[-layout.keep :]
             counts[0] += 1
-            counts[1] += len(records)
-            yield user, found[-layout.keep :]
+            counts[1] += len(found)
+            yield user, found
 
     put_records(target, moved())
     target.put(names.changes().items())
@@ -136,15 +137,20 @@ class _Texts:
     """
 
     def __init__(self, store: Store, layout: EventLayout, column: Column) -> None:
-        known = layout.schema.vocabularies.get(column.values, [])
-        lacking = read_dictionary(store, column.values)
-        #: From the last of those that the vocabulary lacks to the last that it has.
-        self.values = np.array([*reversed(lacking), None, *known], object)
-        self._zero = len(lacking)
+        self._store, self._column = store, column
+        self._known = layout.schema.vocabularies.get(column.values, [])
+        self._read()
+
+    def _read(self) -> None:
+        lacking = read_dictionary(self._store, self._column.values)
+        #: From the last of those that the vocabulary lacks to the last that it has, and where None is between them.
+        self.values, self.zero = np.array([*reversed(lacking), None, *self._known], object), len(lacking)
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         """Returns the texts `[N]`, None for a missing value."""
-        return self.values[ids.astype(np.int64) + self._zero]
+        if ids.min(initial=0) < -self.zero:  # of events that came meanwhile
+            self._read()
+        return self.values[ids.astype(np.int64) + self.zero]
 
 
 class _Move:
@@ -168,8 +174,8 @@ class _Move:
         name, field = other.field.name, other.field
         if one is None or one.role != other.role:
             raise StateError(f"the events of the state have no field '{name}'; load them by `jfi state load`")
-        if one.values is None or other.values is None:
-            hashes = one.values is not None and field.num_buckets
+        if one.values is None or other.values is None or one.field.columns != field.columns:
+            hashes = one.values is not None and field.num_buckets and one.field.columns == field.columns
             if not hashes and (one.field != field or old.schema.codec != new.schema.codec):
                 what = f"the field '{name}' is encoded otherwise, and the state does not have its values"
                 raise StateError(f"{what}; load it from the log by `jfi state load`")
@@ -180,7 +186,7 @@ class _Move:
         known = HashBuckets(field.num_buckets) if field.num_buckets else None
         known = known or Vocabulary(new.schema.vocabularies.get(field.name, []) if other.role is None else [])
         values = [field.default if text is None else text for text in texts.values]
-        self._ids, self._zero = known.ids(values), int(np.flatnonzero(texts.values == None)[0])  # noqa: E711
+        self._ids, self._zero = known.ids(values), texts.zero
         if other.values is not None:
             for i in np.flatnonzero(self._ids == UNKNOWN).tolist():
                 if values[i] is not None:
@@ -188,4 +194,8 @@ class _Move:
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         """Returns the ids `[N]` in the other encoding."""
-        return ids if self._ids is None else self._ids[ids.astype(np.int64) + self._zero]
+        if self._ids is None:
+            return ids
+        if ids.min(initial=0) < -self._zero:
+            raise StateError("the state is written to; stop the servers that use it, or migrate a copy")
+        return self._ids[ids.astype(np.int64) + self._zero]
