@@ -160,7 +160,7 @@ class UserState:
         return results
 
     def delete(self, user: str) -> bool:
-        """Removes a user's events; returns whether there were any. The statistics of the past stay as they are."""
+        """Removes a user's events and their ids; returns whether there were any. Statistics of the past stay."""
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
@@ -169,7 +169,7 @@ class UserState:
             return {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
 
         self.store.update(change)
-        return found[0]
+        return any(found)
 
     def fill(self, requests: Sequence[Request], reader: RequestReader) -> list[Request]:
         """Returns requests with the events of their users in place of none, all read at once.

@@ -73,6 +73,9 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
     if info.past is not None and (layout.past is None or not is_same(info.past, layout.past)):
         what = "has statistics of the past that the artifact does not have, or computes otherwise"
         raise StateError(f"the state {what}; load it from the log by `jfi state load`")
+    if info.past is None and layout.past is not None:
+        why = "has no statistics of the past, which the artifact has; load it from the log by `jfi state load`"
+        raise StateError(f"the state {why}")
     names, own = Dictionaries(), {column.name: column for column in old.columns}
     moves = [(column.name, _Move(store, old, own.get(column.name), layout, column, names)) for column in layout.columns]
     counts = [0, 0]

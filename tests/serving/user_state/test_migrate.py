@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from jfi.events.groups import HALF_LIVES
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import Field, Limits, PolicyFields, Schema
+from jfi.serving.schema import Field, Limits, PastFields, PolicyFields, Schema
 from jfi.serving.user_state.events import EventReader
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import UserState, is_empty, scan_records, write_layout
@@ -191,6 +192,34 @@ def test_what_cannot_be_encoded_otherwise_is_refused_by_name(new_store, schema, 
     with pytest.raises(StateError, match=why) as fault:
         migrate(state.store, target, EventLayout(schema, max_history))
     assert "\n" not in str(fault.value) and is_empty(target)
+
+
+def test_statistics_are_copied_or_missed_by_name(new_store):
+    past = PastFields("user", "item", NOW, ["popularity"], 10, list(HALF_LIVES), True, {}, 3, [], {})
+    with_past, other = (
+        replace(SCHEMA, past=past),
+        replace(SCHEMA, past=replace(past, half_lives=[60.0, *HALF_LIVES[1:]])),
+    )
+    plain, counted = filled(new_store("plain"), SCHEMA, rows(20)), new_store("counted")
+    write_layout(counted, EventLayout(with_past, 100))
+    counters = {b"k a": b"1", b"k b": b"2", b"iu1": bytes(16)}
+    counted.put(counters.items())
+    for store, schema, why in (
+        (plain.store, with_past, "has no statistics of the past, which the artifact has; load it"),
+        (counted, SCHEMA, "has statistics of the past that the artifact does not have"),
+        (counted, other, "or computes otherwise; load it from the log"),
+    ):
+        target = new_store(f"target of {why}")
+        with pytest.raises(StateError, match=why):
+            migrate(store, target, EventLayout(schema, 100))
+        assert is_empty(target)
+    target, layout = new_store("target"), EventLayout(replace(SCHEMAS["grown"], past=past), 100)
+    migrate(counted, target, layout)
+    assert {key: value for key, value in target.scan(b"") if key in counters} == counters
+    write_layout(target, layout)
+    state = UserState(target, layout)
+    assert state.delete("u1") and not state.delete("u1")  # its ids alone were there
+    assert target.get([b"iu1", b"k a"]) == [None, b"1"]
 
 
 def test_what_a_policy_reads_is_kept(new_store):
