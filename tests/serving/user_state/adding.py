@@ -1,6 +1,7 @@
 """A process that adds events to a state and says which are acknowledged, until it is killed."""
 
 import random
+import signal
 
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema
@@ -21,24 +22,20 @@ LAYOUT = EventLayout(SCHEMA, max_history=5000)
 READ = EventReader(LAYOUT, RequestReader(SCHEMA, Limits(1, 5000)), max_future=float("inf"))
 
 
-def bodies(count: int) -> list[list[dict]]:
-    """Bodies of one to four events of few users: ties, late events, and items that the vocabulary lacks."""
-    draw, found, number = random.Random(0), [], 0
-    for time in range(count):
-        rows = []
-        for _ in range(draw.randrange(1, 5)):
-            item, tags = draw.randrange(1, 40), draw.choice([None, ["a"], ["b", f"t{draw.randrange(30)}"]])
-            row = {"user": f"u{draw.randrange(5)}", "time": 1000.0 + time // 3 - draw.choice([0, 0, 2]), "item": item}
-            rows.append(row | {"tags": tags, "event_id": f"e{number}"})
-            number += 1
-        found.append(rows)
-    return found
+def body(number: int) -> list[dict]:
+    """One to four events of few users: ties, late events, and items that the vocabulary lacks."""
+    draw, rows = random.Random(number), []
+    for row in range(draw.randrange(1, 5)):
+        item, tags = draw.randrange(1, 40), draw.choice([None, ["a"], ["b", f"t{draw.randrange(30)}"]])
+        event = {"user": f"u{draw.randrange(5)}", "time": 1000.0 + number // 3 - draw.choice([0, 0, 2]), "item": item}
+        rows.append(event | {"tags": tags, "event_id": f"{number}-{row}"})
+    return rows
 
 
-def add(path: str, begin: int, count: int, pipe) -> None:
-    """Adds bodies from one on, and sends the number of each after it was acknowledged."""
+def add(path: str, begin: int, pipe) -> None:
+    """Adds 60 bodies from one on, sends the number of each after it was acknowledged, and waits for its end."""
     state = UserState(open_store(path), LAYOUT)
-    for number, rows in enumerate(bodies(count)[begin:], begin):
-        state.add([READ(rows)])
+    for number in range(begin, begin + 60):
+        state.add([READ(body(number))])
         pipe.send(number)
-    pipe.close()
+    signal.pause()

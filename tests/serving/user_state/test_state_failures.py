@@ -77,6 +77,32 @@ def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_
     assert list(first) == list(third) == ["scores"]
 
 
+def test_a_request_that_waits_for_a_slow_store_until_its_deadline_has_found_nothing(stateful, store, monkeypatch):
+    go_on, get = threading.Event(), store.get
+
+    def slow(keys):
+        assert go_on.wait(60)
+        return get(keys)
+
+    async def talk(client):
+        await added(client, EVENT)
+        monkeypatch.setattr(store, "get", slow)
+        first = asyncio.create_task(client.post("/score", json=request()))
+        while not client.app[LIVE].now.batcher._calling:
+            await asyncio.sleep(0.01)
+        status, told = await answer(await client.post("/score", json=request()))
+        assert (status, told["error"]) == (503, "the request has waited until its deadline; try again")
+        go_on.set()
+        assert (await answer(await first))[1]["state"]["events"] == 1
+        found = await samples(client)
+        counted = {
+            name: found[f'jfi_state_requests_total{{found="{name}"}}'] for name in ("events", "none", "unavailable")
+        }
+        assert counted == {"events": 1, "none": 0, "unavailable": 0}
+
+    serve(stateful, talk, deadline=1.0)
+
+
 def rewritten(path, source, change):
     with rewriting(path, source) as folder:
         parts = [json.loads((folder / name).read_text()) for name in (INFO, VOCABULARIES)]
