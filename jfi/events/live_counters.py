@@ -72,7 +72,7 @@ class LiveCounters:
         self._counted = Counted(self.names, columns, window, is_implicit, num_known)
 
     def _find_names(self) -> list[SortedRows]:
-        """The sorted rows that a question reads: it is asked of a log of two rows."""
+        """Finds the sorted rows that a question reads, by asking it of a log of two rows."""
         zero, one = np.zeros(2, np.int64), np.ones(2, np.float32)
         events = Events(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
         columns, ids = {}, {}
@@ -209,7 +209,7 @@ class LiveCounters:
             records[key] = append_row(name, records[key], one.time, values)
 
     def _surprises(self, one: LiveEvent, records: dict[bytes, np.ndarray]) -> tuple[float, float]:
-        """How far the label is above what the item, and item and user, let expect; the latter rounded as in pairs."""
+        """Returns how far the label is above the item's rate, and above what item and user let expect, rounded."""
         if self._is_implicit or _OVERALL not in self.names:
             return 0.0, 0.0
 

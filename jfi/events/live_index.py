@@ -11,7 +11,7 @@ from jfi.events.point_in_time import PastIndex, Questions, Rows
 
 #: The digest of no value.
 _NONE = bytes(DIGEST_BYTES)
-#: Each set of rows is sorted by itself.
+#: No two sets of rows share an array.
 SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history", "labeled history")}
 
 
@@ -34,7 +34,7 @@ class LiveQuestion:
 
 @dataclass(frozen=True)
 class Counted:
-    """What is counted.
+    """Settings of the counters.
 
     Args:
         names: the sorted rows by their names.
@@ -57,7 +57,7 @@ class Gathered:
     Items and values get numbers from their first occurrence on: of the candidates, then of the user's events.
 
     Args:
-        counted: what is counted.
+        counted: settings of the counters.
         question: the candidates.
         user: the user's record of `history by user`, or None.
     """

@@ -85,7 +85,7 @@ class SortedRows:
 
     @property
     def has_sessions(self) -> bool:
-        """Whether a row has the time of the first event of its session."""
+        """True if a row has the time of the first event of its session."""
         return self.rows == "history" and self.key[:1] == ("user",)
 
     @property

@@ -32,11 +32,9 @@ from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.batcher import DeadlineExceededError
-from jfi.serving.server.body import write_answer
-from jfi.serving.server.events import EventWriter
+from jfi.serving.server.events import EventWriter, json_response, state_routes
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.events import users_of
 from jfi.serving.user_state.stores import StoreUnavailableError
 
 _RETRY_SECONDS = "1"
@@ -106,24 +104,7 @@ def make_app(
             if stored is not None:
                 answer["state"] = stored.answer()
         metrics.request_seconds.observe(time.perf_counter() - start)
-        return _json(answer)
-
-    async def add_events(request: web.Request) -> web.Response:
-        admission.check()
-        body = await arriving.receive(request)
-        with admission:
-            until = asyncio.get_running_loop().time() + deadline
-            events = await app[LIVE].read(app[LIVE].now.scorer.events.read, body, until)
-            added = await app[_WRITER].add(events)
-        return _json({"added": added.added, "repeated": added.repeated})
-
-    async def delete_user(request: web.Request) -> web.Response:
-        (user,) = users_of([request.match_info["user"]], lambda *_: "the user in the path")
-        with admission:
-            return _json({"deleted": await app[_WRITER].delete(user)})
-
-    async def events_schema(_: web.Request) -> web.Response:
-        return web.json_response(app[LIVE].now.scorer.events.json_schema())
+        return json_response(answer)
 
     async def health(_: web.Request) -> web.Response:
         now = app[LIVE].now.scorer
@@ -159,8 +140,7 @@ def make_app(
     paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += [web.post("/events", add_events), web.delete("/users/{user:[^/]+}", delete_user)]
-        routes += [web.get("/schema/events", events_schema)]
+        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
     app.add_routes(routes)
     return app
 
@@ -272,10 +252,6 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
             return _error(error.status, error.text or error.reason, allow), _REASONS.get(error.status, "other")
     _log.error("request id=%s failed", name, exc_info=error)
     return _error(500, "the model failed on this request; see the server's log"), None
-
-
-def _json(answer: dict) -> web.Response:
-    return web.Response(body=write_answer(answer), content_type="application/json", charset="utf-8")
 
 
 def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -4,8 +4,13 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from aiohttp import web
+
+from jfi.serving.server.admission import Admission, Bodies
+from jfi.serving.server.body import write_answer
+from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.events import Events
+from jfi.serving.user_state.events import Events, users_of
 from jfi.serving.user_state.state import Added, UserState
 
 
@@ -67,3 +72,41 @@ class EventWriter:
                 answer.exception()  # read, if the client has left
             else:
                 answer.set_result(result)
+
+
+def state_routes(
+    live: Callable[[], Live], writer: Callable[[], EventWriter], admission: Admission, bodies: Bodies, deadline: float
+) -> list[web.RouteDef]:
+    """Returns the routes of a server with a state of users.
+
+    Args:
+        live: gives the artifact that answers now.
+        writer: gives what writes events.
+        admission, bodies: those of the server's other requests.
+        deadline: seconds that a body may wait until it is read.
+    """
+
+    async def add(request: web.Request) -> web.Response:
+        admission.check()
+        body = await bodies.receive(request)
+        with admission:
+            until = asyncio.get_running_loop().time() + deadline
+            events = await live().read(live().now.scorer.events.read, body, until)
+            added = await writer().add(events)
+        return json_response({"added": added.added, "repeated": added.repeated})
+
+    async def delete(request: web.Request) -> web.Response:
+        (user,) = users_of([request.match_info["user"]], lambda *_: "the user in the path")
+        with admission:
+            return json_response({"deleted": await writer().delete(user)})
+
+    async def schema(_: web.Request) -> web.Response:
+        return web.json_response(live().now.scorer.events.json_schema())
+
+    paths = [web.post("/events", add), web.delete("/users/{user:[^/]+}", delete)]
+    return [*paths, web.get("/schema/events", schema)]
+
+
+def json_response(answer: dict) -> web.Response:
+    """Returns an answer as JSON."""
+    return web.Response(body=write_answer(answer), content_type="application/json", charset="utf-8")

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.requests import StoredHistory
 from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import Batcher, DeadlineExceededError, check_finite
 from jfi.serving.server.metrics import Metrics
+from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.serving.validation import BadRequestError
 

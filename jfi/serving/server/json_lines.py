@@ -104,9 +104,9 @@ def _scores(scorer: Scorer, requests: list[Request]) -> list[dict]:
         scored = zip(requests, scorer.score(requests), strict=True) if requests else []
         return [_answer(request, scores) for request, scores in scored]
     except StoreUnavailableError as error:
-        told = {"error": f"the state of users does not answer: {error}"}
+        failed = {"error": f"the state of users does not answer: {error}"}
         others = iter(_scores(scorer, [one for one in requests if one.stored is None]))
-        return [next(others) if one.stored is None else told for one in requests]
+        return [next(others) if one.stored is None else failed for one in requests]
     except Exception as error:
         if len(requests) > 1:
             return [_scores(scorer, [one])[0] for one in requests]

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from jfi.serving.requests import StoredHistory
 from jfi.serving.user_state.state import Added
+from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.validation import BadRequestError
 
 #: Upper bounds of the buckets.
@@ -36,12 +36,12 @@ class Metrics:
         self.queue_length = Gauge("jfi_queue_length", "Requests that wait for a call of the model.", **own)
         self.queue_capacity = Gauge("jfi_queue_capacity", "Most requests inside.", **own)
         self.bodies_arriving = Gauge("jfi_bodies_arriving", "Bodies that are arriving.", **own)
-        told = "Events of POST /events, by what became of them."
-        self.events = Counter("jfi_state_events_total", told, ["result"], **own)
+        described = "Events of POST /events, by what became of them."
+        self.events = Counter("jfi_state_events_total", described, ["result"], **own)
         for result in ("added", "repeated", "refused", "failed"):
             self.events.labels(result)
-        told = "Requests that read the state of users, by what they found."
-        self.stored = Counter("jfi_state_requests_total", told, ["found"], **own)
+        described = "Requests that read the state of users, by what they found."
+        self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
             self.stored.labels(found)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)

@@ -10,10 +10,10 @@ from jfi.events.live_index import LiveQuestion, as_matrix
 from jfi.events.live_records import LiveEvent
 from jfi.events.statistics import Columns
 from jfi.serving.counters import LogCounters
-from jfi.serving.requests import StoredHistory
 from jfi.serving.schema import PastFields
 from jfi.serving.user_state.events import Events
 from jfi.serving.user_state.layout import TIME, EventLayout, digest
+from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.user_state.stores import StateError
 
 #: Numbers of items are sorted above texts.
@@ -115,7 +115,7 @@ class StateCounters:
         return self._digests[name, number]
 
     def _order(self, item: str) -> int:
-        """What events of one time are sorted by: the number of an item, or the first letters of its text."""
+        """Returns the sort key of events of one time: the number of an item, or the first bytes of its text."""
         if self._layout.is_numbered(item):
             return min(max(int(item) + _NUMBERS, 0), 2 * _NUMBERS - 1)
         return int.from_bytes(item.encode()[:8].ljust(8, b"\0"), "big")

@@ -54,7 +54,7 @@ class Column:
 
 
 class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a store says of its records, as JSON.
+    """Describes the records of a store, as JSON.
 
     Args:
         format: of the store.
@@ -166,7 +166,7 @@ class EventLayout:
         return joined[-self.keep :]
 
     def _order(self, texts: list[str]) -> list:
-        """What items are sorted by, as `jfi.data` sorts them."""
+        """Returns the sort keys of items, as `jfi.data` sorts them."""
         return list(map(int, texts)) if all(map(self.is_numbered, texts)) else texts
 
     def is_numbered(self, item: str) -> bool:

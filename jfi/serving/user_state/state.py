@@ -37,7 +37,7 @@ _NO_IDS = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True)
 class Added:
-    """What became of a body of events: how many are new, and how many were there already."""
+    """Counts the events of a body that are new, and those that were there already."""
 
     added: int
     repeated: int
@@ -231,7 +231,7 @@ class UserState:
         return names.text(column.values, number)
 
     def _new_rows_of(self, events: Events, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
-        """By user the rows of a body that are not repeated.
+        """Returns by user the rows of a body that are not repeated.
 
         Raises:
             BadRequestError: one is too late.
@@ -239,8 +239,7 @@ class UserState:
         rows_of: dict[str, list[int]] = {}
         for row, user in enumerate(events.users):
             rows_of.setdefault(user, []).append(row)
-        others = [] if self.counters is None else [events.users[row] for row in np.flatnonzero(~events.in_history)]
-        known = get.ids(others)
+        known = {} if self.counters is None else get.ids(events.users)
         return {
             user: self._new_rows(events, np.array(rows), now[user], known.get(user, _NO_IDS))
             for user, rows in rows_of.items()
@@ -264,7 +263,7 @@ class UserState:
         now: dict[str, np.ndarray],
         names: Dictionaries,
     ) -> dict[str, np.ndarray]:
-        """By user the records with the new events of a body."""
+        """Returns by user the records with the new events of a body."""
         merged = {}
 
         def texts(ids: np.ndarray) -> list[str]:

@@ -101,7 +101,7 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
 
 
 def _fields(layout: EventLayout) -> dict[str, list[Column]]:
-    """By name of a field of events its columns; a policy's field that the model reads too has one name."""
+    """Returns the columns by name of the field of events; a policy's field that the model reads too has one name."""
     found: dict[str, list[Column]] = {}
     for column in layout.columns:
         if column.role is None or all(one.field.name != column.field.name for one in layout.columns if one != column):

@@ -1,0 +1,32 @@
+"""A request's events in the state of users, before and after they are read."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class StoredHistory:
+    """A user's events in the state of users, and what was read of them.
+
+    Args:
+        user: text of the user's id.
+        now: time of the request in seconds; only events before it count.
+        events: how many the model has read.
+        time: of the newest of them in seconds, or None.
+        is_available: whether the store has answered.
+        items: `[R]` texts of the candidates' ids, whose statistics are looked up in the state, or None.
+        column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
+    """
+
+    user: str
+    now: float
+    events: int = 0
+    time: float | None = None
+    is_available: bool = True
+    items: list[str | None] | None = None
+    column_ids: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def answer(self) -> dict[str, object]:
+        """Returns what an answer says of it."""
+        return {"events": self.events, "time": self.time, "available": self.is_available}
