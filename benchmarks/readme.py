@@ -172,11 +172,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling_bytes": scaling_bytes,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
-    "serving state h200": lambda: state_page.serving_state(read("h200/serving_state")),
+    "serving state h100": lambda: state_page.serving_state(read("h100/serving_state")),
     "serving state cpu": lambda: state_page.serving_state(read("cpu/serving_state")),
-    "state parts h200": lambda: state_page.state_parts(read("h200/serving_state")),
+    "state parts h100": lambda: state_page.state_parts(read("h100/serving_state")),
     "state parts cpu": lambda: state_page.state_parts(read("cpu/serving_state")),
-    "state writes h200": lambda: state_page.state_writes(read("h200/serving_state")),
+    "state writes h100": lambda: state_page.state_writes(read("h100/serving_state")),
     "state writes cpu": lambda: state_page.state_writes(read("cpu/serving_state")),
     "user state": lambda: state_page.user_state(read("cpu/user_state")),
     "dwell": lambda: dwell_page.table(dwell_page.read()),
@@ -233,10 +233,9 @@ def main() -> None:
     if dwell_page.RESULTS.exists():
         dwell_page.draw(dwell_page.read())
         print(f"drew {dwell_page.PICTURE.relative_to(ROOT)}")
-    for folder in ("cpu", DEVICE):
-        if (RESULTS / folder / "serving_state.json").exists():
-            for picture in figures.serving_state(read(f"{folder}/serving_state"), RESULTS / folder):
-                print(f"drew {picture.relative_to(ROOT)}")
+    for results in sorted(RESULTS.glob("*/serving_state.json")):
+        for picture in figures.serving_state(read(f"{results.parent.name}/serving_state"), results.parent):
+            print(f"drew {picture.relative_to(ROOT)}")
     if (picture := semantic_ids.draw()) is not None:
         print(f"drew {picture.relative_to(ROOT)}")
 
