@@ -226,8 +226,10 @@ class RedisStore:
                     try:
                         pipeline.execute()
                         return
-                    except self._conflict:
-                        continue
+                    except self._conflict as fault:
+                        # The client raises it for a lost answer, too: it is unknown whether the changes were written.
+                        if isinstance(fault.__context__, (self._error, OSError)):
+                            raise fault.__context__ from None
         raise StoreUnavailableError(f"Redis: other servers have written the same keys {_TRIES} times")
 
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:

@@ -157,6 +157,29 @@ def test_an_update_of_redis_is_tried_again_on_a_conflict(redis_socket, tmp_path)
     other.close()
 
 
+def test_an_update_of_redis_whose_answer_is_lost_is_not_tried_again(redis_socket, tmp_path, monkeypatch):
+    """It may have been written: what it adds would be there twice."""
+    valkey = pytest.importorskip("valkey")
+    pipeline = valkey.client.Pipeline
+    execute, tries = pipeline._execute_transaction, []
+
+    def lose_answer(self, *given):
+        execute(self, *given)
+        self.watching = True  # the answer to EXEC has not come
+        raise valkey.ConnectionError("the answer was lost")
+
+    def change(get):
+        tries.append(get([b"a"]))
+        return {b"a": b"1"}
+
+    monkeypatch.setattr(pipeline, "_execute_transaction", lose_answer)
+    store = open_store(f"unix://{redis_socket}?prefix={tmp_path.name}", timeout=10.0)
+    with pytest.raises(StoreUnavailableError, match="Redis: the answer was lost"):
+        store.update(change)
+    assert tries == [[None]] and store.get([b"a"]) == [b"1"]
+    store.close()
+
+
 def one_line(fault: pytest.ExceptionInfo) -> str:
     assert "\n" not in str(fault.value)
     return str(fault.value)
