@@ -157,11 +157,11 @@ class Scorer:
         try:
             return self.state.fill(requests, self.reader)
         except StoreUnavailableError:
+            for request in requests:
+                if request.stored is not None:
+                    request.stored.mark_unavailable()
             if not self._settings.cold_if_unavailable:
                 raise
-        for request in requests:
-            if request.stored is not None:
-                request.stored.is_available = False
         return [one if one.stored is None else self.reader.without_state(one) for one in requests]
 
     @torch.no_grad()

@@ -86,7 +86,6 @@ class Live:
             try:
                 scores = await loaded.batcher.score(request, deadline)
             except StoreUnavailableError:
-                request.stored.is_available = False
                 self._metrics.read_stored(request.stored)
                 raise
             if request.stored is not None:

@@ -194,6 +194,7 @@ class UserState:
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
+        stored.is_available = True
         ages, weights = stored.now - events[TIME], None
         if reader.schema.policy is not None and len(events):
             rows, weights = reader.choose(ages, self._engagement(events))

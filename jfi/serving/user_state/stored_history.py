@@ -27,6 +27,10 @@ class StoredHistory:
     items: list[str | None] | None = None
     column_ids: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def mark_unavailable(self) -> None:
+        """Forgets what was read before the store failed."""
+        self.events, self.time, self.is_available = 0, None, False
+
     def answer(self) -> dict[str, object]:
         """Returns what an answer says of it."""
         return {"events": self.events, "time": self.time, "available": self.is_available}

@@ -13,6 +13,7 @@ from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server.app import _WRITER, LIVE
 from jfi.serving.server.json_lines import answer_lines
+from jfi.serving.user_state.stores import StoreUnavailableError
 
 from ..conftest import as_sent, rewriting
 from ..test_server import samples, serve
@@ -49,6 +50,23 @@ def test_a_store_that_fails_is_a_503_or_a_cold_user(exported, store, scorer, req
         scorer_of_state = Scorer(exported.path, state=StateSettings(store, cold_if_unavailable=is_cold))
         serve(scorer_of_state, lambda client, is_cold=is_cold: talk(client, is_cold))
         store.update(lambda get: {b"uu": None})
+
+
+def test_a_store_that_fails_between_two_reads_has_found_nothing(exported, store, monkeypatch):
+    scorer = Scorer(exported.path, state=StateSettings(store, cold_if_unavailable=True))
+    scorer.state.add([scorer.events([EVENT])])
+    fill, read = scorer.state.fill, scorer.reader(request())
+
+    def fail_after_one(requests, reader):
+        fill(requests, reader)
+        raise StoreUnavailableError("slow")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scorer.state, "fill", fail_after_one)
+        scorer.score([read])
+    assert read.stored.answer() == {"events": 0, "time": None, "available": False}
+    scorer.score([read])  # as after another fault of a batch
+    assert read.stored.answer() == {"events": 1, "time": NOW, "available": True}
 
 
 def test_requests_with_events_are_scored_though_those_beside_them_need_the_store(stateful, store, request_body):
