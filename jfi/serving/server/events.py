@@ -1,6 +1,7 @@
 """Writes events to the state of users: those that wait while a write runs are written together by the next one."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,9 @@ from jfi.serving.server.metrics import Metrics
 from jfi.serving.user_state.events import Events, users_of
 from jfi.serving.user_state.state import Added, UserState
 
+#: Events after which no further body is written with them: a store on a server has to answer in time.
+_AT_ONCE = 10_000
+
 
 class EventWriter:
     """Writes bodies of events, each whole or not at all, in one thread.
@@ -24,7 +28,7 @@ class EventWriter:
 
     def __init__(self, state: Callable[[], UserState], metrics: Metrics) -> None:
         self._state, self._metrics = state, metrics
-        self._waiting: list[tuple[Events, asyncio.Future]] = []
+        self._waiting: deque[tuple[Events, asyncio.Future]] = deque()
         self._thread, self._is_writing = ThreadPoolExecutor(1, "write"), False
 
     async def add(self, events: Events) -> Added:
@@ -51,8 +55,10 @@ class EventWriter:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _begin(self) -> None:
-        waiting, self._waiting, self._is_writing = self._waiting, [], True
-        bodies = [events for events, _ in waiting]
+        waiting, bodies, self._is_writing = [], [], True
+        while self._waiting and sum(map(len, bodies)) < _AT_ONCE:
+            waiting.append(self._waiting.popleft())
+            bodies.append(waiting[-1][0])
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(self._thread, lambda: self._state().add(bodies))
         writing.add_done_callback(lambda done: self._end(waiting, done))

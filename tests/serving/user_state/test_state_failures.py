@@ -11,6 +11,7 @@ pytest.importorskip("aiohttp")
 
 from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.server import events as server_events
 from jfi.serving.server.app import _WRITER, LIVE
 from jfi.serving.server.json_lines import answer_lines
 from jfi.serving.user_state.stores import StoreUnavailableError
@@ -198,6 +199,25 @@ def test_bodies_that_wait_are_written_together_each_whole_or_not(stateful, store
         assert records["time"].tolist() == [NOW, *wanted]
 
     serve(stateful, talk, queue=100)
+
+
+def test_a_write_takes_a_bounded_number_of_events(stateful, store, monkeypatch):
+    monkeypatch.setattr(server_events, "_AT_ONCE", 3)
+
+    async def talk(client):
+        store.go_on = threading.Event()
+        posts = [
+            asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": f"{body}-{i}"} for i in range(2)]))
+            for body in range(6)
+        ]
+        while len(client.app[_WRITER]._waiting) < 5:
+            await asyncio.sleep(0.01)
+        store.go_on.set()
+        assert [await answer(await post) for post in posts] == [(200, {"added": 2, "repeated": 0})] * 6
+        assert store.updates == 4  # of one, two, two and one body
+        assert (await asked(client))["events"] == 12
+
+    serve(stateful, talk)
 
 
 def test_what_a_client_sent_who_has_left_is_whole(stateful, store):
