@@ -9,7 +9,7 @@ from jfi.utils.encoding import UNKNOWN
 #: Before the keys of the values that the vocabularies lack: by text, by number, and how many there are.
 _NUMBER, _TEXT, _COUNT = b"n", b"t", b"c"
 #: Most values of a dictionary that get a number of their own; a further one is unknown for good.
-MOST_UNKNOWN = 10_000_000
+MAX_UNKNOWN = 10_000_000
 #: Bytes of the longest key of LMDB; a longer value is unknown for good, too.
 LONGEST_KEY = 511
 _INTEGER = struct.Struct("<q")
@@ -55,7 +55,7 @@ class Dictionaries:
         if values not in self._counts:
             (count,) = self._get([_COUNT + values.encode()])
             self._counts[values] = _INTEGER.unpack(count)[0] if count else 0
-        if self._counts[values] >= MOST_UNKNOWN or len(key) > LONGEST_KEY:
+        if self._counts[values] >= MAX_UNKNOWN or len(key) > LONGEST_KEY:
             return UNKNOWN
         self._counts[values] += 1
         number = self.new[key] = -self._counts[values]
@@ -65,14 +65,12 @@ class Dictionaries:
     def text(self, values: str, number: int) -> str | None:
         """Returns the text of a number of a dictionary."""
         key = text_key(values, number)
-        if key in self._new_texts:
-            return self._new_texts[key]
-        if key not in self._texts:
-            (found,) = self._get([key])
-            if found is None:
-                return None
-            self._texts[key] = found.decode()
-        return self._texts[key]
+        found = self._new_texts.get(key, self._texts.get(key))
+        if found is None:
+            (value,) = self._get([key])
+            if value is not None:
+                found = self._texts[key] = value.decode()
+        return found
 
     def changes(self) -> Changes:
         """Returns what the store gets."""

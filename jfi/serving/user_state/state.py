@@ -29,9 +29,9 @@ _INFO, _VOCABULARIES = b"m", b"v"
 #: Before the keys of the counters of statistics of the past.
 COUNTERS = (b"k", b"i")
 #: The newest ids of a user's events that are not of histories, by which repeated ones are known.
-_MOST_IDS = 256
-#: Numbers of values that are kept in memory.
-_MOST_CACHED = 1_000_000
+_MAX_IDS = 256
+#: Numbers of values, and texts of numbers, that are kept in memory.
+_MAX_CACHED = 1_000_000
 _NO_IDS = np.zeros(0, np.uint64)
 
 
@@ -70,7 +70,7 @@ class _Changed:
         own = self.ids(events.users[row] for row in rows)
         for row in rows[events.records[EVENT_ID][rows] != 0]:
             own[events.users[row]] = np.append(own[events.users[row]], events.records[EVENT_ID][row])
-        self.changes |= {_ids_key(user): ids[-_MOST_IDS:].tobytes() for user, ids in own.items() if len(ids)}
+        self.changes |= {_ids_key(user): ids[-_MAX_IDS:].tobytes() for user, ids in own.items() if len(ids)}
 
 
 def _ids_key(user: str) -> bytes:
@@ -154,8 +154,9 @@ class UserState:
             return changed | names.changes() | counted.changes
 
         self.store.update(change)
-        if len(self._numbers) > _MOST_CACHED:
-            self._numbers.clear()
+        for cached in (self._numbers, self._texts):
+            if len(cached) > _MAX_CACHED:
+                cached.clear()
         self._numbers |= new
         return results
 

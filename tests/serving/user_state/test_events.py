@@ -265,6 +265,21 @@ def test_a_repeated_event_counts_once_wherever_it_is(new_state):
     assert [len(one) for one in state.histories(["u", "v", "w"])] == [6, 1, 0]
 
 
+def test_values_above_the_bounds_of_numbers_and_of_memory(new_state, monkeypatch):
+    monkeypatch.setattr("jfi.serving.user_state.dictionaries.MAX_UNKNOWN", 3)
+    monkeypatch.setattr("jfi.serving.user_state.state._MAX_CACHED", 1)
+    read = RequestReader(ITEM, LIMITS)
+    state, events = new_state(read), events_of(read)
+    column = state.layout.item
+    for item in ("x", "y", "x", "z", "w", "y"):
+        state.add([events([{"user": item, "time": NOW, "item": item}])])
+        (found,) = state.histories([item])
+        number = found[column.name][-1].item()
+        assert number == {"x": -1, "y": -2, "z": -3, "w": 0}[item]
+        assert state.text(column, number) == (None if item == "w" else item)
+        assert len(state._numbers) <= 2 and len(state._texts) <= 2
+
+
 @pytest.mark.parametrize("form", ["rows", "columns"])
 @pytest.mark.parametrize("policy", [False, True], ids=["fields of each kind", "a policy"])
 def test_the_schema_of_events_accepts_what_the_reader_accepts(form, policy):
