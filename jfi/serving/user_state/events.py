@@ -16,8 +16,7 @@ from jfi.serving.user_state.layout import (
     USER,
     Column,
     EventLayout,
-    event_ids,
-    session_codes,
+    hashes,
 )
 from jfi.serving.validation import (
     BadRequestError,
@@ -157,7 +156,7 @@ class EventReader:
         records = np.zeros(count, self.layout.dtype)
         records[TIME] = self._times(columns[TIME], place)
         if EVENT_ID in given_too:
-            records[EVENT_ID] = event_ids(texts(_EVENT_ID, columns[EVENT_ID], place))
+            records[EVENT_ID] = hashes(texts(_EVENT_ID, columns[EVENT_ID], place))
         unknown: dict[str, list[tuple[int, str]]] = {}
         by_field: dict[str, list] = {}
         for column in self.layout.columns:
@@ -193,7 +192,7 @@ class EventReader:
             in_history[row] = value
         sessions = np.zeros(count, np.uint64)
         if (name := self._past.session) is not None:
-            sessions = session_codes(texts(Field(name, "category"), columns[name], place))
+            sessions = hashes(texts(Field(name, "category"), columns[name], place))
         return [items, labels, in_history, sessions]
 
     def ids(self, column: Column, values: Sequence[str | None]) -> tuple[np.ndarray, list[tuple[int, str]]]:
@@ -218,7 +217,7 @@ class EventReader:
         if column.role == "dwell":
             return numbers(one, columns[one.name], place)
         if column.role == "session":
-            return session_codes(texts(one, columns[one.name], place))
+            return hashes(texts(one, columns[one.name], place))
         if one.kind == "cross":
             return cross(*(texts(one, columns[name], place) for name in one.columns))
         if one.kind == "quantile":

@@ -195,15 +195,10 @@ def user_key(user: str) -> bytes:
     return b"u" + user.encode()
 
 
-def event_ids(ids: Sequence[str | None]) -> np.ndarray:
-    """`[N]` uint64, 64 bits of the BLAKE2b of each id; 0 for None."""
-    hashed = (0 if one is None else int.from_bytes(digest(one)) or 1 for one in ids)
-    return np.fromiter(hashed, np.uint64, len(ids))
-
-
-def session_codes(texts: Sequence[str | None]) -> np.ndarray:
-    """`[N]` uint64, equal for equal sessions; 0 for none."""
-    return event_ids(texts)
+def hashes(texts: Sequence[str | None]) -> np.ndarray:
+    """`[N]` uint64, 64 bits of the BLAKE2b of each text, such as an event's id or a session's; 0 for None."""
+    hashed = (0 if one is None else int.from_bytes(digest(one)) or 1 for one in texts)
+    return np.fromiter(hashed, np.uint64, len(texts))
 
 
 def digest(text: str) -> bytes:

@@ -19,7 +19,7 @@ from jfi.serving.schema import LONGEST_ID, Limits
 from jfi.serving.user_state.counters import StateCounters
 from jfi.serving.user_state.dictionaries import Dictionaries
 from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import TIME, Column, EventLayout, session_codes
+from jfi.serving.user_state.layout import TIME, Column, EventLayout, hashes
 from jfi.serving.user_state.state import put_records, write_layout
 from jfi.serving.user_state.stores import Store
 from jfi.utils.encoding import quantile_ids
@@ -163,7 +163,7 @@ class _Encoded:
         self._coded = columns.categories(one.name, "item" if is_item else "event")
         texts = self._coded.values.to_pylist()
         if column.role == "session":
-            ids, default = session_codes(texts), np.uint64(0)
+            ids, default = hashes(texts), np.uint64(0)
         else:
             ids, lacking = reader.ids(column, texts)
             ids = np.array(ids)
