@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableError, open_store
+from jfi.serving.user_state.stores import Store, open_store
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
 
@@ -51,10 +51,7 @@ def open_state(options: argparse.Namespace) -> Store | None:
     """Opens the store of the users' events, once for all artifacts that are served."""
     if options.state is None:
         return None
-    try:
-        return open_store(options.state, max_gb=options.state_gb, timeout=options.state_timeout_ms / 1e3)
-    except StoreUnavailableError as error:
-        raise StateError(f"--state {options.state}: {error}") from None
+    return open_store(options.state, max_gb=options.state_gb, timeout=options.state_timeout_ms / 1e3)
 
 
 def known_sums(given: str | None) -> set[str] | None:
