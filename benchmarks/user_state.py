@@ -27,7 +27,7 @@ from benchmarks.serving_state import redis_server
 from jfi.serving.schema import Field, Schema
 from jfi.serving.user_state.layout import TIME, EventLayout
 from jfi.serving.user_state.state import put_records, write_layout
-from jfi.serving.user_state.stores import disk_bytes, open_store
+from jfi.serving.user_state.stores import open_store
 
 ITEMS = 100_000
 SIZES = ((1_000_000, 200), (100_000, 10_000))
@@ -79,6 +79,11 @@ def alone(target: Callable[..., None], *given: object) -> tuple[float, int]:
     if process.exitcode or results.empty():
         raise RuntimeError(f"{given[0]} could not be filled: exit code {process.exitcode}")
     return results.get()
+
+
+def disk_bytes(path: Path) -> int:
+    """Returns the bytes that a folder of LMDB takes on the disk."""
+    return (path / "data.mdb").stat().st_blocks * 512
 
 
 def used_memory(url: str) -> int:

@@ -4,7 +4,6 @@ Both have four operations. `get` reads many keys in one call; `update` reads and
 and no other writer comes between; `put` writes many keys without that promise, to fill a new store; `scan` reads all.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -269,8 +268,3 @@ def _parts(items: Iterable[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, b
             part, size = [], 0
     if part:
         yield part
-
-
-def disk_bytes(path: Path) -> int:
-    """Returns the bytes that a folder of LMDB takes on the disk."""
-    return os.stat(path / "data.mdb").st_blocks * 512
