@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jfi.events.events import Events
-from jfi.events.live_index import SETS, Counted, Gathered, LiveQuestion, keys_of
+from jfi.events.live_index import SETS, Counted, Gathered, LiveQuestion, keys_of, sort_keys
 from jfi.events.live_records import (
     DIGEST_BYTES,
     HOURS,
@@ -26,11 +26,14 @@ from jfi.events.live_records import (
 )
 from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows, Tally
 from jfi.events.statistics import Columns, Statistics
+from jfi.utils.jagged import blocks
 
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
 _OVERALL, _ITEM, _USERS_OWN = "labeled by nothing", "labeled by item", "labeled history by user"
 _SMOOTHING = 10.0
+#: Keys of a log whose records are made together.
+_KEYS_AT_ONCE = 1 << 16
 
 
 class LiveCounters:
@@ -143,7 +146,7 @@ class LiveCounters:
         sets: dict[Rows, Rows],
         digests: Mapping[str, np.ndarray],
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Yields the keys and the records of a log.
+        """Yields the keys and the records of a log, a block at a time.
 
         Args:
             arrays: of `jfi.events.counters.counters_of`.
@@ -162,27 +165,27 @@ class LiveCounters:
             codes, listed = arrays[f"{source}: codes"], arrays[f"{source}: keys"]
             number = codes // max(len(times), 1)
             first = np.flatnonzero(np.diff(number, prepend=-1) != 0)
+            lengths = np.diff(first, append=len(codes))
             keys = number[first] if not len(listed) else listed[number[first]]
-            found = records_with_ends(name, source, arrays, first, times[codes % max(len(times), 1)])
-            of_key = np.repeat(np.arange(len(first)), np.diff(first, append=len(codes)))
-            at = np.arange(len(codes)) + of_key
-            whole = keys_of(name, keys, digests)
-            if name.text == USER_ROWS:
-                found["own label"][at], found["surprise"][at] = arrays["event label"], 0.0
-                if "rounded surprise" in arrays:
-                    found["surprise"][at] = arrays["rounded surprise"]
-                found["item"][at] = digests["item"][arrays["event item"]].view(f"V{DIGEST_BYTES}")[:, 0]
-            if name.has_sessions:
-                since = found["time"][at]
-                if last is not None:
-                    users = keys // max(self._count_keys(name.key[1:], digests), 1)
-                    own = last[users[of_key]]
-                    since = np.where(since >= own, own, -np.inf)
-                found["session"][at] = since
-            begin = first + np.arange(len(first))
-            end = np.append(begin[1:], len(found))
-            for key, one, two in zip(whole, begin.tolist(), end.tolist(), strict=True):
-                yield key, found[one:two].tobytes()
+            order = sort_keys(name, keys, digests)
+            for begin, end in blocks(len(order), _KEYS_AT_ONCE):
+                part = order[begin:end]
+                at, found, is_row = records_with_ends(name, source, arrays, first[part], lengths[part])
+                if name.text == USER_ROWS:
+                    found["own label"][is_row] = arrays["event label"][at]
+                    if "rounded surprise" in arrays:
+                        found["surprise"][is_row] = arrays["rounded surprise"][at]
+                    found["item"][is_row] = digests["item"][arrays["event item"][at]].view(f"V{DIGEST_BYTES}")[:, 0]
+                if name.has_sessions:
+                    since = found["time"][is_row]
+                    if last is not None:
+                        users = keys[part] // max(self._count_keys(name.key[1:], digests), 1)
+                        own = np.repeat(last[users], lengths[part])
+                        since = np.where(since >= own, own, -np.inf)
+                    found["session"][is_row] = since
+                ends = np.cumsum(lengths[part] + 1)
+                whole = zip(keys_of(name, keys[part], digests), [0, *ends[:-1].tolist()], ends.tolist(), strict=True)
+                yield from ((key, found[one:two].tobytes()) for key, one, two in whole)
 
     def _count_keys(self, key: Key, digests: Mapping[str, np.ndarray]) -> int:
         """The number of keys of these parts."""

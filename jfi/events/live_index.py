@@ -8,7 +8,10 @@ import numpy as np
 from jfi.events.counters import index_of_counters
 from jfi.events.live_records import DIGEST_BYTES, HOURS, PAIRS, USER_ROWS, SortedRows, empty_record
 from jfi.events.point_in_time import PastIndex, Questions, Rows
+from jfi.utils.jagged import blocks
 
+#: Keys whose bytes are made together.
+_KEYS_AT_ONCE = 1 << 20
 #: The digest of no value.
 _NONE = bytes(DIGEST_BYTES)
 #: No two sets of rows share an array.
@@ -155,6 +158,22 @@ def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndar
         numbers: `[K]` int64, keys as `PastIndex.keys` makes them.
         digests: by part of a key those of its values `[N, 8]`, by number.
     """
+    whole = _key_matrix(name, numbers, digests)
+    joined, size = whole.tobytes(), whole.shape[1]
+    return [joined[begin : begin + size] for begin in range(0, len(joined), size)]
+
+
+def sort_keys(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the order `[K]` of keys by the first 8 bytes behind their prefix, in which a store is filled fastest."""
+    begin = np.zeros((len(numbers), DIGEST_BYTES), np.uint8)
+    for first, end in blocks(len(numbers), _KEYS_AT_ONCE):
+        whole = _key_matrix(name, numbers[first:end], digests)[:, len(name.prefix) :][:, :DIGEST_BYTES]
+        begin[first:end, : whole.shape[1]] = whole
+    return np.argsort(begin.view(">u8")[:, 0].astype(np.uint64), kind="stable")
+
+
+def _key_matrix(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The keys as `[K, bytes]` uint8."""
     if name.text.startswith(PAIRS):
         items = digests["item"]
         low, high = numbers // max(len(items), 1), numbers % max(len(items), 1)
@@ -168,9 +187,7 @@ def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndar
             parts.insert(0, known[left if part == "user" else left % max(len(known), 1)])
             left = left // max(len(known), 1)
     prefix = np.broadcast_to(np.frombuffer(name.prefix, np.uint8), (len(numbers), len(name.prefix)))
-    whole = np.concatenate([prefix, *parts], axis=1)
-    joined, size = whole.tobytes(), whole.shape[1]
-    return [joined[begin : begin + size] for begin in range(0, len(joined), size)]
+    return np.concatenate([prefix, *parts], axis=1)
 
 
 def _no_events() -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 from jfi.events.groups import WINDOW
 from jfi.events.point_in_time import Key
 from jfi.events.sessions import PAUSE
+from jfi.utils.jagged import ranges
 
 #: Names of sorted rows: those of a user's record of events, and the beginning of that of pairs of items.
 USER_ROWS, PAIRS = "history by user", "pairs of "
@@ -161,29 +162,32 @@ def session_of(one: LiveEvent, own: np.ndarray) -> float:
 
 
 def records_with_ends(
-    name: SortedRows, source: str, arrays: dict[str, np.ndarray], first: np.ndarray, time: np.ndarray
-) -> np.ndarray:
-    """Returns the rows of a log and the end of each key, as records, one after the other.
+    name: SortedRows, source: str, arrays: dict[str, np.ndarray], first: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the rows of K keys of a log, and the entries of their records, one record after the other.
 
     Args:
         name: of the rows.
         source: their name in the log's index.
         arrays: of the log's index.
         first: `[K]` int64, the first row of each key.
-        time: `[N]` seconds of the rows.
+        lengths: `[K]` int64, the number of rows of each key.
+
+    Returns:
+        The rows `[N]` int64, the entries `[N + K]`, and which of these are the rows `[N + K]` bool.
     """
-    lengths = np.diff(first, append=len(time))
-    at = np.arange(len(time)) + np.repeat(np.arange(len(first)), lengths)
-    ends = first + lengths + np.arange(len(first))
-    found = np.zeros(len(time) + len(first), name.dtype)
-    found["time"][at], found["time"][ends] = time, np.inf
+    rows, ends = ranges(first, lengths), np.cumsum(lengths + 1) - 1
+    found, is_row = np.zeros(len(rows) + len(first), name.dtype), np.ones(len(rows) + len(first), bool)
+    is_row[ends] = False
+    found["time"][is_row] = arrays["times"][arrays[f"{source}: codes"][rows] % max(len(arrays["times"]), 1)]
+    found["time"][ends] = np.inf
     for one in ("position", *name.sums):
         if one != "position" and f"{source}: {one}" not in arrays:
             continue  # of an event without a label nothing is summed
         values = arrays[f"{source}: {one}"]
         start = values[first]
-        found[one][at] = values[:-1] - np.repeat(start, lengths)
+        found[one][is_row] = values[rows] - np.repeat(start, lengths)
         found[one][ends] = values[first + lengths] - start
     for one in name.decays:
-        found[one][at] = arrays[f"{source}: {one}"]
-    return found
+        found[one][is_row] = arrays[f"{source}: {one}"][rows]
+    return rows, found, is_row

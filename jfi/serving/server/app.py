@@ -87,7 +87,7 @@ def make_app(
         metrics.queue_length.set_function(lambda: len(live.now.batcher))
         metrics.queue_capacity.set(queue)
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
-        app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics)
+        app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         del scorer  # an artifact in use is held by Live alone, which releases it after a swap
         yield
         await app[_WRITER].close()

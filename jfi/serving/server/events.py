@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
-from jfi.serving.server.admission import Admission, Bodies
+from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.body import write_answer
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
@@ -24,10 +24,12 @@ class EventWriter:
     Args:
         state: gives the state of users that is written to now.
         metrics: count the events.
+        capacity: most bodies that wait, those too whose client has left.
     """
 
-    def __init__(self, state: Callable[[], UserState], metrics: Metrics) -> None:
+    def __init__(self, state: Callable[[], UserState], metrics: Metrics, capacity: int = 64) -> None:
         self._state, self._metrics = state, metrics
+        self._capacity = capacity
         self._waiting: deque[tuple[Events, asyncio.Future]] = deque()
         self._thread, self._is_writing = ThreadPoolExecutor(1, "write"), False
 
@@ -37,7 +39,10 @@ class EventWriter:
         Raises:
             BadRequestError: a fault, with its place; nothing of the body was written.
             StoreUnavailableError: the store does not answer.
+            OverloadedError: too many bodies wait.
         """
+        if len(self._waiting) >= self._capacity:
+            raise OverloadedError("events")
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((events, answer))
         if not self._is_writing:

@@ -12,7 +12,7 @@ class StoredHistory:
     Args:
         user: text of the user's id.
         now: time of the request in seconds; only events before it count.
-        events: how many the model has read.
+        events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
         is_available: whether the store has answered.
         items: `[R]` texts of the candidates' ids, whose statistics are looked up in the state, or None.
