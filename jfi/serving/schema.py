@@ -164,7 +164,8 @@ class Schema:
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
         tasks: of each output, "binary" for a logit or "regression".
         past: the artifact's own statistics, or None: then a request must have those that the model reads.
-        user_id, item_id: names of the columns of the ids of the user and the item, whether the model reads them or not.
+        user_id: name of the column of the user's id, whether the model reads it or not.
+        item_id: name of the column of the item's id, likewise.
     """
 
     user: list[Field]
