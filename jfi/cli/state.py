@@ -13,6 +13,9 @@ from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableErr
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import writing_folder
 
+#: Seconds for an answer of a server, which gives many users at a time here.
+_TIMEOUT = 60.0
+
 
 def main(options: argparse.Namespace) -> None:
     """Fills, exports or migrates a state of users."""
@@ -25,6 +28,7 @@ def main(options: argparse.Namespace) -> None:
 
 def _load(options: argparse.Namespace) -> None:
     from jfi.cli.export import schema_of_run
+    from jfi.data import DataError
     from jfi.serving.dataset_schema import past_fields
     from jfi.serving.user_state.load import fill
     from jfi.training.run.saved_run import load_run
@@ -35,7 +39,15 @@ def _load(options: argparse.Namespace) -> None:
         if config.statistics_groups():
             schema = replace(schema, past=past_fields(config, run.schema))
         layout = _layout(schema, run.schema.max_history, f"--run {options.run}")
-        users, events = fill(store, layout, config, run.schema, options.interactions)
+        advice = "name one by --interactions FILE, or none for a state without events"
+        if options.interactions is None and not config.interactions:
+            raise StateError(f"--run {options.run}: it has no interactions of its own to load; {advice}")
+        try:
+            users, events = fill(store, layout, config, run.schema, options.interactions)
+        except DataError as fault:
+            if options.interactions is not None:
+                raise
+            raise StateError(f"--run {options.run}: its interactions cannot be read: {fault}; {advice}") from fault
     print(f"wrote {options.state}: {events:,} events of {users:,} users")
 
 
@@ -45,7 +57,7 @@ def _export(options: argparse.Namespace) -> None:
     out = Path(_required(options, "out"))
     if out.suffix != ".parquet":
         raise StateError(f"--out {out}: the name must end in .parquet")
-    with closing(open_store(options.state)) as store:
+    with closing(open_store(options.state, timeout=_TIMEOUT)) as store:
         users, events = export_events(store, out)
     print(f"wrote {out}: {events:,} events of {users:,} users")
 
@@ -56,7 +68,8 @@ def _migrate(options: argparse.Namespace) -> None:
     info, _ = artifact.read(Path(_required(options, "artifact")).resolve())
     layout = _layout(info.schema, info.limits.max_history, f"--artifact {options.artifact}")
     out = _required(options, "out")
-    with closing(open_store(options.state)) as source, _new_store(out, "--out", options.state_gb) as store:
+    opened = closing(open_store(options.state, timeout=_TIMEOUT))
+    with opened as source, _new_store(out, "--out", options.state_gb) as store:
         users, events = migrate(source, store, layout)
         write_layout(store, layout)
     print(f"wrote {options.out}: {events:,} events of {users:,} users")
@@ -79,7 +92,7 @@ def _layout(schema: object, max_history: int, what: str) -> EventLayout:
 def _new_store(name: str, option: str, max_gb: int) -> Iterator[Store]:
     """An empty store to fill; a folder gets its name when it is whole, and a server's store has its layout last."""
     if is_url(name):
-        with closing(open_store(name, timeout=60.0)) as store:
+        with closing(open_store(name, timeout=_TIMEOUT)) as store:
             if not is_empty(store):
                 raise StateError(f"{option} {name}: has a state already, or what is left of one; choose another prefix")
             yield store

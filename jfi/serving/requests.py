@@ -129,6 +129,8 @@ class RequestReader:
             if one.kind in ("category", "categories") and not one.num_buckets
         }
         self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
+        #: Parts that a request may have, for messages.
+        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME] if past is not None else []
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
@@ -183,9 +185,10 @@ class RequestReader:
         if self.has_state:
             request = self._with_context(request)
             if HISTORY not in request:
-                request, stored = self._of_state(request, time.time() if now is None else now)
                 parts = [part for part in parts if part != HISTORY]
-        check_names("the request", request, parts)
+                if "user" in request:
+                    request, stored = self._of_state(request, time.time() if now is None else now)
+        check_names("the request", request, parts, self._optional)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
@@ -251,15 +254,15 @@ class RequestReader:
 
     def _of_state(self, request: dict, now: float) -> tuple[dict, StoredHistory]:
         """The request with the user as an object of the fields that the model reads, and whose events to read."""
-        name, fields, user = self.schema.user_id, self.fields["user"], request.get("user")
+        name, fields, user = self.schema.user_id, self.fields["user"], request["user"]
         if not isinstance(user, dict):
-            if "user" in request and (others := [f"'{one}'" for one in fields if one != name]):
+            if others := [f"'{one}'" for one in fields if one != name]:
                 what = f"an object with '{name}' and {', '.join(others)}, which the model reads"
                 raise BadRequestError(f"user must be {what}, got {shown(user)}")
             user = {name: user}
         if name not in user:
             raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user's events")
-        place = "user" if request.get("user") is not user else f"user.{name}"
+        place = "user" if request["user"] is not user else f"user.{name}"
         (text,) = texts(Field(name, "category"), [user[name]], lambda *_: place)
         text = read_id(user[name], text, place)
         kept = {one: value for one, value in user.items() if one != name or name in fields}

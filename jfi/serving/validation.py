@@ -94,12 +94,13 @@ def columns_of(rows: list, names: Sequence[str], place: Place) -> dict[str, Sequ
     raise AssertionError("rows with these fields alone have columns")
 
 
-def check_names(place: str, given: dict, known: Iterable[str]) -> None:
-    """Checks that an object has these fields and no other."""
+def check_names(place: str, given: dict, known: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Checks that an object has these fields and no other; a message names the optional ones, checked before, too."""
     known = sorted(known)
     for name in given:
         if name not in known:
-            raise BadRequestError(f"{place} has an unknown field {shown(name)}; {suggest(name, known)}")
+            hint = suggest(name, sorted({*known, *optional}))
+            raise BadRequestError(f"{place} has an unknown field {shown(name)}; {hint}")
     for name in known:
         if name not in given:
             raise BadRequestError(f"{place} lacks the field '{name}'")

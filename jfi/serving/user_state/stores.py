@@ -4,6 +4,7 @@ Both have four operations. `get` reads many keys in one call; `update` reads and
 and no other writer comes between; `put` writes many keys without that promise, to fill a new store; `scan` reads all.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -24,6 +25,8 @@ _AT_ONCE = 1000
 _BYTES_AT_ONCE = 1 << 26
 #: Times that an update of Redis is tried, if other servers write the same keys meanwhile.
 _TRIES = 100
+#: What the client says before an error of a pipeline: the command, with all bytes of its value.
+_COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 
@@ -193,7 +196,8 @@ class RedisStore:
         try:
             yield
         except (self._error, OSError) as error:
-            raise StoreUnavailableError(f"Redis: {error}") from None
+            said = _COMMAND.sub("", str(error), count=1).rstrip(".")
+            raise StoreUnavailableError(f"Redis: {said}") from None
 
     def _own(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + key for key in keys]

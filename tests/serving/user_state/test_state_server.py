@@ -11,7 +11,7 @@ pytest.importorskip("aiohttp")
 from yarl import URL
 
 from ..test_server import samples, serve
-from .conftest import EVENT, NOW, added, answer, asked, request
+from .conftest import CANDIDATES, EVENT, NOW, added, answer, asked, request
 
 BAD = {
     "unknown": ({"colour": 1}, "has an unknown field 'colour'"),
@@ -93,6 +93,10 @@ def test_bad_bodies_of_events_are_named(stateful, store):
 def test_bad_requests_with_a_user_are_named(stateful):
     bodies = {
         "must be the id of a user, got None": request(None),
+        "the request lacks the field 'user'": {"candidates": CANDIDATES},
+        "the request lacks the field 'candidates'": {"user": "u"},
+        "unknown field 'tiem'; did you mean 'time'?": request() | {"tiem": NOW},
+        "unknown field 'x'; known: candidates, context, history, time, user": request() | {"x": 1},
         "user must be a string, a number or a boolean, or null, got list": request([1]),
         "user must be at most 480 bytes, got 481": request("x" * 481),
         "user.user must be at most 480 bytes, got 500": request({"user": "x" * 500}),
