@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -52,7 +53,9 @@ def test_the_commands_are_known_and_get_the_time_that_a_stop_may_take(name):
 
 def test_the_probes_are_paths_of_the_server():
     server, live = map(pytest.importorskip, ("jfi.serving.server.app", "jfi.serving.server.hot_swap"))
-    known = {resource.canonical for resource in server.make_app(None, max_batch=1).router.resources()}
+    known = {
+        resource.canonical for resource in server.make_app(SimpleNamespace(state=None), max_batch=1).router.resources()
+    }
     (port,) = (one["containerPort"] for one in CONTAINER["ports"])
     assert port == SERVICE["spec"]["ports"][0]["targetPort"] == options.serve().get_default("port")
     probes = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}

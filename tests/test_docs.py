@@ -116,6 +116,9 @@ def test_commands_are_known(page, command, monkeypatch):
         start = words.index("-m")
         get_args_parser().parse_args([*words[1:start], "script.py"])
         run_python_command(words[start + (words[start + 1] == "jfi") :], monkeypatch)
+    elif words[:3] == ["python", "-m", "lmdb"]:
+        found, (action, target) = importlib.import_module("lmdb.tool").make_parser().parse_args(words[3:])
+        assert action == "copy" and found.env and target
     elif words[0] == "python":
         run_python_command(words[1:], monkeypatch)
     elif words[0] == "jfi":

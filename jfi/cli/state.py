@@ -9,7 +9,14 @@ from pathlib import Path
 from jfi.serving import artifact
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import is_empty, write_layout
-from jfi.serving.user_state.stores import StateError, Store, StoreUnavailableError, is_url, open_store
+from jfi.serving.user_state.stores import (
+    StateError,
+    Store,
+    StoreUnavailableError,
+    is_url,
+    open_store,
+    without_password,
+)
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import writing_folder
 
@@ -39,16 +46,14 @@ def _load(options: argparse.Namespace) -> None:
         if config.statistics_groups():
             schema = replace(schema, past=past_fields(config, run.schema))
         layout = _layout(schema, run.schema.max_history, f"--run {options.run}")
-        advice = "name one by --interactions FILE, or none for a state without events"
-        if options.interactions is None and not config.interactions:
-            raise StateError(f"--run {options.run}: it has no interactions of its own to load; {advice}")
         try:
             users, events = fill(store, layout, config, run.schema, options.interactions)
         except DataError as fault:
             if options.interactions is not None:
                 raise
-            raise StateError(f"--run {options.run}: its interactions cannot be read: {fault}; {advice}") from fault
-    print(f"wrote {options.state}: {events:,} events of {users:,} users")
+            advice = "name a log by --interactions FILE, or none for a state without events"
+            raise StateError(f"--run {options.run}: its log cannot be read: {fault}; {advice}") from fault
+    print(f"wrote {without_password(options.state)}: {events:,} events of {users:,} users")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -72,7 +77,7 @@ def _migrate(options: argparse.Namespace) -> None:
     with opened as source, _new_store(out, "--out", options.state_gb) as store:
         users, events = migrate(source, store, layout)
         write_layout(store, layout)
-    print(f"wrote {options.out}: {events:,} events of {users:,} users")
+    print(f"wrote {without_password(out)}: {events:,} events of {users:,} users")
 
 
 def _required(options: argparse.Namespace, name: str) -> str:
@@ -94,7 +99,8 @@ def _new_store(name: str, option: str, max_gb: int) -> Iterator[Store]:
     if is_url(name):
         with closing(open_store(name, timeout=_TIMEOUT)) as store:
             if not is_empty(store):
-                raise StateError(f"{option} {name}: has a state already, or what is left of one; choose another prefix")
+                why = "has a state already, or what is left of one; choose another prefix"
+                raise StateError(f"{option} {without_password(name)}: {why}")
             yield store
         return
     if Path(name).exists():

@@ -53,7 +53,7 @@ def fill(
         if interactions is not None:
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
         elif config.interactions is None:
-            raise DataError("the run's interactions are in no file: name those to load by --interactions, or none")
+            raise DataError("the run has no file of interactions")
         known = RequestReader(replace(layout.schema, policy=None), Limits(1, layout.max_history))
         users, events = _load(store, EventReader(layout, known), _log_settings(config, layout), schema)
         if layout.past is not None:

@@ -66,6 +66,16 @@ def is_url(name: str) -> bool:
     return urlsplit(name).scheme in _SCHEMES
 
 
+def without_password(name: str) -> str:
+    """Returns the name of a store as messages show it.
+
+    Example:
+        >>> without_password("redis://writer:secret@localhost:6379/0?prefix=clicks")
+        'redis://writer:***@localhost:6379/0?prefix=clicks'
+    """
+    return re.sub(r"(//[^/@:]*:)[^/@]*(?=@)|([?&]password=)[^&]*", r"\1\2***", name) if is_url(name) else name
+
+
 def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: float = 0.2) -> Store:
     """Opens a store.
 
@@ -174,12 +184,12 @@ class RedisStore:
         try:
             import valkey
         except ModuleNotFoundError:
-            raise StateError(f"{url} needs the package valkey: pip install 'jfi[serve]'") from None
+            raise StateError(f"{without_password(url)} needs the package valkey: pip install 'jfi[serve]'") from None
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
         prefix = query.pop("prefix", "jfi")
         if ":" in prefix:
-            raise StateError(f"{url} cannot be used: prefix is '{prefix}', must have no colon")
+            raise StateError(f"{without_password(url)} cannot be used: prefix is '{prefix}', must have no colon")
         self._prefix = prefix.encode() + b":"
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
@@ -189,7 +199,7 @@ class RedisStore:
             self._client = valkey.Valkey.from_url(address, **limits)
             self._client.connection_pool.make_connection()  # reads the parameters, and connects only when it is used
         except (valkey.ValkeyError, ValueError, TypeError) as error:
-            raise StateError(f"{url} cannot be used: {error}") from None
+            raise StateError(f"{without_password(url)} cannot be used: {error}") from None
 
     @contextmanager
     def _naming_faults(self) -> Iterator[None]:

@@ -1,18 +1,33 @@
-"""The bodies that docs/user_state.md shows are accepted; tests/test_docs.py checks the rest of the page."""
+"""What docs/user_state.md and docs/operations.md show of the state of users works; tests/test_docs.py has the rest."""
 
 import json
 import re
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
+
+pytest.importorskip("aiohttp")
 
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, PastFields, Schema
 from jfi.serving.user_state.events import EventReader
 from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.state import UserState, scan_records
+from jfi.serving.user_state.stores import LmdbStore
 
 from ..conftest import ROOT
+from ..test_server import serve
+from .conftest import EVENT, NOW
 
 TEXT = (ROOT / "docs/user_state.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+#: Path, body and answer of each request in the order of the page.
+SHOWN = re.findall(
+    r"```sh\ncurl http://127.0.0.1:8000(/\w+) --data '(.*?)'\n```\n.*?```json\n(.*?)\n```", TEXT, flags=re.DOTALL
+)
 BODIES = {path: body for path, body in re.findall(r"127\.0\.0\.1:8000/(\w+) --data '(\{.*?\})'", TEXT, flags=re.DOTALL)}
 
 
@@ -54,3 +69,70 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
     events = EventReader(EventLayout(schema, 30), reader, past=past).read(f"[{event}]".encode())
     assert (events.items, events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])
     assert set(json.loads(event)) == {"user", "time", "event_id", "item_id", "action", "label", "in_history"}
+
+
+def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful):
+    assert [path for path, _, _ in SHOWN] == ["/events", "/score"]
+    (deleted,) = re.findall(r"^curl -X DELETE http://127.0.0.1:8000(\S+)$", TEXT, flags=re.MULTILINE)
+
+    async def talk(client):
+        for path, body, shown in SHOWN:
+            answer = await client.post(path, data=body)
+            found, wanted = await answer.json(), json.loads(shown)
+            assert answer.status == 200 and found.keys() == wanted.keys()
+            if path == "/events":
+                assert found == wanted
+            else:  # its scores are of another training
+                assert found["state"] == wanted["state"] and len(found["scores"]) == len(wanted["scores"])
+        assert await (await client.delete(deleted)).json() == {"deleted": True}
+        assert await (await client.delete(deleted)).json() == {"deleted": False}
+
+    serve(stateful, talk)
+
+
+def test_sizes_are_those_of_the_records(stateful):
+    layout = stateful.state.layout
+    assert f"The demo's events take {layout.dtype.itemsize} bytes" in OPERATIONS
+    assert f"at most `data.max_history` + {layout.keep - layout.max_history} events" in OPERATIONS
+
+
+def body(number: int) -> list[dict]:
+    user = {"user": f"u{number % 400}", "time": NOW + number}
+    return [EVENT | user | {"event_id": f"{number} {row}"} for row in range(2)]
+
+
+def test_a_copy_that_is_made_while_events_are_written_is_the_state_of_a_moment(stateful, tmp_path):
+    (command,) = re.findall(r"^python -m lmdb (copy .*) -e users \S+$", OPERATIONS, flags=re.MULTILINE)
+    state, written, stop = stateful.state, [], threading.Event()
+
+    def write():
+        while not stop.is_set():
+            state.add([stateful.events(body(len(written)))])
+            written.append(len(written))
+
+    def wait_until(count: int):
+        while len(written) < count:
+            assert writer.is_alive()
+            time.sleep(0.01)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        wait_until(before := 100)
+        arguments = [*command.split(), "-e", tmp_path / "state", tmp_path / "copy"]
+        subprocess.run([sys.executable, "-m", "lmdb", *map(str, arguments)], check=True, capture_output=True)
+        wait_until((after := len(written)) + 100)
+    finally:
+        stop.set()
+        writer.join()
+    copy = LmdbStore(tmp_path / "copy")
+    times = [one for _, own in scan_records(copy, state.layout) for one in own["time"].tolist()]
+    count = len(times) // 2
+    assert before <= count <= after + 1 < len(written)
+    assert sorted(times) == sorted([NOW + number for number in range(count)] * 2)  # whole bodies, up to one
+    # A server on the copy gets all events again, and is where the first is.
+    restored = UserState(copy, state.layout)
+    added = [restored.add([stateful.events(body(number))])[0].added for number in written]
+    assert added == [0] * count + [2] * (len(written) - count)
+    assert dict(copy.scan(b"u")) == dict(state.store.scan(b"u"))
+    copy.close()

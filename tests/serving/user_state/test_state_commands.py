@@ -13,7 +13,8 @@ from ..conftest import TINY
 
 
 def test_a_run_of_a_synthetic_table_has_no_log_to_load(exported, tmp_path):
-    with pytest.raises(StateError, match=r"it has no interactions of its own to load; name one by --interactions FILE"):
+    why = "the run has no file of interactions; name a log by --interactions FILE, or none"
+    with pytest.raises(StateError, match=why):
         commands.run("state", "load", "--run", exported.run, "--state", tmp_path / "users")
     assert not (tmp_path / "users").exists()
 
@@ -29,8 +30,17 @@ def test_a_run_whose_log_has_moved_says_how_to_name_another(tmp_path, capsys):
     commands.run("state", "load", "--run", run, "--state", state)
     assert "20 events of 2 users" in capsys.readouterr().out
     log.rename(moved := tmp_path / "moved.parquet")
-    why = r"--run .*: its interactions cannot be read: .*log\.parquet.*; name one by --interactions FILE, or none"
+    why = r"--run .*: its log cannot be read: .*log\.parquet.*; name a log by --interactions FILE, or none"
     with pytest.raises(StateError, match=why):
         commands.run("state", "load", "--run", run, "--state", tmp_path / "second")
     commands.run("state", "load", "--run", run, "--interactions", moved, "--state", tmp_path / "second")
     assert "20 events of 2 users" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["redis://:pw1@h/0?prefix=a:b", "redis://me:pw1@h/0?prefix=a:b", "redis://h?password=pw1&db=x"]
+)
+def test_passwords_are_in_no_message(name, tmp_path):
+    with pytest.raises(StateError, match="cannot be used") as fault:
+        commands.run("state", "export", "--state", name, "--out", tmp_path / "events.parquet")
+    assert "pw1" not in str(fault.value) and "***" in str(fault.value)
