@@ -92,7 +92,7 @@ def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful
 
 def test_sizes_are_those_of_the_records(stateful):
     layout = stateful.state.layout
-    assert f"The demo's events take {layout.dtype.itemsize} bytes" in OPERATIONS
+    assert f"Measured with three categories, {layout.dtype.itemsize} bytes an event" in OPERATIONS
     assert f"at most `data.max_history` + {layout.keep - layout.max_history} events" in OPERATIONS
 
 
