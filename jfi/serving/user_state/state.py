@@ -250,7 +250,7 @@ class UserState:
     def _new_rows(self, events: Events, rows: np.ndarray, old: np.ndarray, others: np.ndarray) -> np.ndarray:
         ids = events.records[EVENT_ID]
         rows = rows[~_is_repeated(np.append(old[EVENT_ID], others), ids[rows])]
-        if len(old) >= self.layout.keep:  # the ids of older events are forgotten, so that one cannot be told from them
+        if len(old) >= self.layout.keep:  # the ids of older events are forgotten, so a repeated one is not recognized
             rows = rows[(ids[rows] == 0) | (events.records[TIME][rows] > old[TIME][0])]
         late = rows[events.records[TIME][rows] < old[TIME][-1] - self.max_late] if len(old) else []
         if len(late):
