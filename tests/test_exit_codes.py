@@ -30,6 +30,7 @@ NEEDED = {
     "evaluate": ["--run run --interactions rows.csv"],
     "export": ["--run run"],
     "serve": ["--artifact artifact"],
+    "state": ["load --run run --state users"],
     "semantic-ids": ["--items items.csv --out sids.parquet"],
     "policy": ["--config config.yaml --out policy.json"],
 }

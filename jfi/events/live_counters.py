@@ -52,8 +52,8 @@ class LiveCounters:
         >>> counters, store = LiveCounters(["item"], [], {}, 8, [], False, num_known=2), {}
         >>> get = lambda keys: [store.get(key) for key in keys]
         >>> for time, label in ((1.0, 1.0), (5.0, 0.0), (9.0, 1.0)):
-        ...     store |= counters.add(get, [LiveEvent(b"u1", b"i1", time, label)])
-        >>> (found,) = counters.answers(get, [LiveQuestion(b"u2", [b"i1", b"i2"], 9.0)])
+        ...     store |= counters.add(get, [LiveEvent(b"user 001", b"item 001", time, label)])
+        >>> (found,) = counters.answers(get, [LiveQuestion(b"user 002", [b"item 001", b"item 002"], 9.0)])
         >>> np.exp(found["past_item_count"]) - 1
         array([2., 0.])
     """
