@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jfi.serving import artifact
 from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import is_empty, write_layout
+from jfi.serving.user_state.state import is_empty
 from jfi.serving.user_state.stores import (
     StateError,
     Store,
@@ -76,7 +76,6 @@ def _migrate(options: argparse.Namespace) -> None:
     opened = closing(open_store(options.state, timeout=_TIMEOUT))
     with opened as source, _new_store(out, "--out", options.state_gb) as store:
         users, events = migrate(source, store, layout)
-        write_layout(store, layout)
     print(f"wrote {without_password(out)}: {events:,} events of {users:,} users")
 
 

@@ -2,7 +2,8 @@
 
 Records of the keys of all users, items, pairs of items and values lie in a store, see `live_records`. A question reads
 those of its own keys. An event that comes late is counted from its own time on, in all sums. The surprise in the labels
-of events that came before it, and the pairs of items that these made, stay as they were.
+of events that came before it, and the pairs of items that these made, stay as they were. A record keeps the newest rows
+of its key, so a question of a time before more than `NEWER_ROWS` of them is answered by those that are left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,21 +69,21 @@ class LiveCounters:
         is_implicit: bool,
         num_known: int,
     ) -> None:
-        self._groups, self._categories, self._columns = groups, categories, columns
-        self._window, self._half_lives, self._is_implicit, self._num_known = window, half_lives, is_implicit, num_known
+        self._groups, self._categories, self._half_lives = groups, categories, half_lives
+        self._counted = Counted({}, columns, window, is_implicit, num_known)
         #: The sorted rows that questions read, by their names.
-        self.names = {one.text: one for one in self._find_names()}
-        self._counted = Counted(self.names, columns, window, is_implicit, num_known)
+        self.names = self._counted.names
+        self.names.update((one.text, one) for one in self._find_names())
 
     def _find_names(self) -> list[SortedRows]:
         """Finds the sorted rows that a question reads, by asking it of a log of two rows."""
         zero, one = np.zeros(2, np.int64), np.ones(2, np.float32)
         events = Events(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
         columns, ids = {}, {}
-        for name, slots in self._columns.items():
+        for name, slots in self._counted.columns.items():
             ids[f"column {name}"] = np.ones((1, slots), np.int64)
             columns[f"column {name}"] = Column("item", ids[f"column {name}"], 2, name)
-        index = PastIndex(events, columns, 1, self._num_known, self._is_implicit, sets=SETS)
+        index = PastIndex(events, columns, 1, self._counted.num_known, self._counted.is_implicit, sets=SETS)
         self._statistics(index).answers(Questions(zero[:1], np.array([2.0]), zero[:1], ids=ids))
         needed = {name.removesuffix(": codes") for name in index.arrays if name.endswith(": codes")}
         if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in needed):
@@ -93,7 +94,7 @@ class LiveCounters:
         for text in sorted(needed):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
             sums = [one for one in parts if one in ("label", "has label", "item surprise", "products")]
-            if text in (_OVERALL, _ITEM, _USERS_OWN) and "label" not in sums and not self._is_implicit:
+            if text in (_OVERALL, _ITEM, _USERS_OWN) and "label" not in sums and not self._counted.is_implicit:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by "))]
             rows, _, key = text.partition(" by ")
@@ -102,7 +103,7 @@ class LiveCounters:
         return found
 
     def _statistics(self, index: PastIndex) -> Statistics:
-        return Statistics(index, self._groups, self._categories, self._window, self._half_lives)
+        return Statistics(index, self._groups, self._categories, self._counted.window, self._half_lives)
 
     @property
     def _pairs(self) -> SortedRows | None:
@@ -193,7 +194,7 @@ class LiveCounters:
 
     def _count(self, one: LiveEvent, records: dict[bytes, np.ndarray], load: Callable[[Sequence[bytes]], None]) -> None:
         """Adds an event to its keys."""
-        has_label = self._is_implicit or one.label == one.label
+        has_label = self._counted.is_implicit or one.label == one.label
         surprises = self._surprises(one, records) if has_label else (0.0, 0.0)
         values = {"label": one.label if has_label else 0.0, "has label": float(has_label)}
         values |= {"item surprise": surprises[0], "surprise": surprises[1], "own label": one.label}
@@ -202,7 +203,7 @@ class LiveCounters:
             own = records[self._key(USER_ROWS, [one.user])]
             session = session_of(one, own)
             if (pairs := self._pairs) is not None:
-                older = own[: np.searchsorted(own["time"][:-1], one.time)][-self._window :]
+                older = own[: np.searchsorted(own["time"][:-1], one.time)][-self._counted.window :]
                 keys = [self._pair_key(pairs, one.item, item.tobytes()) for item in older["item"]]
                 load(keys)
                 for key, other in zip(keys, older["surprise"], strict=True):
@@ -213,7 +214,7 @@ class LiveCounters:
 
     def _surprises(self, one: LiveEvent, records: dict[bytes, np.ndarray]) -> tuple[float, float]:
         """Returns how far the label is above the item's rate, and above what item and user let expect, rounded."""
-        if self._is_implicit or _OVERALL not in self.names:
+        if self._counted.is_implicit or _OVERALL not in self.names:
             return 0.0, 0.0
 
         def older(name: str, parts: list[bytes]) -> Tally:
@@ -224,14 +225,14 @@ class LiveCounters:
         overall = older(_OVERALL, []).rate(0.5, 1.0)
         item = older(_ITEM, [one.item]).rate(overall, _SMOOTHING)
         user = overall
-        if _USERS_OWN in self.names and self._key(_USERS_OWN, [one.user]) in records:
+        if one.in_history and _USERS_OWN in self.names:  # of other events nobody reads it
             user = older(_USERS_OWN, [one.user]).rate(overall, _SMOOTHING)
         surprise = one.label - np.clip(item + user - overall, 0.0, 1.0)
         return float(one.label - item), float(np.rint(surprise * 1024) / 1024)
 
     def _keys_of(self, one: LiveEvent) -> list[tuple[SortedRows, bytes]]:
         """The names and keys that an event is a row of, without pairs; a key twice for a value that it has twice."""
-        has_label, found = self._is_implicit or one.label == one.label, []
+        has_label, found = self._counted.is_implicit or one.label == one.label, []
         for name in self.names.values():
             is_row = {
                 "labeled": has_label,
@@ -254,7 +255,7 @@ class LiveCounters:
         if part == "hour":
             return [bytes([int(one.time // 3600 % HOURS)])]
         name = part.removeprefix("column ")
-        return one.values.get(name, [])[: self._columns[name]]
+        return one.values.get(name, [])[: self._counted.columns[name]]
 
     def _key(self, name: str, parts: Sequence[bytes]) -> bytes:
         return self.names[name].prefix + b"".join(parts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jfi.events.counters import index_of_counters
-from jfi.events.live_records import DIGEST_BYTES, HOURS, PAIRS, USER_ROWS, SortedRows, empty_record
+from jfi.events.live_records import DIGEST_BYTES, HOURS, NEWER_ROWS, PAIRS, USER_ROWS, SortedRows, empty_record
 from jfi.events.point_in_time import PastIndex, Questions, Rows
 from jfi.utils.jagged import blocks
 
@@ -70,7 +70,7 @@ class Gathered:
         if USER_ROWS in counted.names:
             dtype = counted.names[USER_ROWS].dtype
             own = empty_record(dtype) if user is None else np.frombuffer(user, dtype)
-        self._user_record, self._user = own, question.user
+        self._user_record = own
         self._items: dict[bytes, int] = {}
         item = np.array([self._items.setdefault(one, len(self._items)) for one in question.items], np.int64)
         others = [] if own is None else [one.tobytes() for one in own["item"][:-1]]
@@ -98,7 +98,7 @@ class Gathered:
 
     def _find_keys(self, name: SortedRows) -> tuple[np.ndarray, list[bytes]]:
         if name.text.startswith(PAIRS):
-            window = self._others[max(0, len(self._others) - self._counted.window - 8) :]
+            window = self._others[max(0, len(self._others) - self._counted.window - NEWER_ROWS) :]
             one, other = (found.ravel() for found in np.meshgrid(self.questions.item, window))
             numbers = np.unique(np.minimum(one, other) * len(self._items) + np.maximum(one, other))
         else:

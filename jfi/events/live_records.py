@@ -23,8 +23,10 @@ USER_ROWS, PAIRS = "history by user", "pairs of "
 HOURS = 24
 #: Bytes of the prefix of a record's key, and of the digest of an id or a value.
 PREFIX_BYTES, DIGEST_BYTES = 5, 8
+#: A question is answered exactly if no more rows of a user, or of another key, are as new as itself or newer.
+NEWER_ROWS = 8
 #: The newest rows of a key that stay: of a user, of a user and an item, of a pair, of an item, and of all rows.
-_KEPT = {"user": WINDOW + 8, "user x item": 8, "pairs": 4, "item": 8}
+_KEPT = {"user": WINDOW + NEWER_ROWS, "user x item": 3 + NEWER_ROWS, "pairs": NEWER_ROWS, "item": NEWER_ROWS}
 _KEPT_OF_ALL = 64
 
 

@@ -150,12 +150,9 @@ class RequestReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.server.body import check_keys, parse  # by orjson, which an exporter does not need
+        from jfi.serving.server.body import read_body  # by orjson, which an exporter does not need
 
-        request = parse(body)
-        encoded = self(request)
-        check_keys(body, request)
-        return encoded
+        return read_body(body, self)
 
     def __call__(self, request: object) -> Request:
         """Encodes a request.

@@ -1,11 +1,15 @@
 """Reads the JSON of a request and writes that of an answer, by orjson."""
 
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import orjson
 
 from jfi.serving.validation import BadRequestError, shown
+
+T = TypeVar("T")
 
 
 def parse(body: bytes) -> object:
@@ -20,16 +24,29 @@ def parse(body: bytes) -> object:
         raise BadRequestError(f"the request is not JSON: {error}") from None
 
 
+def read_body(body: bytes, encode: Callable[[object], T]) -> T:
+    """Parses a body and encodes it.
+
+    Raises:
+        BadRequestError: not JSON, or a fault, with its place.
+    """
+    given = parse(body)
+    found = encode(given)
+    check_keys(body, given)
+    return found
+
+
 def write_answer(answer: dict) -> bytes:
     """Returns the JSON of an answer, whose scores have the shortest text of their float32.
 
     >>> write_answer({"scores": [0.10000000149011612]})
     b'{"scores":[0.1]}'
     """
-    if "scores" in answer:
-        scores = answer["scores"]
-        short = {name: np.array(one, np.float32) for name, one in scores.items()} if isinstance(scores, dict) else None
-        answer = answer | {"scores": np.array(scores, np.float32) if short is None else short}
+    scores = answer.get("scores")
+    if isinstance(scores, dict):  # by label
+        answer = answer | {"scores": {name: np.array(one, np.float32) for name, one in scores.items()}}
+    elif scores is not None:
+        answer = answer | {"scores": np.array(scores, np.float32)}
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -128,12 +128,9 @@ class EventReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.server.body import check_keys, parse
+        from jfi.serving.server.body import read_body  # by orjson, which `jfi state load` does not need
 
-        given = parse(body)
-        found = self(given)
-        check_keys(body, given)
-        return found
+        return read_body(body, self)
 
     def __call__(self, given: object) -> Events:
         """Encodes events.

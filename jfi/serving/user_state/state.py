@@ -312,12 +312,11 @@ def read_info(store: Store) -> StateInfo:
 
 
 def read_layout(store: Store) -> EventLayout:
-    """Reads the layout of a store's records, with the vocabularies that they were encoded by."""
+    """Reads the layout of a store's records, with its vocabularies and its statistics of the past."""
     info = read_info(store)
     (found,) = store.get([_VOCABULARIES])
     vocabularies = msgspec.json.decode(found or b"{}", type=dict[str, list[str]])
-    info.schema.vocabularies.update(vocabularies)
-    return EventLayout(info.schema, info.max_history)
+    return EventLayout(replace(info.schema, vocabularies=vocabularies, past=info.past), info.max_history)
 
 
 def write_layout(store: Store, layout: EventLayout) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from jfi.serving.user_state.counters import is_same
 from jfi.serving.user_state.dictionaries import Dictionaries, read_dictionary
 from jfi.serving.user_state.layout import TIME, USER, Column, EventLayout
-from jfi.serving.user_state.state import COUNTERS, put_records, read_info, read_layout, scan_records
+from jfi.serving.user_state.state import COUNTERS, put_records, read_layout, scan_records, write_layout
 from jfi.serving.user_state.stores import StateError, Store
 from jfi.utils.encoding import UNKNOWN, HashBuckets, Vocabulary
 from jfi.utils.files import writing_file
@@ -69,11 +69,10 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
     if layout.max_history > old.max_history:
         what = f"keeps {old.max_history} events of a user, and the artifact reads {layout.max_history}"
         raise StateError(f"the state {what}; load it from the log by `jfi state load`")
-    info = read_info(store)
-    if info.past is not None and (layout.past is None or not is_same(info.past, layout.past)):
+    if old.past is not None and (layout.past is None or not is_same(old.past, layout.past)):
         what = "has statistics of the past that the artifact does not have, or computes otherwise"
         raise StateError(f"the state {what}; load it from the log by `jfi state load`")
-    if info.past is None and layout.past is not None:
+    if old.past is None and layout.past is not None:
         why = "has no statistics of the past, which the artifact has; load it from the log by `jfi state load`"
         raise StateError(f"the state {why}")
     names, own = Dictionaries(), {column.name: column for column in old.columns}
@@ -94,9 +93,10 @@ def migrate(store: Store, target: Store, layout: EventLayout) -> tuple[int, int]
 
     put_records(target, moved())
     target.put(names.changes().items())
-    if info.past is not None:
+    if old.past is not None:
         for prefix in COUNTERS:
             target.put(store.scan(prefix))
+    write_layout(target, layout)
     return counts[0], counts[1]
 
 
