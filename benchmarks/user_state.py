@@ -151,12 +151,15 @@ def main() -> int:
                 found = alone(fill, url, users, events)
                 record(users, events, "Redis", *found, used_memory(url))
     if options.run:
+        from jfi.training.run.saved_run import load_run
+
         users, events = max(1, LOADED[0] // options.scale), LOADED[1]
         with tempfile.TemporaryDirectory() as folder:
             log, state = Path(folder) / "log.parquet", Path(folder) / "state"
             write_log(log, users, events)
             found = alone(load, str(state), options.run, str(log))
-            record(users, events, "LMDB, of a log", *found, disk_bytes(state))
+            kind = " with statistics" if load_run(options.run).config.data.statistics_groups() else ""
+            record(users, events, f"LMDB, of a log{kind}", *found, disk_bytes(state))
     return 0
 
 
