@@ -2,11 +2,10 @@
 
 python -m benchmarks.growing_step
 
-The model and the batches are those of `benchmarks.training_step`: 4,096 samples, histories of mean 200, a million items.
-In the growing table's batches one event in a hundred has an item that is new, each of which occurs ten times in its
-batch, and an admission follows every 100 steps. Both ways copy their batches from pinned memory, and the time is wall
-time with the admissions. Results go to
-`benchmarks/results/<device>/growing_step.json`.
+The model and the batches are those of `benchmarks.training_step`: 4,096 samples, histories of mean 200, a million
+items. In the growing table's batches one event in a hundred has an item that is new, each of which occurs ten times in
+its batch, and an admission follows every 100 steps. Both ways copy their batches from pinned memory, and the time is
+wall time with the admissions. Results go to `benchmarks/results/<device>/growing_step.json`.
 """
 
 import argparse
@@ -24,6 +23,7 @@ from benchmarks.serving import ROOT
 from benchmarks.training_step import CAPTURED, StepShape, Training, make_batch, release, train_step
 from jfi import CapturedStep
 from jfi.data import Batch
+from jfi.models import SequenceDLRM
 from jfi.modules import GrowingIds, GrowingTable
 
 STEPS, EVERY, PASSES, NEW, REPEATED = 100, 100, 3, 0.01, 10
@@ -41,6 +41,20 @@ class Growing(Training):
         self.step = CapturedStep(
             lambda batch: train_step(self.model, self.optimizer, batch), self.model, reference=reference
         )
+
+
+class Admissions:
+    """Admits new ids of a model; how many rows the last one gave, and the time of each."""
+
+    def __init__(self, model: SequenceDLRM) -> None:
+        self.model, self.seconds, self.admitted = model, [], 0
+
+    def __call__(self) -> None:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.admitted = len(self.model.admit_ids().get("item", ()))
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
 
 
 def pinned(shape: StepShape, seed: int) -> Batch:
@@ -78,7 +92,7 @@ def run(dtype: str, device: torch.device, steps: int) -> list[dict]:
     grown = replace(shape, items=shape.items + int(2 * EVERY * NEW / REPEATED * shape.B * shape.mean) + 1)
     for name in ("fixed", "growing"):
         batches = [pinned(shape, seed) for seed in range(steps)]
-        found, seconds, admitted = [], [], 0
+        found: list[float] = []
         if name == "fixed":
             training = Training(CAPTURED, shape, device, batches[0])
             for _ in range(PASSES + 1):
@@ -92,24 +106,17 @@ def run(dtype: str, device: torch.device, steps: int) -> list[dict]:
                 lengths = torch.tensor([len(part), 0], device=device)
                 model.growing_ids(KeyedJaggedTensor(["item", "history_item"], part, lengths=lengths))
                 model.admit_ids()
-
-            def admit() -> None:
-                nonlocal admitted
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                admitted = len(model.admit_ids().get("item", ()))
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
-
+            admissions = Admissions(model)
             for number in range(PASSES + 1):
                 for parts in new:
                     for values, is_new in parts:
                         values[is_new] -= number * 1_000_000_000
-                found.append(measured(training.step, batches, admit))
+                found.append(measured(training.step, batches, admissions))
         rows.append({"case": shape.name, "implementation": name, "status": "ok", "step_us": min(found[1:])})
         rows[-1] |= {"all_us": found, "summary": training.step.summary()}
-        if seconds:
-            rows[-1] |= {"admission_ms": min(seconds[1:]) * 1e3, "admitted": admitted, "capacity": grown.items}
+        if name == "growing":
+            times = {"admission_ms": min(admissions.seconds[1:]) * 1e3}
+            rows[-1] |= times | {"admitted": admissions.admitted, "capacity": grown.items}
         del training, batches
         release(device)
     rows[-1]["rate"] = rows[0]["step_us"] / rows[1]["step_us"]
