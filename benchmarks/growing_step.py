@@ -19,13 +19,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks import report
 from benchmarks.run import Rates
-from benchmarks.serving import ROOT
-from benchmarks.training_step import CAPTURED, StepShape, Training, make_batch, release, train_step
+from benchmarks.training_step import (
+    CAPTURED,
+    StepShape,
+    Training,
+    make_batch,
+    profiled_kernels,
+    release,
+    train_step,
+)
 from jfi import CapturedStep
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.modules import GrowingIds, GrowingTable
 
+ROOT = Path(__file__).parents[1]
 STEPS, EVERY, PASSES, NEW, REPEATED = 100, 100, 3, 0.01, 10
 #: Multiplies an item's number: raw ids are spread over 62 bits.
 SPREAD = 4_000_000_000_037
@@ -87,7 +95,7 @@ def measured(step: object, batches: list[Batch], after: object = None) -> float:
 
 
 def run(dtype: str, device: torch.device, steps: int) -> list[dict]:
-    shape, rows = StepShape(4096, 1024, 64, 4, dtype=dtype), []
+    shape, rows = StepShape(4096, 1024, 64, H=4, dtype=dtype), []
     # As many rows as known items, those that are new between two admissions, and the shared one.
     grown = replace(shape, items=shape.items + int(2 * EVERY * NEW / REPEATED * shape.B * shape.mean) + 1)
     for name in ("fixed", "growing"):
@@ -115,6 +123,9 @@ def run(dtype: str, device: torch.device, steps: int) -> list[dict]:
         rows.append({"case": shape.name, "implementation": name, "status": "ok", "step_us": min(found[1:])})
         rows[-1] |= {"all_us": found, "summary": training.step.summary()}
         if name == "growing":
+            kernels = profiled_kernels(training.replay(), device)
+            rows[-1]["kernels"] = [one for one in kernels if one["us"] > 4]
+            rows[-1]["map_us"] = sum(one["us"] for one in kernels if "map_ids" in one["name"])
             times = {"admission_ms": min(admissions.seconds[1:]) * 1e3}
             rows[-1] |= times | {"admitted": admissions.admitted, "capacity": grown.items}
         del training, batches
@@ -134,7 +145,7 @@ def main() -> int:
     out = options.out or ROOT / "benchmarks/results" / report.folder_name(device)
     report.write(out, "growing_step", report.environment(device, Rates(), options.commit), rows)
     for row in rows:
-        print({name: value for name, value in row.items() if name != "all_us"})
+        print({name: value for name, value in row.items() if name not in ("all_us", "kernels")})
     return 0
 
 

@@ -25,7 +25,7 @@ from jfi.utils.arguments import (
     module_name,
     shown,
 )
-from jfi.utils.operands import MISSING, NO_ID, Occurrences
+from jfi.utils.operands import COARSE, MISSING, NO_ID, IdMap, Occurrences
 
 Evict = Literal["lru", "lfu"]
 
@@ -200,6 +200,7 @@ class _Map(nn.Module):
         self._numbers = [name for name, is_of_table, _ in self._policy.metadata_info if is_of_table]
         for name in ("sorted_ids", "rows", *self._numbers):  # [N], the ids ascending, the others in their order
             self.register_buffer(name, torch.empty(config.capacity, dtype=torch.int64, device=device))
+        self.register_buffer("coarse_ids", torch.empty_like(self.sorted_ids[::COARSE]))
         sizes = {"admissions": 1, "occurrences": config.capacity, "new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
         for name, size in sizes.items():  # but for the first one, since the last admission
             self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=device))
@@ -209,14 +210,16 @@ class _Map(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.sorted_ids.fill_(NO_ID)
+        self.coarse_ids.fill_(NO_ID)
         self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
         for name in (*self._numbers, "admissions", *self._recorded):
             getattr(self, name).zero_()
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Occurrences]:
-        """Returns the ids, their rows, the number of recorded batches, and what was recorded of them."""
-        return self.sorted_ids, self.rows, self.batches, Occurrences(self.occurrences, self.new_ids, self.num_new)
+    def tensors(self) -> tuple[IdMap, Occurrences, Tensor]:
+        """Returns the ids with their rows, what was recorded of batches, and the number of these."""
+        recorded = Occurrences(self.occurrences, self.new_ids, self.num_new)
+        return IdMap(self.sorted_ids, self.rows, self.coarse_ids), recorded, self.batches
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the distinct ids ascending, how often each was recorded, and their number if they are of one batch.
@@ -259,6 +262,7 @@ class _Map(nn.Module):
         order = torch.argsort(self.sorted_ids, stable=True)
         for buffer in (self.sorted_ids, self.rows, *numbers.values()):
             buffer.copy_(buffer[order])
+        self.coarse_ids.copy_(self.sorted_ids[::COARSE])
         return rows
 
     def ids(self) -> Tensor:
@@ -309,7 +313,7 @@ def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTe
 def _mapped(
     ids: KeyedJaggedTensor,
     table_of_key: dict[str, str],
-    maps: dict[str, tuple[Tensor, Tensor, Tensor, Occurrences]],
+    maps: dict[str, tuple[IdMap, Occurrences, Tensor]],
     records: bool,
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
@@ -317,11 +321,11 @@ def _mapped(
     for key, own in _by_key(ids, table_of_key).items():
         values = own.values()
         if key in table_of_key:
-            sorted_ids, rows, _, seen = maps[table_of_key[key]]
-            values = map_ids(values.long(), sorted_ids, rows, seen if records else None).to(values.dtype)
+            table, seen, _ = maps[table_of_key[key]]
+            values = map_ids(values.long(), table, seen if records else None).to(values.dtype)
         by_key[key] = JaggedTensor(values, own.weights_or_none(), own.lengths_or_none(), own.offsets_or_none())
     if records:
-        for *_, batches, _ in maps.values():
+        for *_, batches in maps.values():
             batches.add_(1)
     varies = ids.variable_stride_per_key()
     return KeyedJaggedTensor(

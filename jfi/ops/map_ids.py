@@ -10,32 +10,31 @@ from torch import Tensor
 
 from jfi.ops._dispatch import PLAIN
 from jfi.utils.context import interprets, is_traced
-from jfi.utils.operands import MISSING, NO_ID, PADDING, Occurrences
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences
 
 
-def map_ids(ids: Tensor, sorted_ids: Tensor, rows: Tensor, seen: Occurrences | None = None) -> Tensor:
+def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None = None) -> Tensor:
     """Returns the row of each id, 0 for one that the table lacks; it never waits for a GPU.
 
     Args:
         ids: [S] int64; 0 is missing, and -1 padding, which stays -1.
-        sorted_ids: [N] int64, ascending, those that have no owner `NO_ID`; the last one is.
-        rows: [N] int64, the row of each of these; of the last one 0.
+        table: the ids that have rows.
         seen: grows by the ids that occur; None to record none. A compiler or a tracer records none.
 
     Returns:
         [S] int64.
     """
-    tensors = (ids, sorted_ids, rows, *(seen or ()))
+    tensors = (ids, *table, *(seen or ()))
     plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in tensors])
     if plain and ids.numel() and (ids.is_cuda or interprets()):
         from jfi.kernels.tables.map_ids import map_ids as launch
 
-        return launch(ids.contiguous(), sorted_ids, rows, seen)
-    index = torch.searchsorted(sorted_ids[:-1], ids)
-    is_known = (sorted_ids.take(index) == ids) & (ids != NO_ID)
+        return launch(ids.contiguous(), table, seen)
+    index = torch.searchsorted(table.sorted_ids[:-1], ids)
+    is_known = (table.sorted_ids.take(index) == ids) & (ids != NO_ID)
     if plain and seen is not None:
         _record(ids, index, is_known, seen)
-    return torch.where(is_known, rows.take(index), torch.where(ids == PADDING, PADDING, 0))
+    return torch.where(is_known, table.rows.take(index), torch.where(ids == PADDING, PADDING, 0))
 
 
 def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: Occurrences) -> None:

@@ -20,6 +20,8 @@ MAX_STEPPED_WIDTH = 2048
 MISSING, PADDING = 0, -1
 #: Stands among the ids of a growing table for the rows without an owner: no id can have this number.
 NO_ID = 2**63 - 1
+#: Ids of a growing table for each one in its coarse list.
+COARSE = 64
 
 
 def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
@@ -115,6 +117,20 @@ class RowOptimizer(NamedTuple):
     beta2: float = 0.999
     weight_decay: float = 0.0
     ema_decay: float | None = None  # decay of the moving average; None for none
+
+
+class IdMap(NamedTuple):
+    """The rows of ids of any number.
+
+    Attributes:
+        sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
+        rows: [N] int64, the row of each of these; of the last one 0.
+        coarse_ids: every `COARSE`-th of the ids, from the first on.
+    """
+
+    sorted_ids: Tensor
+    rows: Tensor
+    coarse_ids: Tensor
 
 
 class Occurrences(NamedTuple):
