@@ -156,3 +156,35 @@ def test_a_warm_start_takes_the_rows_and_their_owners(table, tmp_path):
 def test_a_capacity_below_the_values_of_a_batch_is_named(table, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.features: capacity of table 'item_id' must be above the number of d"):
         train(config(table, tmp_path / "run", {"item_id": 9}))
+
+
+@pytest.mark.slow
+def test_tables_that_grow_learn_what_a_vocabulary_learns(tmp_path):
+    """The synthetic table, whose items follow Zipf's law: with a row for each value, and with rows for half of them."""
+    from jfi.data import DataConfig, FeatureConfig
+    from jfi.data.config import SyntheticConfig
+    from jfi.data.features.synthetic import make_tables
+    from jfi.training import ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
+
+    for name, part in zip(("log", "items"), make_tables(SyntheticConfig(num_users=1500)), strict=True):
+        pa.parquet.write_table(part.data, tmp_path / f"{name}.parquet")
+    found = {}
+    for name, capacity in {"vocabulary": None, "whole": 600, "half": 250}.items():
+        large = {"capacity": None if capacity is None else max(capacity, 100)}
+        features = [FeatureConfig("category", "item", **large), FeatureConfig("rating", "event")]
+        data = DataConfig(
+            interactions=str(tmp_path / "log.parquet"),
+            items=str(tmp_path / "items.parquet"),
+            user="user",
+            item="item",
+            label="rating >= 4",
+            features=[FeatureConfig("item", "item", capacity=capacity), *features],
+            statistics=[],
+            max_history=8 if name == "half" else 50,
+        )
+        group = {"dense": OptimizerGroup(learning_rate=0.01), "embeddings": OptimizerGroup(learning_rate=0.1)}
+        model = ModelConfig(32, num_heads=4, bias="history_age", cross_layers=0, dropout=0.0)
+        training = TrainingConfig(str(tmp_path / name), epochs=3, batch_size=64 if name == "half" else 512, device="cpu")
+        found[name] = train(Config(data, model, optimizer=OptimizerConfig(**group), training=training)).test
+    print(found)
+    assert abs(found["whole"]["auc"] - found["vocabulary"]["auc"]) < 0.002
