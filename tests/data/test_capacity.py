@@ -116,9 +116,8 @@ def test_statistics_of_items_are_those_of_a_vocabulary(write):
     left_out = set(plain.schema.dense_names) - set(without.schema.dense_names)
     assert left_out == {"past_user_made_rate", "past_user_made_count", "past_session_count", "past_session_made_share"}
     wrong = replace_data(config, capacity={"made": 5}, statistics=["item", "session"])
-    with pytest.raises(
-        DataError, match=r"data\.statistics has 'session', which counts by 'made', which has a capacity"
-    ):
+    message = r"data\.statistics has 'session', which counts by 'made', which has a capacity"
+    with pytest.raises(DataError, match=message):
         load_dataset(wrong)
 
 
