@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_configs import replace_data
+from launched import assert_same_metrics, free_port, in_two_processes, job, tiny, write_tables
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
@@ -172,6 +173,29 @@ def test_a_warm_start_takes_the_rows_and_their_owners(table, tmp_path):
 def test_a_capacity_below_the_values_of_a_batch_is_named(table, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.features: capacity of table 'item_id' must be above the number of d"):
         train(config(table, tmp_path / "run", {"item_id": 9}))
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path):
+    """With both exchanges, and resumed after a signal between two admissions."""
+    write_tables(tmp_path)
+
+    def launched(name: str, exchange: str = "auto", sharding: str = "row_wise") -> Config:
+        made = tiny(tmp_path, name, "rowwise_adagrad", sharding, admit_every=7)
+        data = replace_data(made.data, capacity={"item_id": 60, "user_id": 70})
+        return dataclasses.replace(made, data=data, sharding=dataclasses.replace(made.sharding, exchange=exchange))
+
+    train(launched("alone"))
+    jobs = []
+    for exchange in ("attention", "rows"):
+        jobs.append(job(tmp_path, launched(exchange, exchange), stop_at=17))
+        jobs.append({"port": free_port(), "resume": str(tmp_path / exchange)})
+    in_two_processes(tmp_path, jobs)
+    for exchange in ("attention", "rows"):
+        assert_same_metrics(tmp_path / exchange, tmp_path / "alone")
+        maps = [jfi.load_run(tmp_path / name).model.growing_ids for name in (exchange, "alone")]
+        for name in ("item_id", "user_id"):
+            assert torch.equal(*(one.ids(name) for one in maps)) and (maps[0].ids(name) > 0).sum() > 30
 
 
 @pytest.mark.slow
