@@ -35,10 +35,16 @@ class RowsOfIds:
     """
 
     def __init__(self, ids: Tensor) -> None:
-        self.set(ids)
+        self._set(ids)
 
-    def set(self, ids: Tensor) -> None:
-        """Takes other ids of the rows."""
+    def change(self, rows: Tensor, ids: Tensor) -> None:
+        """Gives rows [M] the ids [M], 0 for none."""
+        own = self.ids.clone()
+        own[rows.to(own.device)] = ids.to(own.device)
+        self._set(own)
+
+    def _set(self, ids: Tensor) -> None:
+        self.ids = ids
         self._sorted, self._rows = ids.sort(stable=True)  # of ids 0 the first is row 0
 
     def __call__(self, ids: Tensor) -> Tensor:

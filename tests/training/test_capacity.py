@@ -260,3 +260,14 @@ def test_tables_that_grow_learn_what_a_vocabulary_learns(tmp_path, capacity, bat
         found[name] = train(Config(data, model, optimizer=OptimizerConfig(**groups), training=training)).test["auc"]
     assert found["vocabulary"] > 0.75
     assert found["growing"] > found["vocabulary"] - 0.01  # runs of other seeds differ by up to 0.008
+
+
+@pytest.mark.parametrize("change", [{"batching": "user"}, {"label": None, "negatives": 1, "oov_dropout": 0.1}])
+def test_timelines_and_implicit_feedback_train_and_evaluate(table, tmp_path, change):
+    made = config(table, tmp_path / "run", LARGE, epochs=1)
+    made = dataclasses.replace(made, data=replace_data(made.data, **change))
+    train(made)
+    run = jfi.load_run(tmp_path / "run")
+    assert (run.model.growing_ids.ids("item_id") > 0).sum() == ITEMS
+    found = run.evaluate(table, history=table)["overall"]
+    assert math.isfinite(found["auc"]) and found["samples"] >= 400
