@@ -1,0 +1,45 @@
+"""Ids of any number mapped to rows, by the ascending ids of a table, and a record of those that occur.
+
+On a GPU one kernel searches and records. Torch's operators search as fast, but to keep the new ids alone, in memory of
+a fixed size, they need a cumulative sum and two scatters more: 193 µs against 89 for 820,000 ids among a million on an
+H200.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi.ops._dispatch import PLAIN
+from jfi.utils.context import interprets, is_traced
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences
+
+
+def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None = None) -> Tensor:
+    """Returns the row of each id, 0 for one that the table lacks; it never waits for a GPU.
+
+    Args:
+        ids: [S] int64; 0 is missing, and -1 padding, which stays -1.
+        table: the ids that have rows.
+        seen: grows by the ids that occur; None to record none. A compiler or a tracer records none.
+
+    Returns:
+        [S] int64.
+    """
+    tensors = (ids, *table, *(seen or ()))
+    plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in tensors])
+    if plain and ids.numel() and (ids.is_cuda or interprets()):
+        from jfi.kernels.tables.map_ids import map_ids as launch
+
+        return launch(ids.contiguous(), table, seen)
+    index = torch.searchsorted(table.sorted_ids[:-1], ids)
+    is_known = (table.sorted_ids.take(index) == ids) & (ids != NO_ID)
+    if plain and seen is not None:
+        _record(ids, index, is_known, seen)
+    return torch.where(is_known, table.rows.take(index), torch.where(ids == PADDING, PADDING, 0))
+
+
+def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: Occurrences) -> None:
+    known, new = index[is_known], ids[~(is_known | (ids == MISSING) | (ids == PADDING) | (ids == NO_ID))]
+    seen.counts.index_add_(0, known, torch.ones_like(known))
+    begin, room = int(seen.num_new), len(seen.new_ids)
+    seen.new_ids[begin : begin + len(new)] = new[: max(0, room - begin)]
+    seen.num_new.add_(len(new))
