@@ -62,7 +62,7 @@ def test_rows_go_to_the_ids_of_a_dict(evict, min_count):
             ids = (torch.randn(12).abs() * 5).long() + window // 2 - 8
             ids[:3] = torch.tensor([0, LARGEST, -(2**63)])
             histories = [[int(id)] for id in ids[4:8]]
-            module.record(batch(ids[:4].tolist(), histories))
+            module(batch(ids[:4].tolist(), histories))
             truth.record([*ids[:4].tolist(), *[id for history in histories for id in history]])
         admitted, rows = truth.admit(), module.admit().get("item", torch.empty(0, dtype=torch.int64))
         assert owners(module) == truth.owned
@@ -76,14 +76,14 @@ def test_rows_go_to_the_ids_of_a_dict(evict, min_count):
 
 def test_an_id_of_the_smallest_number_may_have_a_row():
     module = growing()
-    module.record(batch([-(2**63), 5, -(2**63)]))
+    module(batch([-(2**63), 5, -(2**63)]))
     module.admit()
     assert owners(module) == {-(2**63), 5}
 
 
 def test_the_map_replaces_raw_ids_alone():
     module = growing(6)
-    module.record(batch([70, 71, -5]))
+    module(batch([70, 71, -5]))
     module.admit()
     row = {id: row for row, id in enumerate(module.ids("item").tolist())}
     ids = batch([70, 0, 999], [[-5, -1, 71], [LARGEST], []], tags=[70, 71, -5])
@@ -101,22 +101,22 @@ def test_the_map_replaces_raw_ids_alone():
 
 def test_ids_of_32_bits_and_a_batch_of_no_samples():
     module = growing()
-    module.record(batch([7]))
+    module(batch([7]))
     module.admit()
     narrow = KeyedJaggedTensor(KEYS[:2], torch.tensor([7, 8, -1], dtype=torch.int32), lengths=torch.tensor([1, 2]))
     assert module(narrow).values().dtype == torch.int32
     assert module(narrow).values().tolist() == [int(module.ids("item").argmax()), 0, -1]
-    module.record(narrow)
+    module(narrow)
     empty = KeyedJaggedTensor(KEYS, torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64))
     assert module(empty).values().shape == (0,)
-    module.record(empty)
+    module(empty)
     module.admit()
     assert owners(module) == {7, 8}
 
 
 def test_a_batch_padded_to_capacity_keeps_its_padding():
     module = growing()
-    module.record(batch([7]))
+    module(batch([7]))
     module.admit()
     # Of "history_item" two values are padding, which its lengths do not count.
     ids = KeyedJaggedTensor(
@@ -127,21 +127,20 @@ def test_a_batch_padded_to_capacity_keeps_its_padding():
     assert mapped.values().tolist() == [row, row, row, -1, -1]
     assert mapped.length_per_key() == [2, 3]
     assert mapped["history_item"].lengths().tolist() == [1, 0]
-    module.record(ids)
+    module(ids)
     assert module.admit() == {} and owners(module) == {7}
 
 
-def test_evaluation_and_the_map_itself_change_nothing():
+def test_evaluation_changes_nothing():
     module = growing()
-    module.record(batch([1, 2]))
+    module(batch([1, 2]))
     module.admit()
     before = copy.deepcopy(module.state_dict())
     module.eval()
-    module.record(batch([3, 3, 3]))
+    module(batch([3, 3, 3]))
     module(batch([4, 5]))
     assert module.admit() == {}
     module.train()
-    module(batch([4, 5]))
     assert module.admit() == {}
     assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
 
@@ -150,7 +149,7 @@ def test_no_buffer_moves_when_ids_are_admitted():
     module = growing()
     places = {name: x.data_ptr() for name, x in module.state_dict().items()}
     for first in (1, 4, 9):
-        module.record(batch([first, first + 1, first + 2]))
+        module(batch([first, first + 1, first + 2]))
         module.admit()
     assert {name: x.data_ptr() for name, x in module.state_dict().items()} == places
 
@@ -163,26 +162,25 @@ def test_a_state_dict_goes_on_with_the_same_bits(evict):
     for step, items in enumerate(steps):
         if step == 7:
             other = growing(6, evict=evict)
-            other.record(batch([90]))
+            other(batch([90]))
             other.admit()  # numbers that loading must replace
             other.load_state_dict(module.state_dict())
-        module.record(batch(items[:3], [[id] for id in items[3:6]]))
+        module(batch(items[:3], [[id] for id in items[3:6]]))
         expected = module.admit()
         if step >= 7:
-            other.record(batch(items[:3], [[id] for id in items[3:6]]))
+            other(batch(items[:3], [[id] for id in items[3:6]]))
             found = other.admit()
             assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found)
     assert all(torch.equal(x, other.state_dict()[name]) for name, x in module.state_dict().items())
 
 
-def test_the_order_of_ids_and_steps_does_not_matter(monkeypatch):
+def test_the_order_of_ids_and_steps_does_not_matter():
     torch.manual_seed(2)
     ids = (torch.randn(60).abs() * 5).long() - 2
     whole, parts = growing(60), growing(60)
-    whole.record(batch(ids.tolist()))
-    monkeypatch.setattr("jfi.modules.growing_ids._MAX_RECORDED", 7)  # counts within the window
+    whole(batch(ids.tolist()))
     for part in ids[torch.randperm(60)].split(5):
-        parts.record(batch(part.tolist()))
+        parts(batch(part.tolist()))
     assert torch.equal(whole.admit()["item"], parts.admit()["item"])
     assert all(torch.equal(x, parts.state_dict()[name]) for name, x in whole.state_dict().items())
 
@@ -194,9 +192,9 @@ def test_admissions_are_soon_due_and_then_seldom():
 
 def test_a_batch_with_more_ids_than_rows_is_named():
     module = growing(4)
-    module.record(batch([1, 2, 3, 1, 2, 0]))
+    module(batch([1, 2, 3, 1, 2, 0]))
     assert len(module.admit()["item"]) == 3
-    module.record(batch([1, 2, 3, 4]))
+    module(batch([1, 2, 3, 4]))
     with pytest.raises(ValueError, match=r"capacity of table 'item' must be above .* 4, got 4"):
         module.admit()
     assert owners(module) == {1, 2, 3}
@@ -218,7 +216,6 @@ def test_a_batch_with_more_ids_than_rows_is_named():
         (lambda: growing(every=0), "every must be at least 1"),
         (lambda: growing().ids("items"), "tables must hold the key 'items'.*nearest"),
         (lambda: growing()(batch([1]).split([1, 2])[0]), "ids must hold the key 'history_item'"),
-        (lambda: growing().record(batch([1]).split([1, 2])[0]), "ids must hold the key 'history_item'"),
     ],
 )
 def test_wrong_values_are_named(make, message):
@@ -226,7 +223,7 @@ def test_wrong_values_are_named(make, message):
         make()
 
 
-@pytest.mark.parametrize("make", [lambda: GrowingIds("item"), lambda: growing()("item"), lambda: growing().record(3)])
+@pytest.mark.parametrize("make", [lambda: GrowingIds("item"), lambda: growing()("item")])
 def test_wrong_types_are_named(make):
     with pytest.raises(TypeError, match=r"(tables|ids) must be a"):
         make()
@@ -242,7 +239,7 @@ def test_it_compiles_to_one_graph_that_sees_later_admissions():
     )
     for first in (1, 5):
         values, lengths = torch.tensor([first, first + 1, -1, first]), torch.tensor([1, 1, 2, 0])
-        module.record(KeyedJaggedTensor(KEYS[:2], values, lengths=lengths))
+        module(KeyedJaggedTensor(KEYS[:2], values, lengths=lengths))
         module.admit()
         found = compiled(values, lengths)
         assert torch.equal(found, module(KeyedJaggedTensor(KEYS[:2], values, lengths=lengths)).values())
@@ -253,13 +250,13 @@ def test_a_module_made_on_the_meta_device_begins_empty():
     module = GrowingIds([GrowingTable("item", 5, ["item", "history_item"])], device=torch.device("meta"))
     module.to_empty(device="cpu")
     module.reset_parameters()
-    module.record(batch([7, 7, 9]))
+    module(batch([7, 7, 9]))
     assert len(module.admit()["item"]) == 2 and owners(module) == {7, 9}
 
 
 def test_a_copy_goes_on_by_itself():
     module = growing()
-    module.record(batch([1, 2]))
+    module(batch([1, 2]))
     other = copy.deepcopy(module)
     module.admit()
     assert owners(other) == set()

@@ -12,7 +12,7 @@ from torchrec.fx import symbolic_trace
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
 from jfi.modules import GrowingIds, GrowingTable, defer_steps
-from jfi.modules.growing_ids import PADDING, initial_rows
+from jfi.modules.growing_ids import initial_rows
 from jfi.utils.encoding import mix
 
 from .growing import batch, growing
@@ -121,17 +121,15 @@ def train(one, batches):
         loss.backward()
         dense.step()
         losses.append(loss.item())
-        if one.growing_ids is not None:
-            one.growing_ids.record(ids)
-            if one.growing_ids.is_due(number):
-                one.admit_ids()
+        if one.growing_ids is not None and one.growing_ids.is_due(number):
+            one.admit_ids()
     return losses
 
 
 def test_where_all_ids_fit_it_trains_like_a_vocabulary():
     raw = torch.tensor([7, 10**15, -44, 90, 2**62, 123])
     grows, fixed = model(12, True), model(12, False)
-    grows.growing_ids.record(batch(raw.tolist()))
+    grows.growing_ids(batch(raw.tolist()))
     admitted = grows.admit_ids()["item"]
     row_of = {id: row for row, id in enumerate(grows.growing_ids.ids("item").tolist()) if id}
     # The vocabulary numbers the ids from 1 on; its rows begin with the same values.
@@ -156,7 +154,7 @@ def test_training_is_deterministic_and_its_rows_begin_with_their_ids():
     one.admit_ids()  # what was recorded since the last admission
     new = torch.arange(1000, 1005)
     _, ids = next(iter(log(1, new)))
-    one.growing_ids.record(ids)
+    one.growing_ids(ids)
     rows = one.admit_ids()["item"]
     weight = one.embedding_collection.embeddings["item"].weight.detach()
     owned = one.growing_ids.ids("item")[rows]
@@ -214,7 +212,7 @@ def test_torchrecs_tracer_goes_all_the_way_through():
         over_arch_layer_sizes=[4, 1],
         growing_ids=growing(12),
     )
-    one.growing_ids.record(batch([7, 8, 9]))
+    one.growing_ids(batch([7, 8, 9]))
     one.admit_ids()
     dense, ids = torch.rand(2, 2), batch([7, 5], [[8, 9], []])
     torch.testing.assert_close(symbolic_trace(one)(dense, ids), one(dense, ids), rtol=0, atol=0)
@@ -224,4 +222,4 @@ def test_its_step_can_be_captured():
     ids = batch([7, 8], [[7, 9, 9], [8]])
     one = model(12, True)
     assert why_not_captured(one, (torch.rand(2, 2), ids)) is None
-    assert padding_ids(one)["history_item"] == PADDING
+    assert padding_ids(one)["history_item"] == -1
