@@ -168,12 +168,14 @@ def test_a_run_with_a_row_for_each_value_is_that_of_a_vocabulary(table, tmp_path
 
     def admit_all(self: Trainer) -> None:
         if not self.progress.step:
+            self.growing.train()
             for batch in self.dataset.batches("train", 8):
-                self.growing.record(batch.sparse_features)
+                self.growing(batch.sparse_features)
             assert {name: len(rows) + 1 for name, rows in self.model.admit_ids().items()} == capacity
 
     monkeypatch.setattr("jfi.modules.fused_embedding_collections.initial_rows", same_rows)
-    monkeypatch.setattr(Trainer, "record_again", admit_all)
+    restored = Trainer.load_pretrained  # of a new run alone, before its first step
+    monkeypatch.setattr(Trainer, "load_pretrained", lambda self: (restored(self), admit_all(self)))
     train(config(table, tmp_path / "growing", capacity, ema))
     assert metrics(tmp_path / "plain") == metrics(tmp_path / "growing")
     np.testing.assert_array_equal(scores(tmp_path / "plain", table), scores(tmp_path / "growing", table))

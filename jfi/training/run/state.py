@@ -178,6 +178,8 @@ class RunState:
             self._load_modules(state)
         except RuntimeError as fault:  # of several lines, of which the last one names the tensor
             raise ConfigError(f"--resume {run.path}: {str(fault).splitlines()[-1].strip()}") from None
+        if self.growing is not None and not self.world.is_first:
+            self.growing.forget_recorded()  # the first process has what all have recorded
         whole = self.optimizer.state_dict()
         for name, loaded in state["optimizer"]["state"].items():
             whole["state"][name] |= loaded
@@ -227,6 +229,8 @@ class RunState:
         self.check_data()
         progress = self.progress
         self.groups.average(progress.step)
+        if self.growing is not None:
+            self.growing.gather_recorded()
         with self._frozen.released():
             state = self._state()
             self.check_finite(state["window"][0].item())
