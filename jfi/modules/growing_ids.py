@@ -172,7 +172,10 @@ class GrowingIds(nn.Module):
 
     @torch.no_grad()
     def gather_recorded(self) -> None:
-        """Gives what all processes of a group have recorded to the first one: its `state_dict` has all of it then."""
+        """Gives every process of a group what all have recorded, so that each `state_dict` has all of it.
+
+        All but one must call `forget_recorded` before the next step, since an admission adds up what they have.
+        """
         if dist.is_initialized() and dist.get_world_size() > 1:
             for one in self.maps.values():
                 one.gather_recorded()
@@ -253,7 +256,7 @@ class _Map(nn.Module):
             getattr(self, name).zero_()
 
     def gather_recorded(self) -> None:
-        """Moves what all processes have recorded to the first one, where it is no longer of one batch."""
+        """Takes what all processes have recorded, which is no longer of one batch."""
         num_new, ranks = self.num_new.clamp(max=_MAX_NEW), dist.get_world_size()
         counts = [torch.empty_like(num_new) for _ in range(ranks)]
         dist.all_gather(counts, num_new)
@@ -265,8 +268,6 @@ class _Map(nn.Module):
         new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[:_MAX_NEW]
         self.new_ids[: len(new)] = new
         self.num_new.fill_(len(new))
-        if dist.get_rank():
-            self.forget_recorded()
 
     def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Gives rows to ids, distinct and ascending, that have none; returns these rows, ascending."""

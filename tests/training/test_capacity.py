@@ -218,7 +218,7 @@ def test_two_processes_train_what_one_does(tmp_path):
 
     def launched(name: str, exchange: str = "auto", sharding: str = "row_wise") -> Config:
         made = tiny(tmp_path, name, "rowwise_adagrad", sharding, admit_every=7)
-        data = replace_data(made.data, capacity={"item_id": 60, "user_id": 70})
+        data = replace_data(made.data, capacity={"item_id": 60, "user_id": 70}, min_count={"user_id": 4})
         return dataclasses.replace(made, data=data, sharding=dataclasses.replace(made.sharding, exchange=exchange))
 
     train(launched("alone"))
