@@ -170,6 +170,22 @@ class GrowingIds(nn.Module):
         found = {name: self._map(name).admit(ids, counts) for name, (ids, counts, _) in recorded.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
+    @torch.no_grad()
+    def gather_recorded(self) -> None:
+        """Gives every process of a group what all have recorded, so that each `state_dict` has all of it.
+
+        All but one must call `forget_recorded` before the next step, since an admission adds up what they have.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for one in self.maps.values():
+                one.gather_recorded()
+
+    @torch.no_grad()
+    def forget_recorded(self) -> None:
+        """Forgets what was recorded since the last admission."""
+        for one in self.maps.values():
+            one.forget_recorded()
+
     def ids(self, table: str) -> Tensor:
         """Returns the raw id [capacity] of each row of a table; 0 for the shared row and rows without an owner."""
         require_keys("tables", [config.name for config in self.configs], [table])
@@ -232,9 +248,26 @@ class _Map(nn.Module):
         counts = torch.cat([self.occurrences[known], torch.ones_like(new)])
         ids, counts = _sums_by_id(torch.cat([self.sorted_ids[known], new]), counts)
         of_one = self.num_new.new_tensor(len(ids)) * (self.batches[0] == 1)
+        self.forget_recorded()
+        return ids, counts, of_one
+
+    def forget_recorded(self) -> None:
         for name in self._recorded:
             getattr(self, name).zero_()
-        return ids, counts, of_one
+
+    def gather_recorded(self) -> None:
+        """Takes what all processes have recorded, which is no longer of one batch."""
+        num_new, ranks = self.num_new.clamp(max=_MAX_NEW), dist.get_world_size()
+        counts = [torch.empty_like(num_new) for _ in range(ranks)]
+        dist.all_gather(counts, num_new)
+        longest = int(torch.stack(counts).amax())
+        parts = [self.new_ids.new_empty(longest) for _ in range(ranks)]
+        dist.all_gather(parts, self.new_ids[:longest].contiguous())
+        for sums in (self.occurrences, self.batches):
+            dist.all_reduce(sums)
+        new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[:_MAX_NEW]
+        self.new_ids[: len(new)] = new
+        self.num_new.fill_(len(new))
 
     def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Gives rows to ids, distinct and ascending, that have none; returns these rows, ascending."""

@@ -21,12 +21,13 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.batches.dataset import Batches
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.distributed import CapturedShardedStep, average_gradients
-from jfi.training.config import Config
+from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import capture, captures_shards
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
 from jfi.training.loop.learning_rates import LearningRates
 from jfi.training.loop.objective import Objective
+from jfi.training.model.growing_rows import admit_ids
 from jfi.training.run.state import RunState
 from jfi.utils.display import Display
 
@@ -129,6 +130,19 @@ class Steps(RunState):
             else:
                 yield self._forward(batch)[1]
 
+    def admit(self) -> None:
+        """Gives rows to the new ids of the steps since the last admission, in tables that grow.
+
+        Raises:
+            ConfigError: a batch has more distinct values than a `capacity` of `data.features`.
+        """
+        if self.growing is None:
+            return
+        try:
+            admit_ids(self.model, self.optimizer, self._table_configs)
+        except ValueError as fault:
+            raise ConfigError(f"data.features: {fault}") from None
+
     def _step(self, batch: Batch | list[Batch]) -> Output:
         # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
         self.optimizer.zero_grad()
@@ -165,6 +179,8 @@ class Steps(RunState):
         training = self.model.training
         labels = batch.labels if training else self._predicted(batch.labels)
         model = self.model if training else self.evaluated
+        if training and self.growing is not None:
+            self.growing.train(len(labels) > 0)  # else the ids are those of a sample that does not count
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
             logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
         logits = logits.float()[: len(labels)]
@@ -189,10 +205,7 @@ class Steps(RunState):
         parts = self._parts(split, size)
 
         def assemble(number: int) -> Batch | list[Batch]:
-            if len(parts) == 1:
-                return parts[0][number]
-            # One process leaves out parts without samples; several make as many passes as each other.
-            return [one for part in parts if len((one := part[number]).labels) or self.world.launched]
+            return self._assemble(parts, number)
 
         batches = self._load(assemble, range(start, len(parts[0]) if end is None else end))
         done = parts[0].order.samples_before(start) if start else 0
@@ -201,6 +214,12 @@ class Steps(RunState):
                 yield batch
                 total = batch[0].total if isinstance(batch, list) else batch.total
                 display.update(total, self._details if split == "train" else None)
+
+    def _assemble(self, parts: list[Batches], number: int) -> Batch | list[Batch]:
+        if len(parts) == 1:
+            return parts[0][number]
+        # One process leaves out parts without samples; several make as many passes as each other.
+        return [one for part in parts if len((one := part[number]).labels) or self.world.launched]
 
     def _parts(self, split: str, size: int) -> list[Batches]:
         """Returns this process's batches of a split, by part of a step.

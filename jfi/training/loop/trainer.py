@@ -122,6 +122,8 @@ class Trainer(Steps):
                     average.update()
                 progress.batch += 1
                 progress.step += 1
+                if self.growing is not None and self.growing.is_due(progress.step):
+                    self.admit()
                 if progress.step % self.config.sharding.sync_every == 0 or progress.position == end:
                     self.groups.average(progress.step)
                 done = order.samples_before(progress.position)
@@ -137,6 +139,7 @@ class Trainer(Steps):
                     saved = self.clock()
                     started, logged = saved, logged + saved - started
                 stop.check(run.path, self.world)
+        self.admit()
         if average is not None:
             average.flush()
         self._speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
