@@ -289,7 +289,8 @@ MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
 MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data"}
 MAY_IMPORT["training"] |= {"events", "history_policies"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
-MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "semantic_ids", "cli"}
+MAY_IMPORT["follow"] = MAY_IMPORT["training"] | {"training", "serving"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "follow", "semantic_ids", "cli"}
 
 
 def import_graph() -> dict[str, set[str]]:
