@@ -63,8 +63,10 @@ class CountedRows:
         sessions = np.zeros(len(rows), np.uint64)
         if past.session is not None:
             column = raw.categories(past.session, "event")
-            names = np.array([*column.values.to_pylist(), None], object)
-            sessions = hashes(names[column.codes[rows]].tolist())
+            names = np.array([*column.values.to_pylist(), None], object)[column.codes[rows]].tolist()
+            # An event without a session is one of its own, with an id that no other event has.
+            alone = zip(users.take(user).to_pylist(), items.take(item).to_pylist(), events.time[rows], strict=True)
+            sessions = hashes([repr(own) if name is None else name for name, own in zip(names, alone, strict=True)])
         records, keys = np.zeros(len(rows), self._layout.dtype), {}
         records[TIME] = events.time[rows]
         of_key = {spec.key: (spec, one) for spec, one in zip(self._schema.features, ids, strict=False)}

@@ -11,6 +11,8 @@ from jfi.data import DataConfig, FeatureConfig
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
 
 START, ITEMS, USERS = 1_600_000_000, 40, 30
+#: Seconds of a visit.
+VISIT = 4000
 KINDS = pa.schema(
     [
         ("user_id", pa.string()),
@@ -24,6 +26,7 @@ KINDS = pa.schema(
         ("device", pa.string()),
         ("position", pa.int32()),
         ("weight", pa.float64()),
+        ("visit", pa.string()),
     ]
 )
 FEATURES = [
@@ -60,6 +63,7 @@ def make_rows(count: int, seed: int = 0, items: int = ITEMS) -> list[dict]:
             "device": rng.choice(["phone", "tablet", None]),
             "position": int(rng.integers(0, 9)),
             "weight": float(rng.integers(1, 4)),
+            "visit": f"v{(one - START) // VISIT}" if rng.random() < 0.8 else None,
         }
     return sorted(rows.values(), key=lambda row: (row["timestamp"], row["user_id"], row["item_id"]))
 
