@@ -1,6 +1,7 @@
 """Who may import whom: by the files' import lines, and in a fresh process for each package.
 
-utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines <- cli;
+utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines, follow
+<- cli;
 data beside models; history, events <- data; sid <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.

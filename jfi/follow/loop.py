@@ -60,13 +60,16 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hook(Protocol):
-    """What is told of the progress, such as a publisher of changes."""
+    """An object that is told of the progress, such as a `jfi.serving.publish.PublishHook`."""
 
     def after_step(self) -> None:
         """Follows each optimizer step."""
 
-    def end_part(self, place: LogPlace) -> None:
-        """Follows each part."""
+    def after_part(self, place: dict) -> None:
+        """Follows each part, whose end is a place in the log: its name, SHA-256 and the time of the newest row."""
+
+    def close(self) -> None:
+        """Follows the last part."""
 
 
 class _Unchanged:
@@ -162,7 +165,7 @@ class Follower(Steps):
         self.progress.follow = msgspec.to_builtins(place)
         self.is_within_part = False
         if self.hook is not None:
-            self.hook.end_part(place)
+            self.hook.after_part({"part": place.part, "sha256": place.sha256, "newest": place.newest})
         return line
 
     def checkpoint(self, run: RunFolder, state: LogState) -> None:

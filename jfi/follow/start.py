@@ -39,7 +39,7 @@ def follow(
     until_idle: bool = False,
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
-    hook: Hook | None = None,
+    hook: Callable[[Follower], Hook] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains a run that has ended on a log that grows, part by part, each scored before it is trained on.
@@ -56,7 +56,7 @@ def follow(
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
-        hook: is told of each step and each part, or None.
+        hook: makes, of the run as it begins, what is told of each step and each part; or None.
         clock: seconds that only grow; another one in tests.
 
     Returns:
@@ -115,12 +115,12 @@ class _Following:
         self.trainer = Follower(config, schema, world, self._reading, clock)
         self._data = config.data
 
-    def go(self, until_idle: bool, hook: Hook | None) -> int:
+    def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
         trainer = self.trainer
         trainer.restore(self.run, best=not last_progress(self.run)[1].follow)
         trainer.progress.files = learnt_files(self.run)
-        trainer.hook = hook
+        trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place
         self._folder.mkdir(exist_ok=True)
         known = _read_log(self._log, place)
@@ -136,6 +136,8 @@ class _Following:
                 while (is_trained := self._go_on(state, known, stop)) or not until_idle:
                     if not is_trained:
                         self._wait(stop)
+                if trainer.hook is not None:
+                    trainer.hook.close()
             finally:
                 self._draw()
         return len(known) - count

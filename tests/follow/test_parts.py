@@ -244,11 +244,11 @@ def test_a_signal_ends_it_at_the_last_checkpoint(rows, followed, monkeypatch):
             if Stop.steps == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        def end_part(self, place: object) -> None:
+        def after_part(self, place: dict) -> None:
             raise AssertionError("the part has not ended")
 
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
-        follow(run, parts, hook=Stop())
+        follow(run, parts, hook=lambda _: Stop())
     assert Stop.steps == 2 and content(run) == before
     assert follow(run, parts, until_idle=True) == 1
 
@@ -263,12 +263,12 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
         def after_step(self) -> None:
             pass
 
-        def end_part(self, place) -> None:
-            places.append(place.part)
+        def after_part(self, place: dict) -> None:
+            places.append(place["part"])
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     timer = threading.Timer(0.5, write, (parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100]))
     timer.start()
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
-        follow(run, parts, hook=Hook())
+        follow(run, parts, hook=lambda _: Hook())
     assert places == ["part-0002.parquet"] and len(lines(run)) == 3
