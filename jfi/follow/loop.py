@@ -206,9 +206,12 @@ class Follower(Steps):
                     average.update()
                 self.progress.batch += 1
                 self.progress.step += 1
+                if self.growing is not None and self.growing.is_due(self.progress.step):
+                    self.admit()
                 if self.hook is not None:
                     self.hook.after_step()
                 stop.check(run.path, self.world)
+        self.admit()  # at the end of each part, so that the time of a checkpoint influences no admission
         if average is not None:
             average.flush()
         loss, _, samples = self.window.tolist()

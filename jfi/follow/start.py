@@ -118,7 +118,10 @@ class _Following:
     def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
         trainer = self.trainer
-        trainer.restore(self.run, best=not last_progress(self.run)[1].follow)
+        begins = not last_progress(self.run)[1].follow
+        trainer.restore(self.run, best=begins)
+        if begins:  # an evaluation follows an admission
+            trainer.progress.admitted_step = trainer.progress.step
         trainer.progress.files = learnt_files(self.run)
         trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place

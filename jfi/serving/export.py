@@ -97,7 +97,8 @@ def export(
         torch.device(device),
     )
     keys = {name: [key for key, of in table_of.items() if of == name] for name in weights}
-    described = {name: Table(*weight.shape, keys[name]) for name, weight in weights.items()}
+    growing = [] if model.growing_ids is None else [one.name for one in model.growing_ids.configs if one.name in keys]
+    described = {name: Table(*weight.shape, keys[name], name in growing) for name, weight in weights.items()}
     info = artifact.Info(
         format=artifact.FORMAT,
         run=run,
@@ -122,7 +123,8 @@ def export(
             policy.save(folder / artifact.POLICY)
         if past is not None:
             past.save(folder)
-        save_tables(folder / artifact.TABLES, tables, weights, described)
+        ids = {name: model.growing_ids.ids(name) for name in growing}
+        save_tables(folder / artifact.TABLES, tables, weights, described, ids)
         write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(schema.vocabularies))
         write_file(folder / artifact.INFO, msgspec.json.encode(info))
         write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})

@@ -21,7 +21,7 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.batches.dataset import Batches
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.distributed import CapturedShardedStep, average_gradients
-from jfi.training.config import Config
+from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import capture, captures_shards
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
@@ -72,6 +72,8 @@ class Steps(RunState):
         self._averaged: list[nn.Parameter] = []
         if world.launched and captures_shards(config):
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
+        #: Steps since the last admission of new ids whose ids are recorded.
+        self._recorded = 0
         #: Mean loss of the last line of the log, to be shown.
         self.loss = math.nan
 
@@ -125,9 +127,44 @@ class Steps(RunState):
         for batch in batches:
             self._set_rates()
             if self.model.training:
-                yield self._step(batch) if self._captured is None else self._captured(batch)
+                output = self._step(batch) if self._captured is None else self._captured(batch)
+                self._record(batch)
+                yield output
             else:
                 yield self._forward(batch)[1]
+
+    def _record(self, batch: Batch | list[Batch]) -> None:
+        """Keeps the raw ids of a step until the next admission."""
+        if self.growing is not None:
+            for part in batch if isinstance(batch, list) else [batch]:
+                self.growing.record(part.sparse_features)
+            self._recorded += 1
+
+    def record_again(self) -> None:
+        """Keeps the raw ids of the steps between the last admission and the checkpoint that was loaded."""
+        missing = self.progress.step - self.progress.admitted_step - self._recorded
+        if self.growing is None or not missing:
+            return
+        parts, position = self._parts("train", self.config.training.batch_size), self.progress.position
+        for number in range(max(0, position - missing), position):  # an epoch that starts anew has none
+            self._record(self._assemble(parts, number))
+        self._recorded = self.progress.step - self.progress.admitted_step
+
+    def admit(self) -> None:
+        """Gives rows to the new ids of the steps since the last admission, in tables that grow.
+
+        Raises:
+            ConfigError: a batch has more distinct values than a `capacity` of `data.features`.
+        """
+        if self.growing is None or self.progress.admitted_step == self.progress.step:
+            return
+        try:
+            self.model.admit_ids()
+        except ValueError as fault:
+            raise ConfigError(f"data.features: {fault}") from None
+        if "average" in self.modules:
+            self.modules["average"].copy_buffers()
+        self.progress.admitted_step, self._recorded = self.progress.step, 0
 
     def _step(self, batch: Batch | list[Batch]) -> Output:
         # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
@@ -189,10 +226,7 @@ class Steps(RunState):
         parts = self._parts(split, size)
 
         def assemble(number: int) -> Batch | list[Batch]:
-            if len(parts) == 1:
-                return parts[0][number]
-            # One process leaves out parts without samples; several make as many passes as each other.
-            return [one for part in parts if len((one := part[number]).labels) or self.world.launched]
+            return self._assemble(parts, number)
 
         batches = self._load(assemble, range(start, len(parts[0]) if end is None else end))
         done = parts[0].order.samples_before(start) if start else 0
@@ -201,6 +235,12 @@ class Steps(RunState):
                 yield batch
                 total = batch[0].total if isinstance(batch, list) else batch.total
                 display.update(total, self._details if split == "train" else None)
+
+    def _assemble(self, parts: list[Batches], number: int) -> Batch | list[Batch]:
+        if len(parts) == 1:
+            return parts[0][number]
+        # One process leaves out parts without samples; several make as many passes as each other.
+        return [one for part in parts if len((one := part[number]).labels) or self.world.launched]
 
     def _parts(self, split: str, size: int) -> list[Batches]:
         """Returns this process's batches of a split, by part of a step.

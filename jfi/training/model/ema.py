@@ -46,9 +46,14 @@ class ModelAverage(nn.Module):
             self._average(self._own, self._new, self.n_averaged)
         else:
             torch._foreach_copy_(self._own, self._new)
+        self.copy_buffers()
+        self.n_averaged += 1
+
+    @torch.no_grad()
+    def copy_buffers(self) -> None:
+        """Takes the model's buffers; needed after new ids were admitted."""
         for own, new in zip(self.module.buffers(), self._new_buffers, strict=True):
             own.copy_(new)
-        self.n_averaged += 1
 
     def flush(self) -> None:
         """Brings the averages of all rows of the tables to the present."""
