@@ -133,13 +133,14 @@ class Follower(Steps):
 
         Raises:
             DataError: a fault in the part; nothing has changed.
+            ConfigError: a batch has more distinct values than a table that grows has rows.
             FloatingPointError: training has diverged.
             Interrupted: a signal stopped it in the middle, and the state is of no use any more.
         """
         before, begin = self.place, self.clock()
-        self.is_within_part = True
         with temporary_folder(".jfi-") as folder:
             rows = PartRows(part, before.types if before else {}, state, self._reading, folder)
+            self.is_within_part = True
             metrics, closed = {}, []
             if rows.dataset is not None:
                 self.dataset = rows.dataset

@@ -156,11 +156,8 @@ class _Following:
                 line = trainer.run_part(part, state, self.run, stop)
                 known[part.name] = part
                 print(_describe(line), flush=True)
-        except InputError:  # of a part, which has changed nothing
-            self._checkpoint(state)
-            raise
-        except Interrupted:
-            # In the middle of a part the run goes back to its last checkpoint.
+        except (InputError, Interrupted):
+            # In the middle of a part the run goes back to its last checkpoint; a fault of a file has changed nothing.
             if not trainer.is_within_part:
                 self._checkpoint(state)
             raise

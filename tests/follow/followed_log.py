@@ -40,6 +40,13 @@ FEATURES = [
     FeatureConfig("device", "context"),
     FeatureConfig("position", "context", "number"),
 ]
+#: In the place of the first two, and of ids.
+GROWING = [
+    FeatureConfig("tags", "item", capacity=8),
+    FeatureConfig("brand", "item", capacity=8),
+    FeatureConfig("item_id", "item", capacity=90),
+    FeatureConfig("user_id", "user", capacity=40, min_count=2),
+]
 
 
 def make_rows(count: int, seed: int = 0, items: int = ITEMS) -> list[dict]:

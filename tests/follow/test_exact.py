@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from followed_log import KINDS, START, VISIT, config_of, make_rows, write, write_parts
+from followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
 
 from jfi.data import Batch, DataConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -28,6 +28,7 @@ CASES = {
     "history": {"statistics": list(GROUPS), "history": "rating >= 3"},
     "labels": {"weight": "weight", "auxiliary_labels": ["rating >= 3", "rating >= 5"]},
     "session": {"statistics": ["session", "user"], "session": "visit"},
+    "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},
     "milliseconds": {"timestamp_unit": "ms", "null_ids": "drop"},
 }
 

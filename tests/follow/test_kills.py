@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from followed_log import config_of, make_rows, write, write_parts
+from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 from training.forked_runs import ForkedRuns, forked_runs
 
 from jfi.serving.user_state.stores import LmdbStore
@@ -29,12 +29,14 @@ def server():
 def base(server: ForkedRuns, tmp_path_factory) -> tuple[Path, int]:
     """A folder with a run that has ended, parts, the same run after it has followed them, and its number of calls."""
     folder = tmp_path_factory.mktemp("kills")
-    rows = make_rows(900)
+    rows = make_rows(900, items=150)
     rows[-30]["timestamp"] -= 3000.0  # a late row
     write(folder / "log.parquet", rows[:500])
     write_parts(folder / "parts", [*rows[500:], rows[600]], 6)
-    statistics = {"statistics": ["item", "user", "similar"], "oov_dropout": 0.1}
-    save_config(config := config_of(folder / "log.parquet", folder / "run", **statistics), folder / "config.yaml")
+    # New items take the rows of older ones: a batch has at most 80, and there are 150.
+    data = {"statistics": ["item", "user", "similar"], "features": [*GROWING[2:], *FEATURES], "max_history": 4}
+    config = config_of(folder / "log.parquet", folder / "run", **data).with_training(batch_size=16, admit_every=3)
+    save_config(config, folder / "config.yaml")
     train(config)
     shutil.copytree(folder / "run", folder / "whole")
     outcome = follow(server, folder, folder / "whole")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from followed_log import KINDS, config_of, make_rows, write, write_parts
+from followed_log import FEATURES, KINDS, config_of, make_rows, write, write_parts
 
 import jfi
-from jfi.data import DataError
+from jfi.data import DataError, FeatureConfig
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
@@ -162,6 +162,20 @@ def test_bad_parts(rows, followed):
 def _as_text(name: str) -> pa.Schema:
     number = KINDS.get_field_index(name)
     return KINDS.set(number, pa.field(name, pa.string()))
+
+
+def test_a_part_whose_batch_has_more_items_than_a_table_has_rows(rows, tmp_path):
+    write(tmp_path / "log.parquet", [row | {"item_id": row["item_id"] % 5} for row in rows[:KNOWN]])
+    features = [FeatureConfig("item_id", "item", capacity=20), *FEATURES]
+    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run", features=features))
+    write(tmp_path / "parts" / "a.parquet", [row | {"item_id": i % 7} for i, row in enumerate(rows[KNOWN:])])
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
+    before = content(run)
+    time = rows[-1]["timestamp"] + 1
+    write(tmp_path / "parts" / "b.parquet", [rows[-1] | {"timestamp": time + i, "item_id": i} for i in range(100)])
+    with pytest.raises(ConfigError, match="capacity of table 'item_id' must be above the number of distinct ids"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    assert content(run) == before
 
 
 def test_a_good_part_before_a_bad_one_is_kept(rows, followed):
