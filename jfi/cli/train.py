@@ -86,8 +86,6 @@ def _follow(options: SimpleNamespace, named: list[str]) -> None:
     for name, value in (("checkpoint", options.checkpoint_seconds), ("late", options.late_seconds)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"--{name}-seconds: got {value}, must be a number of at least 0")
-    if not options.follow:
-        raise ConfigError("--follow: got '', must be a folder of Parquet files")
     limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
     count = follow(options.resume, options.follow, until_idle=options.until_idle, **limits)
     print(f"trained on {count} parts; run folder {options.resume}")

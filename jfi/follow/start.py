@@ -67,6 +67,8 @@ def follow(
         FloatingPointError: training has diverged; the run is at its last checkpoint.
         Interrupted: SIGINT or SIGTERM; the run is at its last checkpoint.
     """
+    if folder == "":
+        raise ConfigError("--follow: got '', must be a folder of Parquet files")
     run, config = RunFolder.open(run_dir)
     run.check_links()
     with join_world(config.training.device) as world:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
@@ -29,6 +30,7 @@ CASES = {
     "labels": {"weight": "weight", "auxiliary_labels": ["rating >= 3", "rating >= 5"]},
     "session": {"statistics": ["session", "user"], "session": "visit"},
     "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},
+    "items": {"items": "items.parquet", "statistics": ["item", "user_category"]},
     "milliseconds": {"timestamp_unit": "ms", "null_ids": "drop"},
 }
 
@@ -55,7 +57,8 @@ def batches_of_parts(config: DataConfig, schema, folder: Path, late: float = 0.0
 def batches_in_one_go(config: DataConfig, schema, folder: Path, sizes: list[int], log: pa.Table) -> list[list[Batch]]:
     """Those of the rows of all parts, by way of `jfi predict`, in the order of time."""
     (work := folder / "whole").mkdir()
-    found = ScoringRows(Sources(log, config.interactions), work, schema, column_settings(config), trains=True)
+    sources = Sources(log, config.interactions, items=config.items)
+    found = ScoringRows(sources, work, schema, column_settings(config), trains=True)
     arrays = found.dataset.arrays()
     samples = arrays.samples["rows"]
     samples = samples[~np.isnan(arrays.events.label[samples])]
@@ -87,6 +90,10 @@ def test_parts_have_the_batches_of_the_whole_log(case, rows, tmp_path):
     write(tmp_path / "log.parquet", rows[:known])
     write_parts(tmp_path / "parts", rows[known:], 10)
     config = dataclasses.replace(config_of(tmp_path / "log.parquet", tmp_path).data, **CASES[case]).with_statistics()
+    if config.items is not None:  # of which some rows have none
+        items = {row["item_id"]: {name: row[name] for name in ("item_id", "tags", "brand")} for row in rows[::2]}
+        config = dataclasses.replace(config, items=str(tmp_path / config.items))
+        pq.write_table(pa.Table.from_pylist(list(items.values())), config.items)
     schema = load_dataset(config).schema
     found, sizes = zip(*batches_of_parts(config, schema, tmp_path), strict=True)
     log = pa.Table.from_pylist(rows[known:], KINDS)
