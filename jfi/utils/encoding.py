@@ -134,7 +134,7 @@ class HashBuckets:
 
 @dataclass(frozen=True)
 class HashedIds:
-    """Raw ids of a column whose table grows and forgets: a 64-bit hash of the value's UTF-8 bytes, of which 63 are used.
+    """Raw ids of a column whose table grows and forgets: 63 bits of a hash of the value's UTF-8 bytes.
 
     No vocabulary bounds them, and training decides which of them have a row of the table.
 

@@ -77,7 +77,9 @@ def test_batches_have_raw_ids_in_every_role(write, tmp_path):
     dataset.schema.save(tmp_path / "schema")
     again = DataSchema.load(tmp_path / "schema")
     assert again.features == dataset.features and again.encodings.capacities == dataset.schema.encodings.capacities
-    assert torch.equal(load_dataset(config, again).batches("test", 1000)[0].sparse_features.values(), batch_values(batch))
+    assert torch.equal(
+        load_dataset(config, again).batches("test", 1000)[0].sparse_features.values(), batch_values(batch)
+    )
     prepare_dataset(config, tmp_path / "prepared")
     prepared = load_dataset(DataConfig(prepared=str(tmp_path / "prepared")))
     assert torch.equal(prepared.batches("test", 1000)[0].sparse_features.values(), batch_values(batch))
@@ -114,7 +116,8 @@ def test_statistics_of_items_are_those_of_a_vocabulary(write):
     left_out = set(plain.schema.dense_names) - set(without.schema.dense_names)
     assert left_out == {"past_user_made_rate", "past_user_made_count", "past_session_count", "past_session_made_share"}
     wrong = replace_data(config, capacity={"made": 5}, statistics=["item", "session"])
-    with pytest.raises(DataError, match="data.statistics has 'session', which counts by 'made', which has a capacity"):
+    message = r"data\.statistics has 'session', which counts by 'made', which has a capacity"
+    with pytest.raises(DataError, match=message):
         load_dataset(wrong)
 
 

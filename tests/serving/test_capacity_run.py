@@ -134,7 +134,7 @@ def test_the_server_scores_rows_as_predict_does(run, tmp_path):
 @pytest.mark.slow
 def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
     export(tmp_path / "artifact", run.model, schema(run), Limits(10, MAX_HISTORY))
-    store = open_store(str(tmp_path / 'state'), create=True)
+    store = open_store(str(tmp_path / "state"), create=True)
     known = tmp_path / "known.csv"
     pa.csv.write_csv(pa.Table.from_pylist(ROWS[:200]), known)
     layout = EventLayout(schema(run), MAX_HISTORY)
@@ -157,7 +157,7 @@ def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
 def test_the_state_of_users_keeps_raw_ids(run, tmp_path):
     log = tmp_path / "log.csv"
     pa.csv.write_csv(pa.Table.from_pylist(ROWS), log)
-    store, layout = open_store(str(tmp_path / 'state'), create=True), EventLayout(schema(run), MAX_HISTORY)
+    store, layout = open_store(str(tmp_path / "state"), create=True), EventLayout(schema(run), MAX_HISTORY)
     assert fill(store, layout, run.config.data, run.schema, str(log)) == (11, 240)
     assert layout.dtype["history_item"] == np.int64 and layout.dtype["history_genre_1"] == np.int64
     assert export_events(store, tmp_path / "events.parquet") == (11, 240)
@@ -171,7 +171,7 @@ def test_the_state_of_users_keeps_raw_ids(run, tmp_path):
     fields = [dataclasses.replace(one, capacity=one.capacity and 77) for one in layout.schema.event]
     other = EventLayout(dataclasses.replace(schema(run), event=fields), MAX_HISTORY)
     assert other.fingerprint == layout.fingerprint
-    copied = open_store(str(tmp_path / 'copy'), create=True)
+    copied = open_store(str(tmp_path / "copy"), create=True)
     assert migrate(store, copied, other) == (11, 240)
     assert dict(copied.scan(b"u")) == dict(store.scan(b"u"))
 

@@ -43,8 +43,7 @@ def past_index(
         if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
             slots.setdefault(one.column, []).append((own, one))
     columns = {
-        f"column {name}": Column("item", *_matrix([own for own, _ in of], of[0][1]), name)
-        for name, of in slots.items()
+        f"column {name}": Column("item", *_matrix([own for own, _ in of], of[0][1]), name) for name, of in slots.items()
     }
     for one, own in features if contexts else []:
         if one.role in ("user", "context"):

@@ -18,9 +18,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     events = {*config.names("event"), *config.crosses()}
     wanted_buckets = {one.name: one.hash_buckets for one in config.features if one.hash_buckets is not None}
     buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
-    capacities = {
-        one.name: (one.capacity, one.min_count) for one in config.features if one.capacity is not None
-    }
+    capacities = {one.name: (one.capacity, one.min_count) for one in config.features if one.capacity is not None}
     known_capacities = {name: (one.capacity, one.min_count) for name, one in schema.encodings.capacities.items()}
     if (schema.codec is None) != (config.semantic_ids is None):
         which = "without" if schema.codec is None else "with"

@@ -188,7 +188,9 @@ class _Move:
         if one.values is None:
             return
         texts = _Texts(store, old, one)
-        known = field.encoding() or Vocabulary(new.schema.vocabularies.get(field.name, []) if other.role is None else [])
+        known = field.encoding() or Vocabulary(
+            new.schema.vocabularies.get(field.name, []) if other.role is None else []
+        )
         values = [field.default if text is None else text for text in texts.values]
         self._ids, self._zero = known.ids(values), texts.zero
         if other.values is not None:

@@ -6,6 +6,7 @@ process runs its part of each batch.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import chain
@@ -27,6 +28,7 @@ from jfi.training.loop.captured_steps import capture, captures_shards
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
 from jfi.training.loop.learning_rates import LearningRates
 from jfi.training.loop.objective import Objective
+from jfi.training.model.growing_rows import admit_ids
 from jfi.training.run.state import RunState
 from jfi.utils.display import Display
 
@@ -111,18 +113,23 @@ class Steps(RunState):
 
         In training a list has the parts of a batch.
         """
-        progress = None
+        progress, parts = None, self.config.training.gradient_accumulation_steps
         if self.pipeline is not None:
-            in_parts = self.model.training and self.config.training.gradient_accumulation_steps > 1
+            in_parts = self.model.training and parts > 1
             batches = chain.from_iterable(batches) if in_parts else batches
             progress = self._step_in_parts if in_parts else self.pipeline.progress
         elif self.model.training and isinstance(self._captured, CapturedShardedStep):
             progress = self._captured.progress
         if progress is not None:
+            sent: deque[Batch] = deque()  # ahead of their step
+            batches = _kept(batches, sent) if self.model.training and self.growing is not None else batches
             with suppress(StopIteration):
                 while True:
                     self._set_rates()
-                    yield progress(batches)
+                    output = progress(batches)
+                    if sent:
+                        self._record([sent.popleft() for _ in range(parts)])
+                    yield output
             return
         for batch in batches:
             self._set_rates()
@@ -137,7 +144,8 @@ class Steps(RunState):
         """Keeps the raw ids of a step until the next admission."""
         if self.growing is not None:
             for part in batch if isinstance(batch, list) else [batch]:
-                self.growing.record(part.sparse_features)
+                if len(part.labels):  # else it has the ids of a sample that does not count
+                    self.growing.record(part.sparse_features)
             self._recorded += 1
 
     def record_again(self) -> None:
@@ -159,11 +167,9 @@ class Steps(RunState):
         if self.growing is None or self.progress.admitted_step == self.progress.step:
             return
         try:
-            self.model.admit_ids()
+            admit_ids(self.model, self.optimizer, self._table_configs)
         except ValueError as fault:
             raise ConfigError(f"data.features: {fault}") from None
-        if "average" in self.modules:
-            self.modules["average"].copy_buffers()
         self.progress.admitted_step, self._recorded = self.progress.step, 0
 
     def _step(self, batch: Batch | list[Batch]) -> Output:
@@ -271,3 +277,10 @@ class Steps(RunState):
         total, _, samples = self.window.tolist()
         loss = total / samples if samples else self.loss
         return {"step": self.progress.step, "loss": loss}
+
+
+def _kept(batches: Iterator[Batch], sent: deque[Batch]) -> Iterator[Batch]:
+    """Yields batches that it keeps until their step."""
+    for batch in batches:
+        sent.append(batch)
+        yield batch

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection, GrowingIds
 
 _FUSED = (FusedEmbeddingCollection, FusedEmbeddingBagCollection)
 
@@ -27,6 +27,7 @@ class ModelAverage(nn.Module):
         self._collections = [module for module in model.modules() if isinstance(module, _FUSED)]
         # A copy of the model is made with these in the place of its collections.
         averaged = {id(collection): collection.averaged() for collection in self._collections}
+        averaged |= {id(one): one for one in model.modules() if isinstance(one, GrowingIds)}  # one map for both
         self.module = copy.deepcopy(model, dict(averaged))
         tables = {p for collection in self._collections for p in collection.parameters()}
         averages = dict(self.module.named_parameters())
@@ -46,14 +47,9 @@ class ModelAverage(nn.Module):
             self._average(self._own, self._new, self.n_averaged)
         else:
             torch._foreach_copy_(self._own, self._new)
-        self.copy_buffers()
-        self.n_averaged += 1
-
-    @torch.no_grad()
-    def copy_buffers(self) -> None:
-        """Takes the model's buffers; needed after new ids were admitted."""
         for own, new in zip(self.module.buffers(), self._new_buffers, strict=True):
             own.copy_(new)
+        self.n_averaged += 1
 
     def flush(self) -> None:
         """Brings the averages of all rows of the tables to the present."""

@@ -72,12 +72,8 @@ class RunState:
         output_dtype = torch.bfloat16 if in_halves else None
         device, every = torch.device("meta"), config.training.admit_every
         model = build_model(config.model, config.encoder, dataset.schema, device, fused, output_dtype, every)
+        #: Maps raw ids to the rows of tables that grow, or None.
         self.growing = model.growing_ids
-        if self.growing is not None and world.launched:
-            raise ConfigError(
-                f"data.features '{next(iter(dataset.schema.encodings.capacities))}' has a capacity, which a run under "
-                "torchrun cannot train yet; use hash_buckets or a vocabulary, or one process"
-            )
         tables = table_configs(model)
         if world.launched:
             self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
