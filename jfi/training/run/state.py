@@ -141,8 +141,12 @@ class RunState:
             fill_rows(self.model.state_dict()[self._tables[column]], rows[new], vectors[new])
             self._frozen.add(column, rows)
 
-    def restore(self, run: RunFolder) -> None:
+    def restore(self, run: RunFolder, best: bool = False) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
+
+        Args:
+            run: the run.
+            best: whether to load the tensors of the best epoch's checkpoint, with the progress of the last one.
 
         Raises:
             ConfigError: progress.json or the tensors are missing or damaged, metrics.jsonl is shorter than at the
@@ -163,6 +167,7 @@ class RunState:
         state = self._state()
         if not same_world:
             del state["random"]
+        path = run.checkpoints / progress.best_checkpoint if best else path
         try:
             load_checkpoint(path, state, self.world)
         except DamagedCheckpointError as fault:
