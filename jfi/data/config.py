@@ -92,7 +92,7 @@ class FeatureConfig:
         capacity: rows of a table that grows and forgets, instead of a vocabulary: a value gets a row once it has
             occurred `min_count` times between two admissions of training (`training.admit_every`), and where the table
             is full, rows of values that have not occurred for the longest time begin anew for others. Row 0 is shared
-            by all values without a row. Values are told apart by a hash of 63 bits.
+            by all values without a row. Values are known by a hash of 63 bits.
         separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
             need none.
         default: value that replaces a missing one in a column with single values: a category, which always has its own

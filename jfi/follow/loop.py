@@ -60,7 +60,7 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Hook(Protocol):
-    """An object that is told of the progress, such as a `jfi.serving.publish.PublishHook`."""
+    """An object that is called after each step and each part, such as one that publishes changes."""
 
     def after_step(self) -> None:
         """Follows each optimizer step."""

@@ -56,7 +56,7 @@ def follow(
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
-        hook: makes, of the run as it begins, what is told of each step and each part; or None.
+        hook: makes an object that is called after each step and each part, from the run as it begins; or None.
         clock: seconds that only grow; another one in tests.
 
     Returns:

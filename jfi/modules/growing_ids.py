@@ -81,7 +81,7 @@ class GrowingIds(nn.Module):
     (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). Which ids are evicted decide TorchRec's
     eviction policies. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
     so that it can be part of a captured step: its buffers stay where they are. Of ids without a row the first 2**20
-    occurrences between two admissions are kept.
+    occurrences between two admissions are kept, on a GPU in no fixed order. A compiler or a tracer records none.
 
     The map and what was recorded are in the `state_dict`. In a process group every process records its own batches and
     has the same map: all call `admit` together.

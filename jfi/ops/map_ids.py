@@ -52,6 +52,6 @@ def fill_index(table: IdMap) -> None:
 def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: Occurrences) -> None:
     known, new = index[is_known], ids[~(is_known | (ids == MISSING) | (ids == PADDING) | (ids == NO_ID))]
     seen.counts.index_add_(0, known, torch.ones_like(known))
-    begin, room = int(seen.num_new), len(seen.new_ids)
-    seen.new_ids[begin : begin + len(new)] = new[: max(0, room - begin)]
+    begin, num_kept = int(seen.num_new), len(seen.new_ids)
+    seen.new_ids[begin : begin + len(new)] = new[: max(0, num_kept - begin)]
     seen.num_new.add_(len(new))

@@ -140,7 +140,7 @@ class IdMap(NamedTuple):
 
 
 class Occurrences(NamedTuple):
-    """What has occurred since the last admission; a call of `map_ids` adds to it.
+    """Counts of ids since the last admission; a call of `map_ids` adds to them.
 
     Attributes:
         counts: [N] int64, of the ids of the table.

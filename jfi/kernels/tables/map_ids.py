@@ -13,7 +13,7 @@ from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, Occu
 _IDS, _WARPS = 256, 8
 
 
-@triton.jit(do_not_specialize=["count", "room"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
 def map_ids_kernel(
     ids_ptr,
     index_ptr,
@@ -24,7 +24,7 @@ def map_ids_kernel(
     num_new_ptr,
     out_ptr,
     count,
-    room,
+    num_kept,
     FACTOR: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +59,7 @@ def map_ids_kernel(
         # The order of the new ids is that of the programs; an admission sorts them.
         first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
         slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
-        tl.store(new_ptr + slot, ids, mask=is_new & (slot < room))
+        tl.store(new_ptr + slot, ids, mask=is_new & (slot < num_kept))
 
 
 @cached
@@ -70,7 +70,7 @@ def _launcher(bits: int) -> Launcher:
 
 def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
-    out, room = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
+    out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
     tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None, None, None)), out)
-    _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), room))
+    _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_kept))
     return out
