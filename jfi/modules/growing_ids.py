@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups
 from jfi.modules.validation import require_keys
-from jfi.ops.map_ids import fill_index, map_ids
+from jfi.ops.map_ids import map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
     check_choice,
@@ -216,8 +216,6 @@ class _Map(nn.Module):
         self._numbers = [name for name, is_of_table, _ in self._policy.metadata_info if is_of_table]
         for name in ("sorted_ids", "rows", *self._numbers):  # [N], the ids ascending, the others in their order
             self.register_buffer(name, torch.empty(config.capacity, dtype=torch.int64, device=device))
-        slots = 2 ** IdMap(self.sorted_ids, self.rows, self.rows).hash_bits + config.capacity
-        self.register_buffer("index", torch.empty(slots, dtype=torch.int32, device=device))
         sizes = {"admissions": 1, "occurrences": config.capacity, "new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
         for name, size in sizes.items():  # but for the first one, since the last admission
             self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=device))
@@ -227,7 +225,6 @@ class _Map(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.sorted_ids.fill_(NO_ID)
-        self.index.fill_(-1)
         self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
         for name in (*self._numbers, "admissions", *self._recorded):
@@ -236,7 +233,7 @@ class _Map(nn.Module):
     def tensors(self) -> tuple[IdMap, Occurrences, Tensor]:
         """Returns the ids with their rows, what was recorded of batches, and the number of these."""
         recorded = Occurrences(self.occurrences, self.new_ids, self.num_new)
-        return IdMap(self.sorted_ids, self.rows, self.index), recorded, self.batches
+        return IdMap(self.sorted_ids, self.rows), recorded, self.batches
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the distinct ids ascending, how often each was recorded, and their number if they are of one batch.
@@ -296,7 +293,6 @@ class _Map(nn.Module):
         order = torch.argsort(self.sorted_ids, stable=True)
         for buffer in (self.sorted_ids, self.rows, *numbers.values()):
             buffer.copy_(buffer[order])
-        fill_index(self.tensors()[0])
         return rows
 
     def ids(self) -> Tensor:
