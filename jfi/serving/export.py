@@ -144,10 +144,10 @@ class Export:
         """Returns the dense part with the model's current parameters, on the device to serve on."""
         return self._make().to(self._device)
 
-    def write(self, path: Path) -> str:
-        """Writes the artifact with the parameters as they are now; returns its SHA-256."""
+    def write(self, path: Path, traced: tuple[ExportedProgram, str] | None = None) -> str:
+        """Writes the artifact with the parameters as they are now, or were in `program()`; returns its SHA-256."""
         with writing_folder(path) as folder:
-            program, shapes = self.program()
+            program, shapes = traced or self.program()
             write_package(program, folder / artifact.MODEL, {artifact.SHAPES: shapes})
             save_tables(folder / artifact.TABLES, self.info.quantization, self.weights, self.info.tables)
             self.write_data(folder)

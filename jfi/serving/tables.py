@@ -31,6 +31,11 @@ class FloatTables:
 
     def __init__(self, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
         self.weights = {key: weights[table] for key, table in table_of.items()}
+        self._tables = weights
+
+    def write_rows(self, table: str, rows: Tensor, values: Tensor) -> None:
+        """Replaces rows [n] of a table by values [n, D], in place."""
+        self._tables[table].index_copy_(0, rows, values)
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
