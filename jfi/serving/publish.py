@@ -280,7 +280,7 @@ class PublishHook:
         ...     hook.after_step()
         published at None
         >>> now[0] = 30.0
-        >>> hook.after_part({"part": "0001.parquet"})
+        >>> hook.end_part({"part": "0001.parquet"})
         published at {'part': '0001.parquet'}
         >>> hook.close()
         >>> hook.after_step()
@@ -299,7 +299,7 @@ class PublishHook:
         self._steps += 1
         self.publish_if_due(self._seconds)
 
-    def after_part(self, place: object) -> None:
+    def end_part(self, place: object) -> None:
         """Takes a part's end as the place in the log, and publishes if it is time to."""
         self._place = place
         self._steps += 1

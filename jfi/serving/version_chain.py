@@ -29,6 +29,13 @@ class Step:
     change: Change | None = None
     scorer: Scorer | None = None
 
+    def apply_to(self, scorer: Scorer) -> Scorer:
+        """Returns the scorer of the version: the one given, changed in place, or a new one."""
+        if self.scorer is not None:
+            return self.scorer
+        scorer.apply(self.change)
+        return scorer
+
 
 class VersionChain:
     """Follows a folder of published versions.
@@ -45,6 +52,14 @@ class VersionChain:
 
     Raises:
         ArtifactError: there is no whole version that can be loaded.
+
+    Example::
+
+        chain = VersionChain(Path("published"), Scorer)
+        scorer = chain.take_scorer()
+        while (step := chain.next()) is not None:
+            scorer = step.apply_to(scorer)
+            chain.done(step)
     """
 
     def __init__(
@@ -54,29 +69,29 @@ class VersionChain:
         tables_device: str | None = None,
         refused: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._folder, self._load, self._tables_device, self._report = folder, load, tables_device, refused
+        self._folder, self._load, self._tables_device, self._refused = folder, load, tables_device, refused
         #: Why the next version cannot be applied, or None.
         self.broken: str | None = None
         #: Versions that are not looked at again: deltas behind a break, and whole ones that could not be loaded.
         self._skipped: set[int] = set()
         self._base: Version | None = None
-        reasons: list[str] = []
-        self._report = reasons.append
+        #: All reasons that were given.
+        self._said: dict[str, None] = {}
         step = self._whole(numbers(folder))
         if step is None:
-            why = reasons[-1] if reasons else "it has none"
+            why = [*self._said, "it has none"][0]
             raise ArtifactError(f"{folder} has no whole version to start from: {why}")
-        self._report = refused
-        for reason in reasons:
-            refused(reason)
-        self.scorer, self._skipped = step.scorer, set()
+        self._scorer, self._skipped = step.scorer, set()
         self.done(step)
         while (step := self.next()) is not None:
-            if step.scorer is not None:
-                self.scorer = step.scorer
-            else:
-                self.scorer.apply(step.change)
+            self._scorer = step.apply_to(self._scorer)
             self.done(step)
+
+    def take_scorer(self) -> Scorer:
+        """Returns the scorer of the version at the start, once: it may be large, and another may take its place."""
+        scorer = self._scorer
+        del self._scorer
+        return scorer
 
     @property
     def manifest(self) -> Manifest:
@@ -97,6 +112,7 @@ class VersionChain:
                     return self._following(newer[0])
                 except PublishedError as fault:
                     self._break(str(fault))
+                    self._skipped |= {newer[0]} & {self._at.number + 1}  # behind a gap it may be a whole one
         return self._whole(newer or [number for number in found if found[-1] < self._at.number])
 
     def done(self, step: Step) -> None:
@@ -112,7 +128,12 @@ class VersionChain:
 
     def _break(self, reason: str) -> None:
         self.broken = reason
-        self._report(reason)
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said[reason] = None
+            self._refused(reason)
 
     def _following(self, number: int) -> Step:
         """Reads the step to the version that follows the current one."""
@@ -143,7 +164,7 @@ class VersionChain:
                 if version.manifest.kind != "delta":
                     return self._load_whole(version)
             except PublishedError as fault:
-                self._report(str(fault))
+                self._say(str(fault))
             self._skipped.add(number)
         return None
 
