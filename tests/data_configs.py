@@ -16,7 +16,7 @@ LISTS = {
     "context_dense": ("context", "number"),
 }
 #: By name of a mapping from columns the setting of their entries.
-MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_values", "hash_buckets")}}
+MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_values", "hash_buckets", "capacity")}}
 
 
 def data_config(**settings) -> DataConfig:

@@ -1,6 +1,7 @@
 """Who may import whom: by the files' import lines, and in a fresh process for each package.
 
-utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines <- cli;
+utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines, follow
+<- cli;
 data beside models; history, events <- data; sid <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
@@ -289,7 +290,8 @@ MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
 MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data"}
 MAY_IMPORT["training"] |= {"events", "history_policies"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
-MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "semantic_ids", "cli"}
+MAY_IMPORT["follow"] = MAY_IMPORT["training"] | {"training", "serving"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "follow", "semantic_ids", "cli"}
 
 
 def import_graph() -> dict[str, set[str]]:

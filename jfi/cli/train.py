@@ -1,7 +1,9 @@
 """Runs `jfi train`."""
 
+import math
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from jfi.training import ConfigError, resume, train
 from jfi.training.config_parser import parse_config
@@ -16,18 +18,48 @@ OPTIONS = {
     | {"help": "with --resume: what to do if the data is not what the run was started with (default: refuse)"},
     "--config-changed": CHANGED
     | {"help": "with --resume: what to do if the run's config.yaml was changed (default: refuse)"},
+    "--follow": {
+        "metavar": "FOLDER",
+        "help": "with --resume: train the run, which has ended, on a folder of Parquet parts that grows: each part is "
+        "scored, trained on, and then part of histories and statistics",
+    },
+    "--until-idle": {
+        "action": "store_true",
+        "help": "with --follow: end when no further part is there (default: wait for one)",
+    },
+    "--checkpoint-seconds": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "SECONDS",
+        "help": "with --follow: least time between two checkpoints (default: 0, one after each part)",
+    },
+    "--late-seconds": {
+        "type": float,
+        "default": 86400.0,
+        "metavar": "SECONDS",
+        "help": "with --follow: a row that is further behind the newest row of the parts before is left out "
+        "(default: 86400)",
+    },
 }
+#: What belongs to --follow, and what goes with it.
+OF_FOLLOW = ("--until-idle", "--checkpoint-seconds", "--late-seconds")
+WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Trains or resumes a run, and prints its metrics."""
     config, options = parse_config(arguments, "Train a DLRM with sequence features.", OPTIONS)
     named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
+    if options.follow is None and (other := next((name for name in named if name in OF_FOLLOW), None)):
+        raise ConfigError(f"{other} belongs to --follow")
     if options.resume is None:
-        for name in ("--data-changed", "--config-changed"):
+        for name in ("--data-changed", "--config-changed", "--follow"):
             if name in named:
                 raise ConfigError(f"{name} belongs to --resume")
         result = train(config)
+    elif options.follow is not None:
+        _follow(options, named)
+        return
     else:
         others = [name for name in named if name not in (*OPTIONS, "--data.prepared")]
         if others:
@@ -43,6 +75,20 @@ def main(arguments: Sequence[str]) -> None:
         if split in result.start:
             _print_metrics("  at start", result.start[split])
     print(f"run folder {result.run_dir}")
+
+
+def _follow(options: SimpleNamespace, named: list[str]) -> None:
+    """Trains a run on a log that grows."""
+    from jfi.follow.start import follow
+
+    if other := next((name for name in named if name not in WITH_FOLLOW), None):
+        raise ConfigError(f"--follow uses the config of its run; it takes no other option such as {other}")
+    for name, value in (("checkpoint", options.checkpoint_seconds), ("late", options.late_seconds)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{name}-seconds: got {value}, must be a number of at least 0")
+    limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
+    count = follow(options.resume, options.follow, until_idle=options.until_idle, **limits)
+    print(f"trained on {count} parts; run folder {options.resume}")
 
 
 def _print_metrics(name: str, metrics: dict[str, float]) -> None:

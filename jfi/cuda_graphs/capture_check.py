@@ -67,7 +67,7 @@ def why_module_not(module: nn.Module, keys: set[str], remote: frozenset[str] = f
     if isinstance(module, ShardedModule):
         return f"the tables of a {kind} are sharded"
     if isinstance(module, _MANAGED):
-        return f"a {kind} waits for the device"
+        return f"a {kind} waits for the device; use jfi.modules.GrowingIds"
     if isinstance(module, EmbeddingCollectionInterface | EmbeddingBagCollectionInterface):
         if not isinstance(module, EmbeddingCollection | EmbeddingBagCollection):
             return f"a {kind} reads all keys at once, with the padding between them" if keys else None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jfi.data.io.paths import name_tables
 from jfi.data.removed_settings import refuse_removed
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
-from jfi.events.groups import AUTO, Group, columns_of
+from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 
@@ -87,8 +87,12 @@ class FeatureConfig:
             have one width: those of the item's id, of categories of the item and of features of the event.
         max_values: maximum number of values that get their own ids: those with the most training rows; of two with the
             same number, the one that comes first in the order of ids. All others count as unseen. None is no limit.
-        min_count: the number of training rows that a value needs; a rarer one counts as unseen.
+        min_count: the number of training rows that a value needs; a rarer one counts as unseen. See also `capacity`.
         hash_buckets: number of ids that values share by their hash, instead of an id for each value of training.
+        capacity: rows of a table that grows and forgets, instead of a vocabulary: a value gets a row once it has
+            occurred `min_count` times between two admissions of training (`training.admit_every`), and where the table
+            is full, rows of values that have not occurred for the longest time begin anew for others. Row 0 is shared
+            by all values without a row. Values are told apart by a hash of 63 bits.
         separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
             need none.
         default: value that replaces a missing one in a column with single values: a category, which always has its own
@@ -109,6 +113,7 @@ class FeatureConfig:
     max_values: int | None = None
     min_count: int = 1
     hash_buckets: int | None = None
+    capacity: int | None = None
     separator: str | None = None
     default: str | int | float | None = None
     cross: list[str] = field(default_factory=list)
@@ -160,7 +165,9 @@ class DataConfig:
             the last events of the user (`age`); and the target's category in the `session`. Without a label shares
             take the place of rates. "auto" stands for all but `item_hour` with a binary label; for `item`, `user`,
             `popularity`, `age`, `user_category` and `session` without a label; and for none of a regression, of
-            `source: synthetic`, and where a column that the config names has the name of one that they make.
+            `source: synthetic`, and where a column that the config names has the name of one that they make. Values of
+            a category of the item with a `capacity` are not counted: `user_category` and `session` are refused there,
+            and "auto" leaves them out.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
@@ -296,7 +303,7 @@ class DataConfig:
             return self.statistics
         if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
             return []
-        groups = AUTO[self.label is None]
+        groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
         made = self._columns_of(groups)
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
@@ -331,6 +338,10 @@ class DataConfig:
     def feature(self, name: str) -> FeatureConfig:
         """The first entry of a name, or one with default settings, as of the item's id without an entry."""
         return next((one for one in self.features if one.name == name), FeatureConfig(name, "item"))
+
+    def growing(self, of: Of) -> list[str]:
+        """The columns of `names(of)` with a capacity."""
+        return [name for name in self.names(of) if self.feature(name).capacity is not None]
 
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""

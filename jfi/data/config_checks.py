@@ -6,7 +6,7 @@ import math
 from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
-from jfi.events.groups import GROUPS
+from jfi.events.groups import BY_CATEGORY, GROUPS
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
 
@@ -21,9 +21,15 @@ _BOUNDS = {
     "split_seed": (0, 2**32 - 1),
 }
 #: The settings of an entry beyond its name, what has the column, and its type.
-_SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "separator", "default", "cross")
-#: By setting of an entry its greatest value; the least is 1. A hash has 32 bits.
-_MAX_OF_VALUES = {"width": 2**16, "max_values": MAX_COUNT, "min_count": MAX_COUNT, "hash_buckets": 2**32}
+_SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "capacity", "separator", "default", "cross")
+#: By setting of an entry its least and its greatest value. A hash of buckets has 32 bits.
+_BOUNDS_OF_VALUES = {
+    "width": (1, 2**16),
+    "max_values": (1, MAX_COUNT),
+    "min_count": (1, MAX_COUNT),
+    "hash_buckets": (1, 2**32),
+    "capacity": (2, MAX_COUNT),
+}
 
 
 def check_data_config(config: DataConfig) -> None:
@@ -111,13 +117,16 @@ def _check_values(one: FeatureConfig, key: str) -> None:
         for setting in changed:
             if setting not in allowed:
                 raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
-    for setting, most in _MAX_OF_VALUES.items():
+    for setting, (least, most) in _BOUNDS_OF_VALUES.items():
         value = getattr(one, setting)
-        if value is not None and not 1 <= value <= most:
-            raise DataError(f"{key}: {setting} is {value}; it must be from 1 to {most}")
+        if value is not None and not least <= value <= most:
+            raise DataError(f"{key}: {setting} is {value}; it must be from {least} to {most}")
     for setting in ("min_count", "max_values"):
         if setting in changed and one.hash_buckets is not None:
             raise DataError(f"{key} has both {setting} and hash_buckets; buckets need none")
+    for setting in ("max_values", "hash_buckets"):
+        if setting in changed and one.capacity is not None:
+            raise DataError(f"{key} has both {setting} and capacity; a table that grows needs none")
     if one.default is not None:
         if one.cross or one.separator is not None:
             raise DataError(f"{key} has a default; it must be a column with single values")
@@ -231,6 +240,10 @@ def _check_statistics(config: DataConfig) -> None:
             raise DataError(f"data.statistics has '{name}'; {suggest(name, GROUPS)}")
     if config.statistics_groups() and config.task == "regression":
         raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
+    for name in config.statistics_groups():
+        if name in BY_CATEGORY and (growing := config.growing("item")):
+            what = f"counts by '{growing[0]}', which has a capacity; leave the group or the capacity out"
+            raise DataError(f"data.statistics has '{name}', which {what}")
     made = config.statistics_columns()
     if twice := next((name for name in made if made.count(name) > 1), None):
         raise DataError(f"data.statistics makes '{twice}' twice, by a category of the item; rename the column")

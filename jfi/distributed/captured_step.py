@@ -20,6 +20,7 @@ from jfi.distributed.exchange import PeerMemory, are_peers
 from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
 from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes
 from jfi.distributed.sharded_tables import ShardedTables
+from jfi.modules import GrowingIds
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -52,7 +53,7 @@ class CapturedShardedStep(StepGraphs):
     Raises:
         ValueError: the model has another sharded module, or none, or is in a DistributedDataParallel; its tables are
             shared by groups of processes; with `reference`, or else at the first step, the model cannot be captured
-            with such batches.
+            with such batches, or has GrowingIds.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class CapturedShardedStep(StepGraphs):
         sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
         for part in self._model.modules():
+            if isinstance(part, GrowingIds):
+                raise ValueError("the step cannot be captured: its GrowingIds map ids, which are sent ahead of it")
             reason = None if part in sharded else why_module_not(part, shapes.buckets.padded_keys, remote)
             if reason is not None:
                 raise ValueError(f"the step cannot be captured: {reason}")

@@ -36,6 +36,8 @@ AUTO: tuple[list[Group], list[Group]] = (
     ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"],
     ["item", "user", "popularity", "age", "user_category", "session"],
 )
+#: The groups that count by the values of categorical columns of the item.
+BY_CATEGORY: tuple[Group, ...] = ("user_category", "session")
 
 
 def similar_window(num_events: int, max_history: int) -> int:

@@ -88,6 +88,7 @@ class Gathered:
         self._sizes = {name: len(known) + 1 for name, known in self._values.items()}
         self._digests = {"user": as_matrix([question.user]), "item": as_matrix(self._items)}
         self._digests |= {part: as_matrix([_NONE, *known]) for part, known in self._values.items()}
+        self._empty = self._index({"times": np.zeros(0), **_no_events()})
         #: By name the numbers and the keys of the records that it has.
         self._of_names = {name: self._find_keys(name) for name in counted.names.values()}
 
@@ -102,8 +103,7 @@ class Gathered:
             one, other = (found.ravel() for found in np.meshgrid(self.questions.item, window))
             numbers = np.unique(np.minimum(one, other) * len(self._items) + np.maximum(one, other))
         else:
-            index = self._index({"times": np.zeros(0), **_no_events()})
-            numbers = np.unique(index.keys(name.key, self.questions))
+            numbers = np.unique(self._empty.keys(name.key, self.questions))
             if name.text == "history by item":
                 numbers = np.union1d(numbers, self._others)
         numbers = numbers[numbers >= 0]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.models.dlrm import DenseArch, InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -16,6 +17,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.models.heads import Heads
 from jfi.models.sequence_arch import AttentionPooling, SequenceArch, merged
 from jfi.modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    GrowingIds,
     JaggedEncoder,
     JaggedFeatureInteraction,
     SemanticIDEmbedding,
@@ -79,6 +83,8 @@ class SequenceDLRM(nn.Module):
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
         semantic_ids: embeddings of semantic IDs, or None. Its keys are sequence keys, target keys or entries, as those
             of `embedding_collection` are.
+        growing_ids: maps the ids of tables that grow, which the batch then has as raw ids; None if there are none. Its
+            tables are tables of the collections, with the same keys and as many rows.
         heads: several outputs, or one on another scale than a logit's; see `Heads`. None for one logit. Of several, the
             first layer of OverArch is shared, or a mixture of experts, and each output has the others for itself.
         dense_device: device of all parameters outside the two collections and the encoder.
@@ -128,6 +134,7 @@ class SequenceDLRM(nn.Module):
         cross_layers: int = 0,
         user_keys: list[str] | None = None,
         semantic_ids: SemanticIDEmbedding | None = None,
+        growing_ids: GrowingIds | None = None,
         heads: Heads | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
@@ -147,12 +154,15 @@ class SequenceDLRM(nn.Module):
         _check_optional("embedding_collection", embedding_collection, EmbeddingCollection)
         _check_optional("encoder", encoder, JaggedEncoder)
         _check_optional("semantic_ids", semantic_ids, SemanticIDEmbedding)
+        _check_optional("growing_ids", growing_ids, GrowingIds)
         _check_optional("heads", heads, Heads)
         embedding_dim = dense_arch_layer_sizes[-1]
         bags, singles = (names_of(one) for one in (embedding_bag_collection, embedding_collection))
         widths = {name: table.embedding_dim for name, _, table in bags + singles}
         bag_keys, keys = ([name for name, *_ in names] for names in (bags, singles))
         # TorchRec's collection has one width for all of its tables.
+        if growing_ids is not None:
+            _check_growing_ids(growing_ids, [table for *_, table in bags + singles])
         event_dim, events_of = embedding_dim, "the last of dense_arch_layer_sizes"
         if keys:
             event_dim, events_of = widths[keys[0]], "embedding_collection"
@@ -179,6 +189,7 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self.semantic_ids = semantic_ids
+        self.growing_ids = growing_ids
         self._user_keys = user_keys or []
         options = pooling, encoder, self._user_keys, {name: key for name, key, _ in singles}, dense_device
         self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, embedding_dim, event_dim, *options)
@@ -253,11 +264,32 @@ class SequenceDLRM(nn.Module):
     ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor]]:
         _check_ids(ids, self._id_keys, self._from_times, self._user_keys, self._sharded(), timelines)
         lookups.allow_no_samples(ids)
+        if self.growing_ids is not None:
+            ids = self.growing_ids(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = {} if self.embedding_collection is None else self.embedding_collection(ids)
         if self.semantic_ids is not None:
             embeddings = merged(embeddings, self.semantic_ids(ids))
         return ids, bags, embeddings
+
+    def admit_ids(self) -> dict[str, Tensor]:
+        """Gives rows to new ids by `GrowingIds.admit`, and lets these rows of the fused collections begin anew.
+
+        Call it between two steps, after `GrowingIds.record`. Returns what `GrowingIds.admit` returns.
+
+        Raises:
+            ValueError: the model has no `growing_ids`, or as `GrowingIds.admit`.
+        """
+        if self.growing_ids is None:
+            raise ValueError("admit_ids needs a model with growing_ids, got None")
+        admitted = self.growing_ids.admit()
+        for collection in (self.embedding_bag_collection, self.embedding_collection):
+            if isinstance(collection, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
+                for table in collection.fused_optimizer.weights:
+                    if table in admitted:
+                        rows = admitted[table]
+                        collection.reset_rows(table, rows, self.growing_ids.ids(table)[rows])
+        return admitted
 
     def _sharded(self) -> bool:
         """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
@@ -294,6 +326,18 @@ def _check_semantic_ids(semantic_ids: SemanticIDEmbedding, keys: list[str], widt
         raise ValueError(f"semantic_ids must be as wide as {of}, {width}, got {semantic_ids.embedding_dim}")
     if shared := sorted(set(keys) & set(semantic_ids.feature_names)):
         raise ValueError(f"semantic_ids must have keys of its own, got {shared} of embedding_collection")
+
+
+def _check_growing_ids(growing_ids: GrowingIds, tables: list[BaseEmbeddingConfig]) -> None:
+    by_name = {table.name: table for table in tables}
+    for config in growing_ids.configs:
+        of = f"growing_ids of table '{config.name}'"
+        validation.require_keys("the collections of growing_ids", by_name, [config.name])
+        table = by_name[config.name]
+        if config.capacity != table.num_embeddings:
+            raise ValueError(f"{of} must have the capacity {table.num_embeddings} of the table, got {config.capacity}")
+        if set(config.feature_names) != set(table.feature_names):
+            raise ValueError(f"{of} must have the keys {table.feature_names} of the table, got {config.feature_names}")
 
 
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], width: int, of: str) -> None:

@@ -6,6 +6,7 @@ from jfi.modules.fused_embedding_collections import (
     FusedEmbeddingCollection,
     defer_steps,
 )
+from jfi.modules.growing_ids import GrowingIds, GrowingTable
 from jfi.modules.id_counts import outside_ids
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
@@ -25,6 +26,8 @@ from jfi.modules.table_rows import TableRows
 __all__ = [
     "FusedEmbeddingBagCollection",
     "FusedEmbeddingCollection",
+    "GrowingIds",
+    "GrowingTable",
     "JaggedEncoder",
     "JaggedFeatureInteraction",
     "JaggedPooling",

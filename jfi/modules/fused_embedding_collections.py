@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
 from jfi.modules.fused_tables import FusedTables
+from jfi.modules.growing_ids import initial_rows
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import TableRows, bounded
@@ -50,12 +51,10 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             raise TypeError(f"tables must be a list of {self._config.__name__}, got {shown(tables)}")
         if not tables:
             raise ValueError("tables must have at least one config, got none")
-        for config in tables:
-            if config.data_type not in _DATA_TYPES:
-                must = "have data_type FP32, FP16 or BF16"
-                raise ValueError(f"table '{config.name}' must {must}, got {config.data_type}")
-        if output_dtype is None:
-            output_dtype = torch.float32
+        for one in tables:
+            if one.data_type not in _DATA_TYPES:
+                raise ValueError(f"table '{one.name}' must have data_type FP32, FP16 or BF16, got {one.data_type}")
+        output_dtype = torch.float32 if output_dtype is None else output_dtype
         if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:
             raise TypeError(f"output_dtype must be a floating torch.dtype or None, got {output_dtype!r}")
         super().__init__(tables=tables, device=device, **options)
@@ -103,6 +102,20 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             got = f"{rows.dtype} of shape {list(rows.shape)} on {rows.device}"
             raise ValueError(f"rows must be bool of shape [{weight.shape[0]}] on {on}, got {got}")
         self._fused.frozen[table] = rows
+
+    def reset_rows(self, table: str, rows: Tensor, ids: Tensor | None = None) -> None:
+        """Lets rows [M] of a table begin anew: new weights, states of zero, and averages that are the new weights.
+
+        The weights follow from the raw ids [M] that the rows are of from now on, see `GrowingIds`; by default from the
+        numbers of the rows.
+        """
+        require_keys("tables", self._fused.weights, [table])
+        for argument, given in (("rows", rows), ("ids", ids := rows if ids is None else ids)):
+            if given.dtype != torch.int64 or given.shape != (len(rows),):
+                must = f"int64 of shape {[len(rows)]}"
+                raise ValueError(f"{argument} must be {must}, got {given.dtype} of shape {[*given.shape]}")
+        config = next(one for *_, one in lookups.names_of(self) if one.name == table)
+        self._fused.reset_rows(table, rows, initial_rows(ids, config))
 
     def averages(self) -> dict[str, Tensor]:
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors.
@@ -262,10 +275,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         return self.look_up(features)
 
     def averaged(self) -> EmbeddingCollection:
-        """TorchRec's collection of the same names whose weights are `averages()`, for evaluation.
-
-        It shares their memory: `averages()` updates it.
-        """
+        """Returns TorchRec's collection of the same names over the memory of `averages()`, for evaluation."""
         return self._over_averages(EmbeddingCollection(self.embedding_configs(), device=torch.device("meta")))
 
 

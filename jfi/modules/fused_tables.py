@@ -163,6 +163,16 @@ class FusedTables(FusedOptimizer):
         self.changed = self.changed or ChangedRows()
         return self.changed
 
+    @torch.no_grad()
+    def reset_rows(self, table: str, rows: Tensor, values: Tensor) -> None:
+        """Lets rows [M] of a table begin anew with values [M, D]: without states, and without a past in the average."""
+        if self._finished:
+            raise RuntimeError(f"rows of table '{table}' must be reset after the step, got a backward pass without one")
+        weight = self.weights[table]
+        weight[rows] = values.to(weight.dtype)
+        for state in self._states[table]:
+            state[rows] = 0
+
     def averages(self) -> dict[str, Tensor]:
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
         found = {}

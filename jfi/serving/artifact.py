@@ -2,7 +2,7 @@
 
 artifact.json       the schema of requests, the inputs of the model, limits and versions
 vocabularies.json   by column the known values; their ids count from 1 in this order
-tables.safetensors  the embedding tables
+tables.safetensors  the embedding tables; of one that grows also the raw id of each row, `<table>.ids`
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
 past.safetensors    of a run with `data.statistics`, the counters of its log, see `jfi.serving.counters`

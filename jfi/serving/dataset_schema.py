@@ -95,7 +95,8 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
     item = next(one for one in schema.features if one.key == schema.item_key)
     slots: dict[str, list] = {}
     for one in schema.features:
-        if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
+        is_of_item = one.role == "history" and one.of == "item" and one.column != schema.item_key
+        if is_of_item and not one.semantic and not one.raw:  # nothing counts by raw ids
             slots.setdefault(one.column, []).append(one)
     columns = {
         name: ItemColumn(
@@ -141,8 +142,9 @@ def _categories(data: DataSchema, role: str) -> list[Field]:
             kind = "categories" if specs[0].multi_valued else "category"
         buckets = data.encodings.buckets
         num_buckets = buckets[column].num_buckets if column in buckets else 0
+        hashed = {"num_buckets": num_buckets, "capacity": specs[0].num_embeddings if specs[0].raw else 0}
         default = data.encodings.defaults.get(column)
-        fields.append(Field(column, kind, [spec.key for spec in specs], num_buckets=num_buckets, default=default))
+        fields.append(Field(column, kind, [spec.key for spec in specs], default=default, **hashed))
     return fields
 
 

@@ -123,6 +123,8 @@ class Export:
         if not self.weights and tables != FLOAT:
             raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
         keys = {name: [key for key, of in self._table_of.items() if of == name] for name in self.weights}
+        self._growing = model.growing_ids
+        growing = self.growing_ids()
         self.info = artifact.Info(
             format=artifact.FORMAT,
             versions=versions(),
@@ -132,13 +134,18 @@ class Export:
             cpu=artifact.cpu_instructions(),
             padded=scoring.pads,
             quantization=tables,
-            tables={name: Table(*weight.shape, keys[name]) for name, weight in self.weights.items()},
+            tables={name: Table(*weight.shape, keys[name], name in growing) for name, weight in self.weights.items()},
             embedding_dim=scoring.embedding_dim,
             inputs=inputs,
             limits=limits,
             schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
             **named,
         )
+
+    def growing_ids(self) -> dict[str, Tensor]:
+        """Returns by table that grows the raw id [N] of each row, as they are now."""
+        configs = [] if self._growing is None else self._growing.configs
+        return {one.name: self._growing.ids(one.name).clone() for one in configs if one.name in self.weights}
 
     def scoring(self) -> ScoringModel:
         """Returns the dense part with the model's current parameters, on the device to serve on."""
@@ -149,10 +156,14 @@ class Export:
         with writing_folder(path) as folder:
             program, shapes = traced or self.program()
             write_package(program, folder / artifact.MODEL, {artifact.SHAPES: shapes})
-            save_tables(folder / artifact.TABLES, self.info.quantization, self.weights, self.info.tables)
+            self.save_tables(folder / artifact.TABLES)
             self.write_data(folder)
             write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})
         return artifact.sha256_of(path)
+
+    def save_tables(self, path: Path) -> None:
+        """Writes the tables as they are now."""
+        save_tables(path, self.info.quantization, self.weights, self.info.tables, self.growing_ids())
 
     def write_data(self, folder: Path) -> None:
         """Writes the files of an artifact that no training changes."""

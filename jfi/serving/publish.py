@@ -40,7 +40,7 @@ from jfi.serving.published import (
     read_version,
 )
 from jfi.serving.schema import Limits, Schema
-from jfi.serving.tables import FLOAT, save_tables, write_tensors
+from jfi.serving.tables import FLOAT, write_tensors
 from jfi.utils.files import read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
 
@@ -105,7 +105,7 @@ class Publisher:
         self._changed = _changed_rows(model)
         named = {"calibration": calibration, "run": run, "trained": trained}
         self._export = Export(model, schema, limits, device, FLOAT, impl, policy, past, named)
-        self._folder, self._model = folder, model
+        self._folder = folder
         self._compact_every, self._compact_ratio, self._keep = compact_every, compact_ratio, keep
         #: By growing table the raw ids of its rows, as the last version has them.
         self._ids: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ class Publisher:
         """
         taken = {name: changed.take(name) for name, changed in self._changed.items()}
         try:
-            ids = self._growing_ids()
+            ids = self._export.growing_ids()
             if self._last is None or whole:
                 self._write_whole(place)
             else:
@@ -142,11 +142,6 @@ class Publisher:
         """Returns the bytes of the numbers of a snapshot."""
         constants = sum(math.prod(shape) for _, shape in self._base.manifest.constants.values())
         return 4 * (constants + sum(weight.numel() for weight in self._export.weights.values()))
-
-    def _growing_ids(self) -> dict[str, Tensor]:
-        growing = getattr(self._model, "growing_ids", None)
-        names = [] if growing is None else [one.name for one in growing.configs if one.name in self._export.weights]
-        return {name: growing.ids(name).clone() for name in names}
 
     def _write_whole(self, place: object) -> None:
         if self._base is None:
@@ -192,7 +187,7 @@ class Publisher:
 
     def _write_snapshot(self, place: object, before: str | None) -> None:
         def fill(path: Path) -> dict[str, Any]:
-            save_tables(path / TABLES, FLOAT, self._export.weights, self._export.info.tables)
+            self._export.save_tables(path / TABLES)
             _save(path / CONSTANTS, self._constants())
             return {"kind": "snapshot"}
 
@@ -280,7 +275,7 @@ class PublishHook:
         ...     hook.after_step()
         published at None
         >>> now[0] = 30.0
-        >>> hook.end_part({"part": "0001.parquet"})
+        >>> hook.after_part({"part": "0001.parquet"})
         published at {'part': '0001.parquet'}
         >>> hook.close()
         >>> hook.after_step()
@@ -299,7 +294,7 @@ class PublishHook:
         self._steps += 1
         self.publish_if_due(self._seconds)
 
-    def end_part(self, place: object) -> None:
+    def after_part(self, place: object) -> None:
         """Takes a part's end as the place in the log, and publishes if it is time to."""
         self._place = place
         self._steps += 1

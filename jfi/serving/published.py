@@ -204,7 +204,9 @@ def _rows(path: Path, tensors: dict[str, Tensor], tables: dict[str, Table]) -> d
         if rows is None and values is None and ids is None:
             continue
         wanted = {"rows": (rows, torch.int64, ()), "values": (values, torch.float32, (table.width,))}
-        wanted |= {} if ids is None else {"ids": (ids, torch.int64, ())}
+        wanted |= {"ids": (ids, torch.int64, ())} if table.grows else {}
+        if ids is not None and not table.grows:
+            raise PublishedError(f"{path} does not fit its base, whose table '{name}' does not grow")
         for part, (one, dtype, width) in wanted.items():
             count = 0 if rows is None or rows.dim() != 1 else len(rows)
             if one is None or one.dtype != dtype or one.shape != (count, *width):
@@ -214,6 +216,8 @@ def _rows(path: Path, tensors: dict[str, Tensor], tables: dict[str, Table]) -> d
             raise PublishedError(f"{path}: {name}.rows must be from 0 to {table.rows - 1}")
         if len(rows.unique()) != len(rows):
             raise PublishedError(f"{path}: {name}.rows must be distinct")
+        if ids is not None and bool(ids[rows == 0].any()):
+            raise PublishedError(f"{path}: {name}.ids has an id for row 0, which is that of ids without a row")
         _check_finite(path, {f"{name}.values": values})
         found[name] = rows, values, ids
     if tensors:

@@ -32,7 +32,7 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
+from jfi.utils.encoding import HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
 from jfi.utils.errors import suggest
 
 #: The fields of a request that name the codec of its semantic IDs, and its time in seconds.
@@ -99,12 +99,12 @@ class RequestReader:
         if schema.policy is not None:
             self._of_policy = {"age": next(one for one in schema.event if one.kind == "age")} | schema.policy.fields()
         #: By column with ids what gives them.
-        self.known: dict[str, KnownValues | HashBuckets] = {
+        self.known: dict[str, KnownValues | HashBuckets | HashedIds] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
         for one in schema.user + schema.candidate + schema.event:
-            if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
-                self.known[one.name] = HashBuckets(one.num_buckets)
+            if (hashing := one.encoding()) is not None:
+                self.known[one.name] = hashing
         parts = {"user": schema.user, "history": schema.event, "candidates": schema.candidate}
         read = parts | {"history": [*schema.event, *self._of_policy.values()]}
         #: By part of a request the kinds of its fields by name; the policy may read fields that the model reads too.
@@ -128,7 +128,7 @@ class RequestReader:
             f"{part}.{one.name}": one.keys[0]
             for part, fields in parts.items()
             for one in fields
-            if one.kind in ("category", "categories") and not one.num_buckets
+            if one.kind in ("category", "categories") and one.encoding() is None
         }
         self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
         #: Parts that a request may have, for messages.

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from jfi.events.groups import columns_of
 from jfi.events.point_in_time import Rows
-from jfi.utils.encoding import LARGEST_NUMBER
+from jfi.utils.encoding import LARGEST_NUMBER, HashBuckets, HashedIds
 
 Positive = Annotated[int, Meta(ge=1)]
 #: Most values of a list in a request. Training keeps all values of a user or a target.
@@ -56,6 +56,8 @@ class Field:
         columns: of a cross.
         default: the text or the number that stands for null, or None.
         layout: of a semantic ID, the arguments of `jfi.semantic_ids.packing.Layout`.
+        capacity: of a category or categories whose table grows, its rows: the ids are raw ones, hashes of the values;
+            0 for another.
     """
 
     name: str
@@ -68,6 +70,15 @@ class Field:
     columns: list[str] = field(default_factory=list)
     default: str | float | None = None
     layout: dict[str, int] = field(default_factory=dict)
+    capacity: int = 0
+
+    def encoding(self) -> HashBuckets | HashedIds | None:
+        """Returns what hashes the values, None for a field with a vocabulary or without ids."""
+        if self.kind not in ("category", "categories", "slots", "cross"):
+            return None
+        if self.capacity:
+            return HashedIds(self.capacity)
+        return HashBuckets(self.num_buckets) if self.num_buckets else None
 
 
 @dataclass(frozen=True)
@@ -196,11 +207,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table: its sizes, and the keys of the model's inputs that read it."""
+    """An embedding table: its sizes, the keys of the model's inputs that read it, and whether it grows.
+
+    The inputs of a table that grows are raw ids, of which the table has a row or not.
+    """
 
     rows: int
     width: int
     keys: list[str]
+    grows: bool = False
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ class Scorer:
         """Makes the scorer that of a published version, in place; call it between two calls of `score`."""
         if change.tables is not None:
             self.tables = change.tables
-        for table, (rows, values, _) in change.rows.items():
-            self.tables.write_rows(table, rows, values)
+        for table, parts in change.rows.items():
+            self.tables.write_rows(table, *parts)
         if change.constants:
             self.package.load_constants(change.constants, check_full_update=False)
         self.version = change.version

@@ -1,6 +1,7 @@
 """The embedding tables of an artifact: float32, or int8 in TorchRec's quantized EmbeddingCollection.
 
-Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table.
+Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table. The ids of a table that
+grows are raw; it comes with the raw id of each of its rows, under the name `<table>.ids`.
 """
 
 import os
@@ -16,9 +17,35 @@ from torch import Tensor
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.schema import Table
+from jfi.utils.encoding import UNKNOWN
 from jfi.utils.files import naming
 
 FLOAT, INT8 = "float32", "int8"
+
+
+class RowsOfIds:
+    """The rows of raw ids in a table that grows; row 0 is that of all ids without one.
+
+    Args:
+        ids: [N] int64, the raw id of each row, 0 for none.
+
+    Example:
+        >>> RowsOfIds(torch.tensor([0, 90071, 0, 515]))(torch.tensor([515, 7, 0, 90071]))
+        tensor([3, 0, 0, 1])
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.set(ids)
+
+    def set(self, ids: Tensor) -> None:
+        """Takes other ids of the rows."""
+        self.ids = ids
+        self._sorted, self._rows = ids.sort(stable=True)  # of ids 0 the first is row 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self._sorted.device)
+        index = torch.searchsorted(self._sorted, ids).clamp(max=len(self._sorted) - 1)
+        return torch.where(self._sorted[index] == ids, self._rows[index], UNKNOWN)
 
 
 class FloatTables:
@@ -27,21 +54,30 @@ class FloatTables:
     Args:
         weights: by table its rows [N, D].
         table_of: by key the name of its table.
+        ids: by table that grows the raw id [N] of each row.
     """
 
-    def __init__(self, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], table_of: dict[str, str], ids: dict[str, Tensor] | None = None
+    ) -> None:
         self.weights = {key: weights[table] for key, table in table_of.items()}
         self._tables = weights
+        #: By table that grows the rows of its ids; and these by key.
+        self.rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
+        self._rows_of_key = {key: self.rows[table] for key, table in table_of.items() if table in self.rows}
 
-    def write_rows(self, table: str, rows: Tensor, values: Tensor) -> None:
-        """Replaces rows [n] of a table by values [n, D], in place."""
+    def write_rows(self, table: str, rows: Tensor, values: Tensor, ids: Tensor | None = None) -> None:
+        """Replaces rows [n] of a table by values [n, D], in place, and their raw ids [n] in a table that grows."""
         self._tables[table].index_copy_(0, rows, values)
+        if ids is not None:
+            self.rows[table].set(self.rows[table].ids.index_copy(0, rows, ids))
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for key, values in ids.items():
             weight = self.weights[key]
-            found[key] = F.embedding(values.to(weight.device), weight).to(values.device)
+            rows = self._rows_of_key[key](values) if key in self._rows_of_key else values.to(weight.device)
+            found[key] = F.embedding(rows, weight).to(values.device)
         return found
 
 
@@ -52,12 +88,19 @@ class Int8Tables:
         state: what the collections' state_dicts have, whose names are by table.
         tables: by name.
         device: device of the tables.
+        ids: by table that grows the raw id [N] of each row.
 
     Raises:
         ValueError: the state is of other tables.
     """
 
-    def __init__(self, state: dict[str, Tensor], tables: Mapping[str, Table], device: torch.device) -> None:
+    def __init__(
+        self,
+        state: dict[str, Tensor],
+        tables: Mapping[str, Table],
+        device: torch.device,
+        ids: dict[str, Tensor] | None = None,
+    ) -> None:
         # Imported here, since float tables are served without TorchRec.
         from torchrec.modules.embedding_configs import DataType
         from torchrec.quant.embedding_modules import EmbeddingCollection
@@ -73,15 +116,18 @@ class Int8Tables:
             collection.load_state_dict({name: state[name] for name in own})
             self.collections.append((collection, [key for config in configs for key in config.feature_names]))
         self.device = device
+        rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
+        self._rows_of_key = {key: own for table, own in rows.items() for key in tables[table].keys}
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        found = {}
+        found, devices = {}, {key: values.device for key, values in ids.items()}
+        ids = {key: self._rows_of_key[key](own) if key in self._rows_of_key else own for key, own in ids.items()}
         for collection, keys in self.collections:
             # A batch of one sample, which has all the ids of a key.
             lengths = [ids[key].numel() for key in keys]
-            values = torch.cat([ids[key] for key in keys]).to(self.device)
+            values = torch.cat([ids[key].to(self.device) for key in keys])
             features = KeyedJaggedTensor(
                 keys,
                 values,
@@ -89,17 +135,24 @@ class Int8Tables:
                 stride=1,
                 length_per_key=lengths,
             )
-            found |= {key: rows.values().to(ids[key].device) for key, rows in collection(features).items()}
+            found |= {key: rows.values().to(devices[key]) for key, rows in collection(features).items()}
         return found
 
 
 Tables = FloatTables | Int8Tables
 
 
-def save_tables(path: Path, kind: str, weights: dict[str, Tensor], tables: Mapping[str, Table]) -> None:
-    """Writes float32 tables from any device, as they are or quantized."""
+def save_tables(
+    path: Path,
+    kind: str,
+    weights: dict[str, Tensor],
+    tables: Mapping[str, Table],
+    ids: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes float32 tables from any device, as they are or quantized, and `ids` of those that grow."""
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
+    state |= {ids_name(table): own.cpu() for table, own in (ids or {}).items()}
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     write_tensors(path, lambda: save_file(state, path))
 
@@ -127,10 +180,15 @@ def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torc
     try:
         with safe_open(path, "pt") as file:  # maps the file, which may change later: hence copies
             state = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+        growing = {name: ids_name(name) for name, one in tables.items() if one.grows}
+        _check_tensors(state, {of: (torch.int64, (tables[name].rows,)) for name, of in growing.items()})
+        ids = {name: state[of] for name, of in growing.items()}
+        if any(own[0] != UNKNOWN for own in ids.values()):
+            raise ValueError("row 0 of a table that grows has an id")
         if kind == INT8:
-            return Int8Tables(state, tables, device)
+            return Int8Tables(state, tables, device, ids)
         _check_tensors(state, {name: (torch.float32, (one.rows, one.width)) for name, one in tables.items()})
-        return FloatTables(state, {key: name for name, one in tables.items() for key in one.keys})
+        return FloatTables(state, {key: name for name, one in tables.items() for key in one.keys}, ids)
     except (ValueError, SafetensorError) as error:
         raise ArtifactError(f"{path.parent} is damaged: {path.name}: {' '.join(str(error).split())}") from None
     except ModuleNotFoundError as error:
@@ -138,6 +196,11 @@ def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torc
             f"{path.parent} has int8 tables, which need TorchRec, but {error.name} is missing; "
             "export with --tables float32"
         ) from error
+
+
+def ids_name(table: str) -> str:
+    """The name of the raw ids of a table's rows among the tensors of a file."""
+    return f"{table}.ids"
 
 
 def _check_tensors(state: dict[str, Tensor], wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

@@ -11,7 +11,7 @@ import torch
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, MAX_VALUES, Field
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, text_of
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, text_of
 from jfi.utils.errors import suggest
 
 #: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
@@ -128,9 +128,11 @@ def texts(
     return list(map(text_of, values))
 
 
-def ids_of(one: Field, known: KnownValues | HashBuckets, values: Sequence[object], place: Place) -> np.ndarray:
+def ids_of(
+    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object], place: Place
+) -> np.ndarray:
     """`[N]` int64 ids of a category's values."""
-    if one.default is not None or isinstance(known, HashBuckets):
+    if one.default is not None or not isinstance(known, KnownValues):
         return known.ids([one.default if text is None else text for text in texts(one, values, place)])
     if not values or type(values[0]) is not str:
         if set(map(type, values)) == {int}:
@@ -149,7 +151,7 @@ def ids_of(one: Field, known: KnownValues | HashBuckets, values: Sequence[object
 
 
 def lists(
-    one: Field, known: KnownValues | HashBuckets, values: Sequence[object], place: Place
+    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object], place: Place
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of all values of a field that has lists, one list after the other, and `[N]` int64 numbers of them.
 

@@ -75,6 +75,8 @@ class TrainingConfig:
             sum is the gradient of the whole batch, up to rounding, and activations take the memory of one part;
             `batch_size`, steps, learning rates and clipping are those of the whole batch. Under torchrun each process
             has so many parts, and `sharding.exchange` must not be `rows`.
+        admit_every: with a `capacity` of `data.features`, steps between two admissions, in which new values get rows of
+            their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
             `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),
@@ -123,6 +125,7 @@ class TrainingConfig:
     epochs: int = 10
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
+    admit_every: int = 100
     eval_batch_size: int = 4096
     monitor: str = "auto"
     positive_weight: float = 1.0
@@ -148,6 +151,7 @@ class TrainingConfig:
             "epochs",
             "batch_size",
             "gradient_accumulation_steps",
+            "admit_every",
             "eval_batch_size",
             "log_every",
             "ranking_k",

@@ -20,7 +20,7 @@ from jfi.training.run.logger import Logger, check_packages
 from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
 from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir
 from jfi.training.run.run_lock import writing_run
-from jfi.training.run.run_position import check_config, config_changes
+from jfi.training.run.run_position import check_config, config_changes, last_progress
 from jfi.training.run.shared_data import load_shared
 from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import absolute_path
@@ -108,6 +108,8 @@ def resume(
         with writing_run(run.path, world):
             if config_changed != "accept":
                 world.on_first(lambda: check_config(run, config))
+            if world.on_first(lambda: last_progress(run)[1].follow):
+                raise ConfigError(f"--resume {run.path}: the run follows a log; go on with --follow FOLDER")
             if prepared is None:
                 return _continue(run, config, world, data_changed, logger=logger)
             config = _with_prepared(run, config, prepared)

@@ -128,6 +128,8 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
         {"hash_buckets": {"item_id": 7}, "label": None, "oov_dropout": 0.2},
+        {"capacity": {"item_id": 7, "tags": 3, "genre": 5, "action": 9, "city": 4}, "min_count": {"tags": 2}},
+        {"capacity": {"item_id": 7}, "label": None, "oov_dropout": 0.2},
         {"history": "action in [buy, '10'] or seconds > 8"},
         {"history": "action == view", "label": None, "split": "leave_one_out"},
         {"request_id": "request"},

@@ -1,6 +1,7 @@
 """Runs in processes that are forked from one that has imported everything: python forked_runs.py reads jobs from stdin.
 
 A job is a line of JSON: {"config": FILE, "run": FOLDER} trains, or continues what is there; and with
+"follow": PATH it follows the parts there until it is idle, with the arguments "options"; `FOLLOWING` counts too
 "kill": n      SIGKILL before (n even) or after (n odd) call n // 2 of those that order writes (`ORDERING`)
 "full": n      the storage is full: from call n on, all of them raise ENOSPC
 "fsize": n     no file may grow beyond n bytes
@@ -20,10 +21,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from unittest import mock
 
 #: What makes earlier writes durable, or later ones visible.
 ORDERING = ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate")
+#: What a run that follows a log does between those writes.
+FOLLOWING = (
+    "jfi.serving.user_state.stores.LmdbStore.update",
+    "jfi.serving.user_state.stores.LmdbStore.put",
+    "jfi.training.loop.steps.Steps._step",
+    "jfi.training.run.recorder.LineFile.append",
+    "jfi.follow.state.LogState.end_part",
+)
 
 
 @dataclass
@@ -41,7 +51,7 @@ class ForkedRuns:
     def __init__(self, process: subprocess.Popen):
         self._process = process
 
-    def do(self, config: Path, run: Path, **disturbance: int) -> Outcome:
+    def do(self, config: Path, run: Path, **disturbance: object) -> Outcome:
         """Trains or resumes `run` in a process of its own, which `disturbance` may end."""
         job = {"config": str(config), "run": str(run), **disturbance}
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -86,6 +96,10 @@ def disturb(job: dict) -> list[int]:
 
     for name in ORDERING:
         setattr(os, name, wrap(getattr(os, name)))
+    for name in FOLLOWING if "follow" in job else ():
+        owner, _, method = name.rpartition(".")
+        owner = resolve_name(owner)
+        setattr(owner, method, wrap(getattr(owner, method)))
     if "fsize" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], job["fsize"]))
     return calls
@@ -97,6 +111,7 @@ def main() -> None:
     begin_command()
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
+    from jfi.follow.start import follow
     from jfi.training import resume, train
     from jfi.training.config_parser import load_config
     from jfi.utils.exit_codes import run_command
@@ -104,7 +119,9 @@ def main() -> None:
 
     def do() -> None:
         run = Path(job["run"])
-        if (run / "config.yaml").is_file():
+        if "follow" in job:
+            follow(run, job["follow"], until_idle=True, **job.get("options", {}))
+        elif (run / "config.yaml").is_file():
             resume(run)
         else:
             train(load_config(job["config"]).with_training(run_dir=job["run"]))
@@ -122,7 +139,11 @@ def main() -> None:
                 os.dup2(file.fileno(), 2)
                 os.dup2(nothing.fileno(), 1)
             pictures = {"draw_curves": picture, "draw_attention": picture}
-            with count.open("w") as file, mock.patch.multiple("jfi.training.run.plots", **pictures):
+            with (
+                count.open("w") as file,
+                mock.patch.multiple("jfi.training.run.plots", **pictures),
+                mock.patch("jfi.follow.plot.draw_windows", picture),
+            ):
                 calls = disturb(job)
                 try:
                     code = run_command(do)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.schema import DataSchema
+from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.events.events import Events
 from jfi.events.past import New
 from jfi.events.point_in_time import Column, PastIndex
 from jfi.events.statistics import DenseStatistics, Statistics
+from jfi.utils.encoding import UNKNOWN
 
 #: Values of a multi-valued column of the user or the context that are used.
 _MAX_VALUES = 8
@@ -37,19 +38,17 @@ def past_index(
     """
     features = list(zip(schema.features, ids, strict=False))
     spec, items = next(one for one in features if one[0].key == schema.item_key)
-    slots: dict[str, list[tuple[Categorical, int]]] = {}
+    slots: dict[str, list[tuple[Categorical, FeatureSpec]]] = {}
     for one, own in features:
         if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
-            slots.setdefault(one.column, []).append((own, one.num_embeddings))
+            slots.setdefault(one.column, []).append((own, one))
     columns = {
-        f"column {name}": Column("item", _matrix([own for own, _ in of]), of[0][1], name) for name, of in slots.items()
+        f"column {name}": Column("item", *_matrix([own for own, _ in of], of[0][1]), name) for name, of in slots.items()
     }
     for one, own in features if contexts else []:
         if one.role in ("user", "context"):
-            values = _matrix([own] if own.offsets is None else [*map(own.slot, range(_MAX_VALUES))])
-            columns[f"{one.role} {one.key}"] = Column(
-                "user" if one.of == "user" else "event", values, one.num_embeddings, one.key
-            )
+            values = _matrix([own] if own.offsets is None else [*map(own.slot, range(_MAX_VALUES))], one)
+            columns[f"{one.role} {one.key}"] = Column("user" if one.of == "user" else "event", *values, one.key)
     return PastIndex(events, columns, len(items.ids), spec.num_embeddings, is_implicit, session, arrays, new)
 
 
@@ -60,6 +59,10 @@ def dense_statistics(statistics: Statistics, schema: DataSchema, names: list[str
     )
 
 
-def _matrix(columns: Sequence[Categorical]) -> np.ndarray:
-    """`[N, K]` integers, the ids of columns of one id a row."""
-    return np.stack([one.ids for one in columns], axis=1)
+def _matrix(columns: Sequence[Categorical], spec: FeatureSpec) -> tuple[np.ndarray, int]:
+    """`[N, K]` integers, the ids of columns of one id a row, and what all are below; raw ids are numbered here."""
+    ids = np.stack([one.ids for one in columns], axis=1)
+    if not spec.raw:
+        return ids, spec.num_embeddings
+    known = np.unique(np.append(ids.ravel(), UNKNOWN))
+    return np.searchsorted(known, ids), len(known)

@@ -18,6 +18,8 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     events = {*config.names("event"), *config.crosses()}
     wanted_buckets = {one.name: one.hash_buckets for one in config.features if one.hash_buckets is not None}
     buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
+    capacities = {one.name: (one.capacity, one.min_count) for one in config.features if one.capacity is not None}
+    known_capacities = {name: (one.capacity, one.min_count) for name, one in schema.encodings.capacities.items()}
     if (schema.codec is None) != (config.semantic_ids is None):
         which = "without" if schema.codec is None else "with"
         raise DataError(f"data.semantic_ids: got {config.semantic_ids!r}, but the run was started {which} semantic IDs")
@@ -30,6 +32,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("features of context", keys["context"], set(config.names("context", "category"))),
         ("features of type number", schema.dense_names, moments),
         ("features with hash_buckets", buckets, wanted_buckets),
+        ("features with capacity", known_capacities, capacities),
         ("features with default", schema.encodings.defaults, config.defaults()),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
@@ -61,6 +64,7 @@ def _parts(schema: DataSchema) -> dict[str, object]:
         "keys": schema.features,
         "dense columns": schema.dense_names,
         "hash buckets": {name: buckets.num_buckets for name, buckets in known.buckets.items()},
+        "capacities": known.capacities,
         "defaults": known.defaults,
         **{f"values of '{name}'": vocabulary.values for name, vocabulary in known.vocabularies.items()},
         **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},

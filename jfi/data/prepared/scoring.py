@@ -1,7 +1,7 @@
 """The rows of tables to score, of any size."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from jfi.data.prepared.stages.engagement import read_engagement
 from jfi.data.prepared.stages.read import read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
+from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
@@ -40,6 +41,9 @@ _log = logging.getLogger(__name__)
 
 #: Files as `read_table` takes them, or a table in memory.
 Source = str | list[str] | pa.Table
+#: Makes the columns `[E]` of statistics, by name, of the raw columns, the result of `encode_features`, and the rows to
+#: score `[N]`.
+Past = Callable[[Columns, list[Categorical], np.ndarray], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class ScoringRows:
         by: further columns of the interactions to keep, for groups.
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
+        trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
+        past: makes the statistics of the rows, which the rows lack, in the place of the history; or None.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -88,11 +94,14 @@ class ScoringRows:
         by: Iterable[str] = (),
         positives: bool = False,
         policy: Policy | None = None,
+        trains: bool = False,
+        past: Past | None = None,
     ) -> None:
-        # Weights, groups, further labels and titles are of training alone.
         sources, statistics = _with_history(sources, config, positives)
-        config = replace(config, weight=None, request_id=None, auxiliary_labels=[], title=None, split="time")
-        config = replace(config, statistics=statistics)
+        config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
+        if not trains:
+            config = replace(config, weight=None, auxiliary_labels=[])
+        self._past = past
         if policy is None:  # nothing else reads these columns
             session = config.session if "session" in statistics else None
             config = replace(config, dwell=None, surface=None, session=session)
@@ -171,13 +180,15 @@ class ScoringRows:
         for begin, end in blocks(len(row)):
             is_scored[begin:end] = row[begin:end] >= num_history
         samples = write_true_rows(folder / SCRATCH / "samples", is_scored)
-        if self._made:
+        if self._past is not None:
+            raw.computed |= self._past(raw, ids, samples)
+        elif self._made:
             statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
         arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
         self.dataset = InteractionDataset(arrays, schema, 0.0, config.batching, config.longest_timeline, self._policy)
         self.rows = raw.new("rows", np.int64, len(samples))
         self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
-        labels = labels_of(config, events.label, events.targets)
+        labels = labels_of(config, events.label, events.targets)[: len(config.targets())]
         for begin, end in blocks(len(samples)):
             chosen = samples[begin:end]
             self.rows[begin:end] = row[chosen] - num_history
@@ -242,6 +253,7 @@ class ScoringRows:
         rows to score alone.
         """
         config, optional = self._config, set(self._config.label_columns())
+        optional |= set() if config.weight is None else {config.weight}
         for name in (config.user, config.item, config.timestamp):  # before columns that the file lacks are known too
             table.require(name)
         if scored and (lacking := next((name for name in sorted(optional) if name not in table.known), None)):
@@ -261,7 +273,7 @@ class ScoringRows:
                 names = ", ".join(f"'{name}'" for name in lacking)
                 _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
         else:
-            needed |= optional if self._made else set()
+            needed |= optional if self._made and self._past is None else set()
             optional |= of_contexts - {*config.names("event", "category")}
         for name in sorted(optional - needed - set(table.known)):
             table = table.with_column(name, None)

@@ -26,7 +26,8 @@ class Summary:
         unseen: by split, except training, and by column the share of samples with a value that training has not seen,
             under "user" and "item" that of the ids. Of a multi-valued column it is the share of samples all of whose
             values are unseen; under "<column> (in part)" that of samples with both seen and unseen values.
-        vocabulary_sizes: by column the number of known values, or of hash buckets.
+        vocabulary_sizes: by column the number of known values, or of hash buckets, or the capacity of a table
+            that grows.
         warnings: a line each.
     """
 

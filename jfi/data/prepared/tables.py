@@ -33,7 +33,7 @@ def table_of(dataset: InteractionDataset, config: DataConfig, of: Entity) -> dic
             columns |= {} if fields.session is None else {"session": fields.session}
     for spec, ids in zip(dataset.features, arrays.columns, strict=False):
         if spec.of == of and (of == "event" or spec.slot is None):
-            columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))
+            columns[column_name(spec)] = _ids(ids, id_type(spec.num_ids))
     users, items, contexts = arrays.dense
     dense = {"user": users.T, "item": items.T, "event": contexts}[of]
     columns |= {name: np.ascontiguousarray(dense[i]) for i, name in enumerate(dense_names(config)[of])}

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from jfi.data.schema.coded import CodedColumn, nth_values
 from jfi.data.schema.schema import Strings, as_array
-from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, Vocabulary, quantile_ids
 from jfi.utils.jagged import BLOCK, blocks, ranges
 
 #: Quantiles are those of at most about this many rows, spread evenly over the training rows.
@@ -105,7 +105,7 @@ def learn_vocabulary(
 
 def encode(
     column: CodedColumn,
-    known: Vocabulary | HashBuckets,
+    known: Vocabulary | HashBuckets | HashedIds,
     slot: int | None = None,
     new_array: NewArray = _in_memory,
     default: str | None = None,
@@ -121,7 +121,7 @@ def encode(
     """
     offsets = column.offsets if slot is None else None
     out = new_array(len(column.codes) if slot is None else len(column))
-    if isinstance(known, HashBuckets):
+    if not isinstance(known, Vocabulary):
         ids = [known.ids(column.values[begin:end].to_pylist()) for begin, end in blocks(len(column.values))]
     else:
         found = pc.index_in(column.values.cast(pa.large_string()), value_set=as_array(known.values))

@@ -21,7 +21,7 @@ from jfi.data.config import Task
 from jfi.data.errors import DataError
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 from jfi.semantic_ids.codec import Codec
-from jfi.utils.encoding import HashBuckets, Vocabulary
+from jfi.utils.encoding import HashBuckets, HashedIds, Vocabulary
 from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
 
 Role = Literal["user", "item", "context", "history", "bucket"]
@@ -48,7 +48,7 @@ class FeatureSpec:
         column: the table column it comes from.
         table: name of the embedding table, `jfi.utils.arguments.module_name` of the column, "" for a bucket. The
             sample's and the history's keys of a column share one.
-        num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
+        num_embeddings: all ids are below it, but for raw ids; id 0 is for a missing or unseen value.
         multi_valued: a sample may have any number of ids. Other user, item and context keys have one per
             sample, and history keys one per event.
         of: what has the column: a user, an item or an event.
@@ -56,6 +56,8 @@ class FeatureSpec:
         semantic: the values are semantic IDs of the schema's codec, which index no table: `table` is "", and
             `num_embeddings` that of all int64s.
         width: of the table's rows; None means `model.embedding_dim`.
+        raw: the values are raw ids, any int64 from 0 to 2^63 - 2, and `num_embeddings` is the number of rows of a table
+            that grows and forgets.
     """
 
     key: str
@@ -68,6 +70,12 @@ class FeatureSpec:
     slot: int | None = None
     semantic: bool = False
     width: int | None = None
+    raw: bool = False
+
+    @property
+    def num_ids(self) -> int:
+        """All ids of a batch are below it."""
+        return 2**63 if self.raw else self.num_embeddings
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,7 @@ class Encodings:
         defaults: the value or the number that stands for a missing one of a column.
         half_lives: of the statistics of popularity, in seconds.
         window: the newest events that the statistics `similar` compare a target with.
+        capacities: of categorical columns without a vocabulary, whose tables grow and forget.
     """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
@@ -140,14 +149,17 @@ class Encodings:
     defaults: dict[str, str | float] = field(default_factory=dict)
     half_lives: list[float] = field(default_factory=list)
     window: int = 0
+    capacities: dict[str, HashedIds] = field(default_factory=dict)
 
     def scale(self, column: str) -> tuple[float, float, float | None]:
         """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
         default = self.defaults.get(column)
         return (*self.moments[column], None if default is None else float(default))
 
-    def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
+    def ids_of(self, column: str) -> "Vocabulary | HashBuckets | HashedIds":
         """Returns what gives the values of a categorical column their ids."""
+        if column in self.capacities:
+            return self.capacities[column]
         return self.buckets[column] if column in self.buckets else self.vocabularies[column]
 
 
@@ -169,6 +181,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     window: int | None = None
     num_auxiliary: int = 0
     codec: str | None = None
+    capacities: dict[str, HashedIds] = {}
 
 
 @dataclass(frozen=True)
@@ -250,6 +263,7 @@ class DataSchema:
             labels=self.labels,
             num_auxiliary=self.num_auxiliary,
             codec=None if self.codec is None else self.codec.fingerprint,
+            capacities=self.encodings.capacities,
         )
         (folder / _SMALL).write_text(checked_json(_FORMAT, msgspec.to_builtins(content)), encoding="utf-8")
 
@@ -277,6 +291,7 @@ class DataSchema:
                 content.defaults,
                 content.half_lives,
                 min(32, content.max_history) if content.window is None else content.window,  # none was stored at first
+                content.capacities,
             ),
             titles=titles,
             codec=None if content.codec is None else _read_codec(Path(folder) / CODEC, content.codec),

@@ -4,7 +4,8 @@ A user's value in the store is an array of records of one size, oldest first:
 
     time      float64, seconds since 1970
     event_id  uint64, a hash of the id that the sender gave the event, or 0
-    <key>     an id for each key of the model's history: int32, int16 for a quantile, int64 for a semantic ID
+    <key>     an id for each key of the model's history: int32, int16 for a quantile, int64 for a semantic ID and for a
+              raw id of a table that grows
 
 A value that the run's vocabulary lacks has a negative number, which the store gives to each such value, so that it is
 known where a later run knows it. A model reads it as unknown.
@@ -129,7 +130,13 @@ class EventLayout:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the encoding."""
-        digest = hashlib.sha256(msgspec.json.encode(replace(self.schema, vocabularies={})))
+        schema = msgspec.to_builtins(replace(self.schema, vocabularies={}))
+        for one in schema["event"]:
+            if not one["capacity"]:  # states of earlier versions have none
+                del one["capacity"]
+            else:  # whatever the capacity, the raw ids are the same
+                one["capacity"] = 1
+        digest = hashlib.sha256(msgspec.json.encode(schema))
         for name in sorted(self.schema.vocabularies):
             digest.update(msgspec.json.encode([name, self.schema.vocabularies[name]]))
         return digest.hexdigest()
@@ -180,7 +187,8 @@ def _columns(one: Field) -> list[Column]:
         return [Column(one.keys[0], one, None, "<i8", None)]
     if one.kind == "quantile":
         return [Column(one.keys[0], one, None, "<i2" if len(one.edges) < 2**15 - 2 else "<i4", None)]
-    kind, values = ("<i8" if one.num_buckets >= 2**31 - 1 else "<i4"), None if one.num_buckets else one.name
+    is_large, is_hashed = one.capacity or one.num_buckets >= 2**31 - 1, one.encoding() is not None
+    kind, values = "<i8" if is_large else "<i4", None if is_hashed else one.name
     slots = range(len(one.keys)) if one.kind == "slots" else [None]
     return [Column(key, one, slot, kind, values) for slot, key in zip(slots, one.keys, strict=True)]
 

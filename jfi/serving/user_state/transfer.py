@@ -1,6 +1,7 @@
 """Copies a state of users: to a Parquet file, or to the encoding of another artifact."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from jfi.serving.user_state.dictionaries import Dictionaries, read_dictionary
 from jfi.serving.user_state.layout import TIME, USER, Column, EventLayout
 from jfi.serving.user_state.state import COUNTERS, put_records, read_layout, scan_records, write_layout
 from jfi.serving.user_state.stores import StateError, Store
-from jfi.utils.encoding import UNKNOWN, HashBuckets, Vocabulary
+from jfi.utils.encoding import UNKNOWN, Vocabulary
 from jfi.utils.files import writing_file
 
 #: Events of a row group.
@@ -23,7 +24,7 @@ def export_events(store: Store, out: Path) -> tuple[int, int]:
     """Writes all events of a state to a Parquet file, whole or not at all.
 
     The columns are `user`, `time` (seconds) and those of the run's events: texts of categories, lists of them, numbers
-    of the interval of a quantile, semantic IDs, hashes of buckets.
+    of the interval of a quantile, semantic IDs, hashes of buckets, raw ids of tables that grow.
 
     Returns:
         The number of users and that of events.
@@ -178,16 +179,18 @@ class _Move:
         if one is None or one.role != other.role:
             raise StateError(f"the events of the state have no field '{name}'; load them by `jfi state load`")
         if one.values is None or other.values is None or one.field.columns != field.columns:
-            hashes = one.values is not None and field.num_buckets and one.field.columns == field.columns
-            if not hashes and (one.field != field or old.schema.codec != new.schema.codec):
+            hashes = one.values is not None and field.encoding() is not None and one.field.columns == field.columns
+            same = replace(field, capacity=one.field.capacity) if field.capacity and one.field.capacity else field
+            if not hashes and (one.field != same or old.schema.codec != new.schema.codec):
                 what = f"the field '{name}' is encoded otherwise, and the state does not have its values"
                 raise StateError(f"{what}; load it from the log by `jfi state load`")
         self._ids = None
         if one.values is None:
             return
         texts = _Texts(store, old, one)
-        known = HashBuckets(field.num_buckets) if field.num_buckets else None
-        known = known or Vocabulary(new.schema.vocabularies.get(field.name, []) if other.role is None else [])
+        known = field.encoding() or Vocabulary(
+            new.schema.vocabularies.get(field.name, []) if other.role is None else []
+        )
         values = [field.default if text is None else text for text in texts.values]
         self._ids, self._zero = known.ids(values), texts.zero
         if other.values is not None:

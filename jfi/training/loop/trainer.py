@@ -112,6 +112,7 @@ class Trainer(Steps):
         end = progress.next_evaluation(training.eval_every, order.num_batches)
         average = self.modules.get("average")
         self.model.train()
+        self.record_again()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first
@@ -122,6 +123,8 @@ class Trainer(Steps):
                     average.update()
                 progress.batch += 1
                 progress.step += 1
+                if self.growing is not None and self.growing.is_due(progress.step):
+                    self.admit()
                 if progress.step % self.config.sharding.sync_every == 0 or progress.position == end:
                     self.groups.average(progress.step)
                 done = order.samples_before(progress.position)
@@ -137,6 +140,7 @@ class Trainer(Steps):
                     saved = self.clock()
                     started, logged = saved, logged + saved - started
                 stop.check(run.path, self.world)
+        self.admit()
         if average is not None:
             average.flush()
         self._speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)

@@ -25,6 +25,8 @@ from jfi.models import AttentionPooling, Heads, SequenceDLRM
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
+    GrowingIds,
+    GrowingTable,
     JaggedEncoder,
     KeyBias,
     PositionBias,
@@ -65,6 +67,7 @@ def build_model(
     table_device: torch.device | None = None,
     optimizer: OptimizerConfig | None = None,
     output_dtype: torch.dtype | None = None,
+    admit_every: int = 100,
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
@@ -80,6 +83,7 @@ def build_model(
         optimizer: steps the tables in the backward pass, for the training of a model that is not sharded; None gives
             TorchRec's collections.
         output_dtype: in which the rows of the tables enter the model, where `optimizer` is given; None means float32.
+        admit_every: steps between two admissions of new ids to tables that grow.
 
     Raises:
         ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec,
@@ -140,6 +144,7 @@ def build_model(
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
         semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic], width),
+        growing_ids=_growing_ids(schema, in_tables, admit_every),
         heads=heads,
     )
 
@@ -151,6 +156,19 @@ def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
     is_scaled = any(label.task == "regression" for label in schema.labels)
     moments = [(label.mean, label.deviation) for label in schema.labels] if is_scaled else None
     return Heads(len(schema.labels), config.experts, moments, schema.num_auxiliary)
+
+
+def _growing_ids(schema: DataSchema, features: list[FeatureSpec], every: int) -> GrowingIds | None:
+    """Maps the raw ids of the tables that grow."""
+    shared: dict[str, list[FeatureSpec]] = {}
+    for feature in features:
+        if feature.raw:
+            shared.setdefault(feature.table, []).append(feature)
+    tables = []
+    for name, members in shared.items():
+        own = schema.encodings.capacities[members[0].column]
+        tables.append(GrowingTable(name, own.capacity, [f.key for f in members], own.min_count))
+    return GrowingIds(tables, every) if tables else None
 
 
 def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str], width: int) -> SemanticIDEmbedding | None:

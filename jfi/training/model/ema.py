@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection, GrowingIds
 
 _FUSED = (FusedEmbeddingCollection, FusedEmbeddingBagCollection)
 
@@ -27,6 +27,7 @@ class ModelAverage(nn.Module):
         self._collections = [module for module in model.modules() if isinstance(module, _FUSED)]
         # A copy of the model is made with these in the place of its collections.
         averaged = {id(collection): collection.averaged() for collection in self._collections}
+        averaged |= {id(one): one for one in model.modules() if isinstance(one, GrowingIds)}  # one map for both
         self.module = copy.deepcopy(model, dict(averaged))
         tables = {p for collection in self._collections for p in collection.parameters()}
         averages = dict(self.module.named_parameters())

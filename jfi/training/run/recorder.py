@@ -17,6 +17,45 @@ SPEED = "samples_per_second"
 DATA = "data"
 
 
+class LineFile:
+    """A file of JSON objects, one a line, that is appended to.
+
+    Args:
+        path: of the file, which is made if it is not there.
+        length: bytes of it to keep.
+    """
+
+    def __init__(self, path: Path, length: int) -> None:
+        self._path = path
+        path.touch()
+        self._file = path.open("r+b")
+        self._digest = hashlib.sha256(self._file.read(length))
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    def append(self, record: dict) -> None:
+        """Appends a line."""
+        line = (json.dumps(record) + "\n").encode()
+        with naming(self._path):
+            self._file.write(line)
+            self._file.flush()
+        self._digest.update(line)
+
+    def length(self) -> int:
+        """Flushes the file to the disk and returns its length in bytes."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def sha256(self) -> str:
+        """Returns the checksum of the file, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 class Recorder:
     """Appends metrics to `metrics.jsonl`, truncated to the length in the checkpoint first, and to TensorBoard.
 
@@ -34,12 +73,8 @@ class Recorder:
         # Imported here: it takes seconds, and faults in the input should be reported before.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path, self._data, self._tracker = run.metrics, data, tracker
-        run.metrics.touch()
-        self._file = run.metrics.open("r+b")
-        self._digest = hashlib.sha256(self._file.read(length))
-        self._file.truncate(length)
-        self._file.seek(length)
+        self._data, self._tracker = data, tracker
+        self._file = LineFile(run.metrics, length)
         self._board = SummaryWriter(str(run.tensorboard), purge_step=step)
 
     def __enter__(self) -> "Recorder":
@@ -55,11 +90,7 @@ class Recorder:
         """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1), DATA: self._data}
-        line = (json.dumps(record) + "\n").encode()
-        with naming(self._path):
-            self._file.write(line)
-            self._file.flush()
-        self._digest.update(line)
+        self._file.append(record)
         for name, value in metrics.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
         self._board.add_scalar(f"{SPEED}/{split}", speed, step)
@@ -68,13 +99,11 @@ class Recorder:
 
     def length(self) -> int:
         """Flushes metrics.jsonl to the disk and returns its length in bytes."""
-        with naming(self._path):
-            os.fsync(self._file.fileno())
-        return self._file.tell()
+        return self._file.length()
 
     def sha256(self) -> str:
         """The checksum of metrics.jsonl, in hexadecimal."""
-        return self._digest.hexdigest()
+        return self._file.sha256()
 
 
 class SilentRecorder:

@@ -9,6 +9,7 @@ checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoints.
 tensorboard/    the same metrics for TensorBoard
 curves.png      metrics over the epochs
 attention.png   the attention of a few test samples, unless none of them has a history
+follow/         of a run that follows a log: its metrics, and the state of the log, see `jfi.follow.state`
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 

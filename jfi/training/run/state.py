@@ -70,7 +70,10 @@ class RunState:
         # Attention runs in the dtype of the rows. A CPU has no faster products of bfloat16.
         in_halves = config.training.precision == "bfloat16" and self.device.type == "cuda"
         output_dtype = torch.bfloat16 if in_halves else None
-        model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, output_dtype)
+        device, every = torch.device("meta"), config.training.admit_every
+        model = build_model(config.model, config.encoder, dataset.schema, device, fused, output_dtype, every)
+        #: Maps raw ids to the rows of tables that grow, or None.
+        self.growing = model.growing_ids
         tables = table_configs(model)
         if world.launched:
             self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
@@ -136,8 +139,12 @@ class RunState:
             fill_rows(self.model.state_dict()[self._tables[column]], rows[new], vectors[new])
             self._frozen.add(column, rows)
 
-    def restore(self, run: RunFolder) -> None:
+    def restore(self, run: RunFolder, best: bool = False) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
+
+        Args:
+            run: the run.
+            best: whether to load the tensors of the best epoch's checkpoint, with the progress of the last one.
 
         Raises:
             ConfigError: progress.json or the tensors are missing or damaged, metrics.jsonl is shorter than at the
@@ -158,6 +165,7 @@ class RunState:
         state = self._state()
         if not same_world:
             del state["random"]
+        path = run.checkpoints / progress.best_checkpoint if best else path
         try:
             load_checkpoint(path, state, self.world)
         except DamagedCheckpointError as fault:

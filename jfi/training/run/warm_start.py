@@ -21,6 +21,8 @@ from jfi.training.defaults import with_bias
 from jfi.training.model.build_model import build_model, shards_of, table_configs
 from jfi.training.run.best_epoch import BestEpoch
 
+#: Before the names of the maps of tables that grow.
+_MAPS = "growing_ids.maps."
 #: Where a row of a table has no row in the other run.
 FRESH = -1
 
@@ -34,7 +36,8 @@ def warm_start(
     """Copies the parameters of the best epoch of a run into those of a new model.
 
     A table's row is copied where the other run knows its value. A table without a vocabulary, such as that of
-    quantiles, is copied by id if it has as many rows. All rows that are not copied, and tables that the other run
+    quantiles, is copied by id if it has as many rows; one that grows with the map of its ids, if the capacity is the
+    same. All rows that are not copied, and tables that the other run
     lacks, stay as they are. All other parameters must be in both, with the same shapes.
 
     Args:
@@ -128,8 +131,11 @@ def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) 
     column = next(spec.column for spec in schema.features if spec.table == table.name)
     new, old = (one.encodings.vocabularies.get(column) for one in (schema, other))
     if new is None or old is None:
-        rows = next(spec.num_embeddings for spec in other.features if spec.table == table.name)
-        same = new is None and old is None and rows == table.num_embeddings
+        (rows, was_raw), (_, is_raw) = (
+            next((spec.num_embeddings, spec.raw) for spec in one.features if spec.table == table.name)
+            for one in (other, schema)
+        )
+        same = new is None and old is None and rows == table.num_embeddings and was_raw == is_raw
         return np.arange(rows) if same else np.full(table.num_embeddings, FRESH)
     found = pc.index_in(as_array(new.values), value_set=as_array(old.values))
     # Row 0 is that of unknown values in both.
@@ -200,6 +206,11 @@ def _check_shapes(
                     f"training.warm_start: '{table.name}' is {table.embedding_dim} wide, in {path} {width}; use the "
                     "same model.embedding_dim and widths of data.features"
                 )
+        elif name.startswith(_MAPS) and shapes.get(name) != tuple(value.shape):
+            column = name.removeprefix(_MAPS).split(".")[0]
+            raise ConfigError(
+                f"training.warm_start: '{column}' has a capacity that it has not in {path}; use the same data.features"
+            )
         elif name not in shapes:
             raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model, encoder and labels")
         elif tuple(value.shape) != shapes[name]:

@@ -31,7 +31,7 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
         if spec.semantic:
             found.append(Categorical(columns.item_sids()))
         elif spec.of == "event":
-            name, kind = f"key-{number}", id_type(spec.num_embeddings)
+            name, kind = f"key-{number}", id_type(spec.num_ids)
 
             def new_array(count: int, name: str = name, kind: type = kind) -> np.ndarray:
                 return columns.new(name, kind, count)
@@ -70,14 +70,14 @@ def encode_dense(columns: Columns, schema: DataSchema) -> Dense:
     return stack("user"), stack("item"), contexts
 
 
-def id_type(num_embeddings: int) -> type[np.signedinteger]:
-    """The smallest type of ids below `num_embeddings`."""
-    return next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if num_embeddings - 1 <= np.iinfo(kind).max)
+def id_type(num_ids: int) -> type[np.signedinteger]:
+    """The smallest type of ids below `num_ids`."""
+    return next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if num_ids - 1 <= np.iinfo(kind).max)
 
 
 def known_items(schema: DataSchema, columns: Sequence[Categorical], events: Events) -> np.ndarray:
-    """The items of the training split that have an id of their own, or with hash buckets all of them."""
-    if schema.item_key in schema.encodings.buckets:  # any value has a bucket
+    """The items of the training split that have an id of their own, or all of them where ids are hashed."""
+    if schema.item_key not in schema.encodings.vocabularies:
         return np.flatnonzero(count_training(events.item, events.split, int(events.item.max()) + 1))
     ids = next(ids.ids for spec, ids in zip(schema.features, columns, strict=False) if spec.key == schema.item_key)
     return np.flatnonzero(ids != UNKNOWN)

@@ -12,7 +12,7 @@ from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.events.groups import HALF_LIVES, similar_window
 from jfi.utils.arguments import module_name
-from jfi.utils.encoding import UNKNOWN, HashBuckets
+from jfi.utils.encoding import UNKNOWN, HashBuckets, HashedIds
 
 
 def learn_schema(columns: Columns) -> DataSchema:
@@ -102,6 +102,8 @@ def _learn_keys(
     many = column.offsets is not None
     if feature.hash_buckets is not None:
         encodings.buckets[name] = HashBuckets(feature.hash_buckets)
+    elif feature.capacity is not None:
+        encodings.capacities[name] = HashedIds(feature.capacity, feature.min_count)
     else:
         encodings.vocabularies[name] = learn_vocabulary(
             column, train, feature.min_count, feature.max_values, encodings.defaults.get(name)
@@ -110,21 +112,22 @@ def _learn_keys(
     if many and feature.default is not None:
         raise DataError(f"data.features '{name}' has a default, but its rows are lists; a default is a single value")
     role = "context" if of == "event" else of
-    own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, width=feature.width)]
+    raw = {"width": feature.width, "raw": feature.capacity is not None}
+    own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, **raw)]
     if many:
         slots = range(min(columns.config.max_slots, column.longest(train > 0)))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
-    common = {"of": of, "width": feature.width}
+    common = {"of": of, **raw}
     history = [FeatureSpec(key, "history", name, module_name(name), num_ids, slot=slot, **common) for key, slot in keys]
     return own, history
 
 
 def _titles(columns: Columns, encodings: Encodings) -> Strings | None:
     item = columns.config.item
-    if item in encodings.buckets:
-        return None  # items that share a bucket have no one title
+    if item not in encodings.vocabularies:
+        return None  # items that share a bucket have no one title, and raw ids have no order
     ids = encode(columns.categories(item, "item"), encodings.vocabularies[item]).ids
     # In the order of the ids, which sort by number where all of training's are integers; the items may not.
     by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]

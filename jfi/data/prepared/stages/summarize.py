@@ -62,7 +62,8 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
         missing={name: share for name, share in missing.items() if share},
         unseen=unseen,
         vocabulary_sizes={name: len(known.values) for name, known in encodings.vocabularies.items()}
-        | {name: known.num_buckets for name, known in encodings.buckets.items()},
+        | {name: known.num_buckets for name, known in encodings.buckets.items()}
+        | {name: known.capacity for name, known in encodings.capacities.items()},
         warnings=[
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),

@@ -1,0 +1,159 @@
+"""The rows of users that a run keeps: the newest ones of each, with the columns that histories read.
+
+A record holds them as they come, and not as ids of the run's encoding: a hash or an interval of quantiles cannot be
+turned back into the value, and a value that is new today may have a row of a growing table tomorrow.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data.io.arrays import TEXT, TEXTS, is_list
+from jfi.data.io.blocks import DROP
+from jfi.data.io.table import Table
+from jfi.data.prepared.stages.encode_columns import has_lists
+from jfi.data.prepared.stages.read import raw_columns
+from jfi.data.schema.rules import parse_rule
+
+#: The column that tells whether a row is an event of histories.
+IN_HISTORY = "jfi: in history"
+#: Events older than the newest `max_history` that stay, for late rows; and rows that are no events of histories, by
+#: which repeated ones are known.
+MARGIN, OTHERS = 64, 256
+_RECORD = b"h"
+Get = Callable[[Sequence[bytes]], list[bytes | None]]
+
+
+class Records:
+    """Makes records of the rows of a log, and tables of records.
+
+    Args:
+        config: the section `data` of a run, with the meaning of its columns.
+        schema: of the run.
+    """
+
+    def __init__(self, config: DataConfig, schema: DataSchema) -> None:
+        self._config, self._keep = config, schema.max_history + MARGIN
+        apart = {*config.names("context")} - {*config.names("event")} | {config.title}
+        #: The columns that histories read, each with whether it holds numbers and whether it holds lists.
+        self.columns = [
+            (one.name, one.kind == "number", has_lists(schema, one.name))
+            for one in raw_columns(config)
+            if one.name not in apart
+        ]
+        kinds = [pa.float64() if numeric else TEXTS if lists else TEXT for _, numeric, lists in self.columns]
+        fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8())]
+        self.schema = pa.schema([*fields, *zip([name for name, _, _ in self.columns], kinds, strict=True)])
+
+    def read(self, table: Table) -> tuple[pa.Array, pa.Table]:
+        """Returns the users of rows and what records keep of these, with times in seconds.
+
+        Raises:
+            DataError: a column is missing or malformed.
+        """
+        config = self._config
+        users, items = (table.ids(name, DROP) for name in (config.user, config.item))
+        times = table.times(config.timestamp, config.timestamp_unit)
+        in_history = np.ones(len(table), np.int8)
+        if config.history is not None:
+            in_history[:] = parse_rule(config.history).holds(table) == 1
+        columns = [items, pa.array(times), pa.array(in_history)]
+        for name, numeric, lists in self.columns:
+            if numeric:
+                columns.append(pa.array(table.numbers(name)))
+                continue
+            values = table.categories(name, config.separators())
+            if is_list(values.type) != lists:
+                if values.null_count < len(values):
+                    kinds = ("one value a row", "lists of values")
+                    raise DataError(
+                        f"{table.name}: column '{name}' has {kinds[not lists]}, but in training it had {kinds[lists]}"
+                    )
+                values = pa.nulls(len(table), TEXTS if lists else TEXT)
+            columns.append(values)
+        return users, pa.Table.from_arrays(columns, schema=self.schema)
+
+    def of(self, get: Get, users: Sequence[str]) -> tuple[np.ndarray, pa.Table]:
+        """Returns the rows of distinct users in the store, by time, and for each the number of its user `[N]` int64."""
+        found, counts = [], np.zeros(len(users), np.int64)
+        for number, value in enumerate(get([_key(user) for user in users])):
+            if value is not None:
+                found.append(pa.ipc.read_record_batch(pa.py_buffer(value), self.schema))
+                counts[number] = len(found[-1])
+        return np.repeat(np.arange(len(users)), counts), pa.Table.from_batches(found, self.schema)
+
+    def merged(
+        self, users: Sequence[str], old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]
+    ) -> Iterable[tuple[bytes, bytes]]:
+        """Yields the records of distinct users, with their keys, of the rows before and of new ones.
+
+        Args:
+            users: distinct users.
+            old, new: the number of each row's user `[N]`, and the rows.
+        """
+        user = np.concatenate([old[0], new[0]])
+        rows = pa.concat_tables([old[1], new[1]])
+        time, other = rows[self._config.timestamp].to_numpy(), rows[IN_HISTORY].to_numpy() == 0
+        order = np.lexsort((_ranks(rows[self._config.item]), time, user))
+        user, other = user[order], other[order]
+        stays = np.zeros(len(order), bool)
+        for mask, most in ((~other, self._keep), (other, OTHERS)):
+            own = np.flatnonzero(mask)
+            counts = np.bincount(user[own], minlength=len(users))
+            from_end = np.cumsum(counts)[user[own]] - np.arange(len(own))
+            stays[own[from_end <= most]] = True
+        counts = np.bincount(user[stays], minlength=len(users))
+        kept = rows.take(pa.array(order[stays])).combine_chunks()
+        (batch,) = kept.to_batches() or [pa.RecordBatch.from_pylist([], self.schema)]
+        ends = np.cumsum(counts)
+        for number in np.flatnonzero(counts):
+            own = batch.slice(int(ends[number] - counts[number]), int(counts[number]))
+            yield _key(users[number]), own.serialize().to_pybytes()
+
+    def repeated(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]) -> np.ndarray:
+        """`[N]` bool, the new rows whose user, item and time another row has, an old one or a new one before it.
+
+        Of a user with as many events as are kept, a row that is as old as the oldest of these, or older, counts as
+        repeated, too: it is not known whether it was there.
+        """
+        user, time = np.concatenate([old[0], new[0]]), _join(old[1], new[1], self._config.timestamp).to_numpy()
+        item = _ranks(_join(old[1], new[1], self._config.item))
+        order = np.lexsort((item, time, user))  # stable: an old row comes before an equal new one
+        again = np.zeros(len(order), bool)
+        same = [values[order[1:]] == values[order[:-1]] for values in (user, time, item)]
+        again[order[1:]] = np.all(same, axis=0)
+        is_event = old[1][IN_HISTORY].to_numpy() == 1
+        of_events, times = old[0][is_event], old[1][self._config.timestamp].to_numpy()[is_event]
+        size = int(max(user.max(initial=-1) + 1, 0))
+        oldest = np.full(size, np.inf)
+        np.minimum.at(oldest, of_events, times)
+        oldest[np.bincount(of_events, minlength=size) < self._keep] = -np.inf
+        return again[len(old[0]) :] | (time[len(old[0]) :] <= oldest[new[0]])
+
+
+def number_users(users: pa.Array) -> tuple[np.ndarray, list[str]]:
+    """Returns for each row the number of its user `[N]` int64, and the distinct users."""
+    encoded = users.cast(TEXT).dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+
+
+def _join(old: pa.Table, new: pa.Table, name: str) -> pa.ChunkedArray:
+    return pa.chunked_array([*old[name].chunks, *new[name].chunks], new.schema.field(name).type)
+
+
+def _ranks(texts: pa.ChunkedArray) -> np.ndarray:
+    """`[N]` int64, the place of each text among the sorted distinct ones."""
+    encoded = texts.combine_chunks().dictionary_encode()
+    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+    rank = np.empty(len(encoded.dictionary), np.int64)
+    rank[pc.array_sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(rank))
+    return rank[encoded.indices.to_numpy()]
+
+
+def _key(user: str) -> bytes:
+    """The key of a user's record; a digest, since a text may be longer than a key."""
+    return _RECORD + hashlib.blake2b(user.encode(), digest_size=16).digest()

@@ -1,0 +1,169 @@
+"""The rows of a part as a dataset: which of them count, and their histories and statistics of the past."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
+from jfi.data.io.blocks import read_table
+from jfi.data.io.table import Table
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.follow.parts import Part
+from jfi.follow.records import IN_HISTORY, number_users
+from jfi.follow.state import LogState
+from jfi.follow.statistics import CountedRows
+from jfi.history_policies import Policy
+
+#: The splits of a part's samples, which are the same ones: only batches of "train" have `data.oov_dropout`.
+SCORED, TRAINED = "rows", "train"
+
+
+@dataclass
+class Counts:
+    """The rows of a part.
+
+    Args:
+        rows: of the file, but for those that `data.null_ids: drop` leaves out.
+        repeated: left out, since a row with the same user, item and time was there.
+        too_old: left out, since they are further behind the newest row before the part than is allowed.
+        late: older than that row, and trained on.
+        labeled: the samples.
+    """
+
+    rows: int = 0
+    repeated: int = 0
+    too_old: int = 0
+    late: int = 0
+    labeled: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Settings by which the rows of parts are read.
+
+    Args:
+        config: the section `data` of the run, with the meaning of its columns.
+        schema: of the run.
+        policy: of the run, or None.
+        late_seconds: a row that is further behind the newest row before its part is left out.
+    """
+
+    config: DataConfig
+    schema: DataSchema
+    policy: Policy | None
+    late_seconds: float
+
+    def columns(self) -> set[str]:
+        """Returns the columns that a part must have."""
+        config = self.config
+        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
+        return config.columns(of_interactions=True) - made
+
+
+class PartRows:
+    """Reads a part into a dataset, and changes the records of its users and the counters.
+
+    Args:
+        part: of the log.
+        types: by column those that the parts before it had; none for the first part.
+        state: of the log before the part.
+        reading: settings.
+        folder: an empty folder for the files of the dataset.
+
+    Raises:
+        DataError: a fault in the part, as one line that names it; the state is as it was.
+    """
+
+    def __init__(self, part: Part, types: dict[str, str], state: LogState, reading: Reading, folder: Path) -> None:
+        self._reading, self._state = reading, state
+        self.counts = Counts()
+        #: Its splits have the labeled rows, in the order of time; None if there are none.
+        self.dataset: InteractionDataset | None = None
+        config, wanted = reading.config, reading.columns()
+        table = read_table(str(part.path), wanted, config, "--follow")
+        self.types = _check_types(part, table, wanted, types)
+        users, rows = state.records.read(table)
+        self.counts.rows = len(rows)
+        user, names = number_users(users)
+        old = state.records.of(state.overlay.get, names)
+        kept = self._choose(old, (user, rows), config.timestamp)
+        new = user[kept], rows.take(pa.array(kept))
+        time = new[1][config.timestamp].to_numpy()
+        #: Time of the oldest and of the newest row that counts.
+        self.oldest, self.newest = float(time.min(initial=np.inf)), float(time.max(initial=-np.inf))
+        if len(kept):
+            data = _with_times(table.data.take(pa.array(kept)), config, new[1])
+            try:
+                self._read(data, _history(config, names, old), folder)
+            except DataError as fault:
+                state.overlay.drop_part()
+                raise DataError(f"{part.path}: {fault}") from fault
+        state.overlay.put(state.records.merged(names, old, new))
+
+    def _choose(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str) -> np.ndarray:
+        """Returns the rows of the part that count `[N]` int64."""
+        times, newest = new[1][time].to_numpy(), self._state.place.newest
+        too_old = times < newest - self._reading.late_seconds
+        repeated = self._state.records.repeated(old, new) & ~too_old
+        counts = ~(too_old | repeated)
+        self.counts.too_old, self.counts.repeated = int(too_old.sum()), int(repeated.sum())
+        self.counts.late = int((counts & (times < newest)).sum())
+        return np.flatnonzero(counts)
+
+    def _read(self, rows: pa.Table, history: pa.Table, folder: Path) -> None:
+        reading, state, past = self._reading, self._state, None
+        config = replace(reading.config, timestamp_unit="s", oov_dropout=0.0, batching="sample")
+        if config.history is not None:
+            config = replace(config, history=f"'{IN_HISTORY}' == 1")
+        if state.counters is not None:
+            past = CountedRows(state.overlay, state.counters, state.layout, reading.schema)
+        sources = Sources(rows, history, config.users, config.items, config.semantic_ids)
+        options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
+        found = ScoringRows(sources, folder, reading.schema, config, **options)
+        arrays = found.dataset.arrays()
+        samples = arrays.samples["rows"]
+        samples = samples[~np.isnan(arrays.events.label[samples])]
+        samples = samples[np.argsort(arrays.events.time[samples], kind="stable")]
+        self.counts.labeled = len(samples)
+        if len(samples):
+            arrays = replace(arrays, samples={SCORED: samples, TRAINED: samples})
+            dropout = reading.config.oov_dropout
+            self.dataset = InteractionDataset(arrays, reading.schema, dropout, policy=reading.policy)
+
+    def times(self) -> np.ndarray:
+        """`[N]` float64, those of the samples, ascending."""
+        arrays = self.dataset.arrays()
+        return arrays.events.time[arrays.samples[SCORED]]
+
+
+def _check_types(part: Part, table: Table, wanted: set[str], before: dict[str, str]) -> dict[str, str]:
+    for name in sorted(wanted):
+        table.require(name)
+    types = {name: str(table.data.schema.field(name).type) for name in sorted(wanted)}
+    for name, kind in types.items():
+        if before.get(name, kind) != kind:
+            raise DataError(f"{part.path}: column '{name}' has type {kind}, but {before[name]} in the parts before")
+    return types
+
+
+def _with_times(rows: pa.Table, config: DataConfig, kept: pa.Table) -> pa.Table:
+    """Returns rows with times in seconds, and with the column that tells which are events of histories."""
+    rows = rows.drop_columns([config.timestamp])
+    for name in (config.timestamp, IN_HISTORY):
+        rows = rows.append_column(name, kept[name])
+    return rows
+
+
+def _history(config: DataConfig, users: Sequence[str], old: tuple[np.ndarray, pa.Table]) -> pa.Table:
+    """Returns the events of histories before the part, with the columns of the log."""
+    user, rows = old
+    events = np.flatnonzero(rows[IN_HISTORY].to_numpy() == 1)
+    rows = rows.take(pa.array(events))
+    names = pa.array(users, pa.large_string()).take(pa.array(user[events]))
+    rows = rows.append_column(config.user, names) if config.user not in rows.column_names else rows
+    if config.weight is not None and config.weight not in rows.column_names:  # no sample reads it
+        rows = rows.append_column(config.weight, pa.array(np.ones(len(rows))))
+    return rows

@@ -1,0 +1,230 @@
+"""Starts and resumes a run that follows a log."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from jfi.data.batches.choose_events import load_policy
+from jfi.data.prepared.sources import column_settings
+from jfi.follow.loop import Follower, Hook, LogPlace
+from jfi.follow.parts import Part, PartFolder, Parts
+from jfi.follow.rows import PartRows, Reading
+from jfi.follow.state import LogState, open_state
+from jfi.training import ConfigError
+from jfi.training.config import Config
+from jfi.training.distributed.processes import World, join_world
+from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
+from jfi.training.run.recorder import LineFile
+from jfi.training.run.run_data import learnt_files, load_schema, own_policy
+from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_position import check_config, last_progress
+from jfi.utils.errors import InputError
+from jfi.utils.files import temporary_folder
+
+#: Seconds between two looks at the folder, and between two looks for a signal meanwhile.
+_POLL, _TICK = 1.0, 0.1
+
+
+def follow(
+    run_dir: str | Path,
+    folder: str | Path | Parts,
+    *,
+    until_idle: bool = False,
+    checkpoint_seconds: float = 0.0,
+    late_seconds: float = 86400.0,
+    hook: Callable[[Follower], Hook] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Trains a run that has ended on a log that grows, part by part, each scored before it is trained on.
+
+    The parts are Parquet files with the columns of the run's interactions, in the order of their names. Their rows are
+    trained in the order of (time, user, item). Histories and statistics of the past are those of the run's own
+    interactions and of all parts before. A row whose user, item and time another row has counts once. A late row, older
+    than the newest row of the parts before, is trained on and joins its user's history at its time; one that is more
+    than `late_seconds` older is left out.
+
+    Args:
+        run_dir: folder of a run of `jfi train` that has ended; its best epoch is where the first part begins.
+        folder: of the parts, or another source of them.
+        until_idle: whether to end when no further part is there, instead of waiting for one.
+        checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
+        late_seconds: see above.
+        hook: makes, of the run as it begins, what is told of each step and each part; or None.
+        clock: seconds that only grow; another one in tests.
+
+    Returns:
+        The number of parts that were trained on.
+
+    Raises:
+        ConfigError, DataError: a fault in the run or a part; the run is at the end of the part before.
+        FloatingPointError: training has diverged; the run is at its last checkpoint.
+        Interrupted: SIGINT or SIGTERM; the run is at its last checkpoint.
+    """
+    if folder == "":
+        raise ConfigError("--follow: got '', must be a folder of Parquet files")
+    run, config = RunFolder.open(run_dir)
+    run.check_links()
+    with join_world(config.training.device) as world:
+        if world.launched:
+            raise ConfigError("--follow: a run under torchrun cannot follow a log; start it without torchrun")
+        parts = PartFolder(Path(folder)) if isinstance(folder, str | Path) else folder
+        with writing_run(run.path, world):
+            check_config(run, config)
+            _check(run, config)
+            return _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock).go(until_idle, hook)
+
+
+def _check(run: RunFolder, config: Config) -> None:
+    """Raises ConfigError if the run cannot follow a log."""
+    name = f"--resume {run.path}"
+    path, progress = last_progress(run)
+    if path is None or not progress.best_step or (not progress.follow and not progress.finished(config.training)):
+        raise ConfigError(f"{name}: the run has not ended; --follow begins where it ends, so go on without it first")
+    if progress.world_size:
+        raise ConfigError(f"{name}: the run was started with torchrun; --follow needs one without")
+    if config.data.source == "table" and config.data.label is None:
+        raise ConfigError(f"{name}: data.label is null, and --follow draws no negatives; name a label")
+    if config.training.cuda_graph == "always":
+        raise ConfigError(f"{name}: training.cuda_graph is always, and steps of --follow run eagerly; set auto")
+
+
+class _Following:
+    """A run, its state of the log, and its place in it."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Config,
+        world: World,
+        parts: Parts,
+        late_seconds: float,
+        checkpoint_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.run, self._parts, self._seconds, self._clock = run, parts, checkpoint_seconds, clock
+        self._folder = run.path / "follow"
+        self._log = self._folder / "metrics.jsonl"
+        schema, settings = load_schema(run), column_settings(config.data)
+        policy = load_policy(own_policy(run, config).data)
+        self._reading = Reading(settings, schema, policy, late_seconds)
+        self.trainer = Follower(config, schema, world, self._reading, clock)
+        self._data = config.data
+
+    def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
+        """Follows the log, and returns the number of parts that were trained on."""
+        trainer = self.trainer
+        begins = not last_progress(self.run)[1].follow
+        trainer.restore(self.run, best=begins)
+        if begins:  # an evaluation follows an admission
+            trainer.progress.admitted_step = trainer.progress.step
+        trainer.progress.files = learnt_files(self.run)
+        trainer.hook = None if hook is None else hook(trainer)
+        place = self._saved = trainer.place
+        self._folder.mkdir(exist_ok=True)
+        known = _read_log(self._log, place)
+        count, self._since = len(known), self._clock()
+        with (
+            closing(open_state(self._folder / "state", self._data, self._reading.schema)) as state,
+            closing(LineFile(self._log, place.log_length if place else 0)) as trainer.lines,
+            stop_on_signals() as stop,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            self._catch_up(state, place, known)
+            try:
+                while (is_trained := self._go_on(state, known, stop)) or not until_idle:
+                    if not is_trained:
+                        self._wait(stop)
+                if trainer.hook is not None:
+                    trainer.hook.close()
+            finally:
+                self._draw()
+        return len(known) - count
+
+    def _go_on(self, state: LogState, known: dict[str, Part], stop: StopRequest) -> bool:
+        """Trains on the next part; returns whether there was one."""
+        trainer = self.trainer
+        try:
+            stop.check(self.run.path, trainer.world)
+            found = self._parts.following(known, trainer.place.part if trainer.place else "")
+            part = self._parts.part(found[0].name) if found else None
+            if part is not None:
+                line = trainer.run_part(part, state, self.run, stop)
+                known[part.name] = part
+                print(_describe(line), flush=True)
+        except (InputError, Interrupted):
+            # In the middle of a part the run goes back to its last checkpoint; a fault of a file has changed nothing.
+            if not trainer.is_within_part:
+                self._checkpoint(state)
+            raise
+        if part is None or self._clock() - self._since >= self._seconds:
+            self._checkpoint(state)
+        return part is not None
+
+    def _checkpoint(self, state: LogState) -> None:
+        if self.trainer.place != self._saved:
+            self.trainer.checkpoint(self.run, state)
+            self._saved, self._since = self.trainer.place, self._clock()
+
+    def _draw(self) -> None:
+        from jfi.follow.plot import draw_windows  # only pictures need matplotlib
+
+        windows = [self.trainer.windows.metrics(kind) for kind in ("hour", "day")]
+        draw_windows(self._log, windows, self._folder / "metrics.png")
+
+    def _wait(self, stop: StopRequest) -> None:
+        end = time.monotonic() + _POLL
+        while time.monotonic() < end:
+            stop.check(self.run.path, self.trainer.world)
+            time.sleep(_TICK)
+
+    def _catch_up(self, state: LogState, place: LogPlace | None, known: dict[str, Part]) -> None:
+        """Adds to the state the parts that the checkpoint has and the state lacks, without training on them."""
+        last, at = place.part if place else "", state.place.part
+        if at == last:
+            return
+        if at > last:
+            what = f"the state of the log is at {at}, and the last checkpoint at {last or 'the begin'}"
+            raise ConfigError(f"{self.run.path}: {what}; remove {self._folder / 'state'} to make it anew")
+        for name in [name for name in known if name > at]:
+            part = self._parts.part(name)
+            if part.sha256 != known[name].sha256:
+                raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
+            with temporary_folder(".jfi-") as folder:
+                rows = PartRows(part, {}, state, replace(self._reading, late_seconds=place.late_seconds), folder)
+                state.end_part(name, rows.newest)
+        state.commit()
+
+
+def _read_log(path: Path, place: LogPlace | None) -> dict[str, Part]:
+    """Returns by name the parts that a run has trained on, in their order.
+
+    Raises:
+        ConfigError: the file is not what it was at the checkpoint.
+    """
+    if place is None:
+        return {}
+    content = path.read_bytes()[: place.log_length] if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != place.log_sha256:
+        raise ConfigError(f"{path}: the first {place.log_length} bytes are not those at the checkpoint; restore it")
+    lines = map(msgspec.json.decode, content.splitlines())
+    return {
+        line["part"]: Part(line["part"], Path(line["part"]), line["size"], line["modified"], line["sha256"])
+        for line in lines
+        if "part" in line
+    }
+
+
+def _describe(line: dict) -> str:
+    """Returns a line about a part."""
+    counts = [f"{line['rows']:,} rows"]
+    names = {"repeated": "repeated", "late": "late", "too_old": "too old and left out"}
+    counts += [f"{line[name]:,} {text}" for name, text in names.items() if line[name]]
+    shown = [f"{name} {line[name]:.4f}" for name in ("ne", "auc", "rmse", "all_ne", "all_auc") if line.get(name)]
+    return f"{line['part']}: {', '.join(counts)}; {', '.join(shown) or 'no labeled row'}"

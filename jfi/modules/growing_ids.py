@@ -1,0 +1,390 @@
+"""Ids without a vocabulary: rows of a table go to ids as they come, and begin anew for others."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LRU_EvictionPolicy
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jfi.modules import lookups
+from jfi.modules.validation import require_keys
+from jfi.utils.arguments import (
+    MAX_ROWS,
+    check_choice,
+    check_device,
+    check_int,
+    check_keys,
+    check_type,
+    module_name,
+    shown,
+)
+
+Evict = Literal["lru", "lfu"]
+
+#: Row of all ids without a row of their own, and the id that is missing.
+SHARED_ROW = MISSING = 0
+PADDING = -1
+#: Stands, in the ascending ids of a table, for the rows without an owner: no id can have this number.
+_NO_ID = torch.iinfo(torch.int64).max
+#: Recorded ids of a table that are kept as they came; more are counted by id.
+_MAX_RECORDED = 2**24
+#: Multipliers and the increment of SplitMix64, as int64: see `jfi.utils.encoding.mix`.
+_INCREMENT, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class GrowingTable:
+    """A table whose rows are given to ids as they come.
+
+    Attributes:
+        name: of the table.
+        capacity: rows of the table, the shared row 0 included: `capacity - 1` ids have a row of their own at a time.
+        feature_names: keys of its ids.
+        min_count: how often an id must occur between two admissions to get a row.
+        evict: which ids lose their rows where new ones need them: "lru", those that have not occurred for the longest
+            time; "lfu", those with the fewest occurrences, divided by the time since the last one.
+    """
+
+    name: str
+    capacity: int
+    feature_names: list[str]
+    min_count: int = 1
+    evict: Evict = "lru"
+
+    def __post_init__(self) -> None:
+        check_type("name of GrowingTable", self.name, str, "a str")
+        of = f" of GrowingTable '{self.name}'"
+        check_int("capacity" + of, self.capacity, least=2, most=MAX_ROWS)
+        check_keys("feature_names" + of, self.feature_names, may_be_empty=False)
+        check_int("min_count" + of, self.min_count, most=MAX_ROWS)
+        check_choice("evict" + of, self.evict, get_args(Evict))
+
+
+class GrowingIds(nn.Module):
+    """Maps raw ids, any int64, to the rows of tables that grow and forget.
+
+    A vocabulary fixes at the start which ids have a row. Here a table has a capacity, and an id gets a row once it has
+    occurred often enough; where the table is full, the rows of ids that occur no more begin anew for it. Row 0 is
+    shared by the ids without a row: a missing one, 0, those not admitted, and those evicted.
+
+        #                    raw ids                  rows
+        # "item"             [90071]     [0]    ->    [3]       [0]
+        # "history_item"  [90071, 515]    []    ->    [3, 0]     []     <- 515 has no row yet
+
+    `forward` maps and changes nothing. In training `record` takes the raw ids of each step, and `admit` gives rows to
+    new ids by all that was recorded since the last admission, after which the rows with a new owner must begin anew
+    (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). Which ids are evicted decide TorchRec's
+    eviction policies. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
+    so that it can be part of a captured step: its buffers stay where they are.
+
+    The map is in the `state_dict`; ids recorded since the last admission are not: call `admit` before a checkpoint.
+    In a process group every process records its own batches and has the same map: all call `admit` together.
+
+    Args:
+        tables: the tables; those of other features of a batch need no entry.
+        every: steps between two admissions, see `is_due`.
+        device: of the maps.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
+    Example:
+        >>> growing = GrowingIds([GrowingTable("item", 4, ["item", "history_item"], min_count=2)])
+        >>> ids = KeyedJaggedTensor(
+        ...     keys=["item", "history_item"],
+        ...     values=torch.tensor([90071, 0, 90071, 515]),
+        ...     lengths=torch.tensor([1, 1, 2, 0]),
+        ... )
+        >>> growing(ids).values()
+        tensor([0, 0, 0, 0])
+        >>> growing.record(ids)
+        >>> growing.admit()
+        {'item': tensor([3])}
+        >>> growing(ids).values()
+        tensor([3, 0, 3, 0])
+        >>> growing.ids("item")
+        tensor([    0,     0,     0, 90071])
+    """
+
+    def __init__(self, tables: list[GrowingTable], every: int = 100, device: torch.device | None = None) -> None:
+        super().__init__()
+        if not isinstance(tables, list) or not all(isinstance(table, GrowingTable) for table in tables):
+            raise TypeError(f"tables must be a list of GrowingTable, got {shown(tables)}")
+        if not tables:
+            raise ValueError("tables must have at least one GrowingTable, got none")
+        check_int("every", every, most=MAX_ROWS)
+        check_device("device", device)
+        names, keys = ([table.name for table in tables], [key for table in tables for key in table.feature_names])
+        for what, given in (("names", names), ("feature_names", keys)):
+            if repeated := sorted({one for one in given if given.count(one) > 1}):
+                raise ValueError(f"tables must have distinct {what}, got {repeated} more than once")
+        self.configs, self.every = list(tables), every
+        self._table_of_key = {key: table.name for table in tables for key in table.feature_names}
+        self.maps = nn.ModuleDict({module_name(table.name): _Map(table, device) for table in tables})
+
+    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Replaces raw ids by rows; nothing waits for the device.
+
+        Args:
+            ids: keys of growing tables with raw ids, and any others, which stay as they are. 0 is a missing id, and -1
+                padding, which stays -1.
+
+        Raises:
+            ValueError: the batch lacks a key.
+        """
+        maps = {name: self._map(name) for name in dict.fromkeys(self._table_of_key.values())}
+        return _mapped(ids, self._table_of_key, {name: (one.sorted_ids, one.rows) for name, one in maps.items()})
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether an admission is due after this step, counted from 1.
+
+        It is after every `every` steps and after steps 1, 2, 4 and so on below, so that a new run soon has rows.
+        """
+        return step > 0 and (step % self.every == 0 or (step < self.every and step & (step - 1) == 0))
+
+    @torch.no_grad()
+    def record(self, ids: KeyedJaggedTensor) -> None:
+        """Copies the raw ids of a training step; does nothing in evaluation mode, and does not wait for the device."""
+        if not self.training:
+            return
+        by_key = _by_key(ids, self._table_of_key)
+        for config in self.configs:
+            values = [by_key[key].values() for key in config.feature_names]
+            self._map(config.name).record(torch.cat(values).long())  # a copy
+
+    @torch.no_grad()
+    def admit(self) -> dict[str, Tensor]:
+        """Gives rows to the ids that were recorded since the last admission, where they have occurred often enough.
+
+        In a process group it is a collective. The result depends on the recorded ids and not on their order.
+
+        Returns:
+            By table the rows [M] with a new owner, ascending, of tables that have any.
+
+        Raises:
+            ValueError: a batch had more distinct ids than its table has rows; nothing is admitted.
+        """
+        recorded = {config.name: _merged_over_processes(*self._map(config.name).take()) for config in self.configs}
+        for config in self.configs:
+            if (most := recorded[config.name][2]) >= config.capacity:
+                raise ValueError(
+                    f"capacity of table '{config.name}' must be above the number of distinct ids of a batch, {most}, "
+                    f"got {config.capacity}"
+                )
+        found = {name: self._map(name).admit(ids, counts) for name, (ids, counts, _) in recorded.items()}
+        return {name: rows for name, rows in found.items() if len(rows)}
+
+    def ids(self, table: str) -> Tensor:
+        """Returns the raw id [capacity] of each row of a table; 0 for the shared row and rows without an owner."""
+        require_keys("tables", [config.name for config in self.configs], [table])
+        return self._map(table).ids()
+
+    def reset_parameters(self) -> None:
+        """Forgets all ids; needed after `to_empty()`."""
+        for one in self.maps.values():
+            one.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return ", ".join([f"{config.name}={config.capacity}" for config in self.configs] + [f"every={self.every}"])
+
+    def _map(self, table: str) -> "_Map":
+        return self.maps[module_name(table)]
+
+
+class _Map(nn.Module):
+    """The map of one table, in buffers that stay where they are; N is its capacity.
+
+    The last one of the N ids is always `_NO_ID`, whose row is the shared one: TorchRec's policies never evict the last.
+    """
+
+    def __init__(self, config: GrowingTable, device: torch.device | None) -> None:
+        super().__init__()
+        self._config = config
+        self._policy = DistanceLFU_EvictionPolicy() if config.evict == "lfu" else LRU_EvictionPolicy()
+        self._numbers = [name for name, is_of_table, _ in self._policy.metadata_info if is_of_table]
+        for name in (
+            "sorted_ids",
+            "rows",
+            *self._numbers,
+        ):  # [N], the ids ascending, the others in the order of the ids
+            self.register_buffer(name, torch.empty(config.capacity, dtype=torch.int64, device=device))
+        self.register_buffer("admissions", torch.empty((), dtype=torch.int64, device=device))
+        #: Ids of steps since the last admission; those that are counted already; distinct ids of the largest steps.
+        self._recorded: list[Tensor] = []
+        self._counted: tuple[Tensor, Tensor] | None = None
+        self._distinct: list[Tensor] = []
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.sorted_ids.fill_(_NO_ID)
+        self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
+        self.rows[-1] = SHARED_ROW
+        for name in (*self._numbers, "admissions"):
+            getattr(self, name).zero_()
+        self._recorded, self._counted, self._distinct = [], None, []
+
+    def record(self, ids: Tensor) -> None:
+        self._recorded.append(ids)
+        if ids.numel() >= self._config.capacity:
+            self._distinct.append(_count_distinct(ids))
+        if sum([one.numel() for one in self._recorded]) > _MAX_RECORDED:
+            self._count()
+
+    def _count(self) -> tuple[Tensor, Tensor]:
+        """Counts what was recorded by id."""
+        device = self.sorted_ids.device
+        ids = torch.cat([self.sorted_ids.new_empty(0), *[one.to(device) for one in self._recorded]])
+        ids = ids[~_is_none(ids)]
+        counts = torch.ones_like(ids)
+        if self._counted is not None:
+            ids, counts = torch.cat([self._counted[0], ids]), torch.cat([self._counted[1], counts])
+        self._recorded, self._counted = [], _sums_by_id(ids, counts)
+        return self._counted
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the distinct ids ascending, how often each was recorded, and the most of a step; forgets them."""
+        ids, counts = self._count()
+        most = torch.stack([x.to(ids.device) for x in self._distinct]).amax() if self._distinct else ids.new_zeros(())
+        self._counted, self._distinct = None, []
+        return ids, counts, most
+
+    def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Gives rows to ids, distinct and ascending, that have none; returns these rows, ascending."""
+        if not len(ids):
+            return ids
+        _, known = _find(self.sorted_ids, ids)
+        kept = known | (counts >= self._config.min_count)
+        # TorchRec's policies take the most frequent ids first.
+        counts, order = torch.sort(counts[kept], descending=True, stable=True)
+        ids = ids[kept][order]
+        index, known = _find(self.sorted_ids, ids)
+        self.admissions += 1
+        now, numbers = int(self.admissions), {name: getattr(self, name) for name in self._numbers}
+        evicted, admitted = self._policy.update_metadata_and_generate_eviction_scores(
+            now,
+            self._config.capacity,
+            order,
+            counts,
+            known,
+            index[known],
+            numbers,
+            {"last_access_iter": torch.full_like(ids, now)},
+        )
+        self.sorted_ids[evicted] = ids[~known][admitted]
+        rows = self.rows[evicted].sort().values
+        order = torch.argsort(self.sorted_ids, stable=True)
+        for buffer in (self.sorted_ids, self.rows, *numbers.values()):
+            buffer.copy_(buffer[order])
+        return rows
+
+    def ids(self) -> Tensor:
+        owners = torch.where(self.sorted_ids == _NO_ID, MISSING, self.sorted_ids)
+        return torch.zeros_like(owners).scatter_(0, self.rows, owners)
+
+
+def initial_rows(ids: Tensor, table: BaseEmbeddingConfig) -> Tensor:
+    """Returns new rows [M, D] float32 of ids [M], uniform within the bounds of the table's config.
+
+    A value depends only on the table's name, the id and the column, so it is the same in every run and on any device.
+
+    Example:
+        >>> from torchrec import EmbeddingConfig
+        >>> table = EmbeddingConfig(name="item", embedding_dim=3, num_embeddings=100, feature_names=["item"])
+        >>> initial_rows(torch.tensor([90071]), table)
+        tensor([[...]])
+    """
+    columns = torch.arange(table.embedding_dim, device=ids.device)
+    seeds = _mix(ids + zlib.crc32(table.name.encode()))
+    bits = _mix(seeds.unsqueeze(1) + columns) >> 40 & (2**24 - 1)
+    low, high = table.get_weight_init_min(), table.get_weight_init_max()
+    return bits.float() / 2**24 * (high - low) + low
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Returns `jfi.utils.encoding.mix` of int64, whose sums and products wrap around as those of uint64."""
+    state = state + _INCREMENT
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        state = (state ^ (state >> shift & (2 ** (64 - shift) - 1))) * factor
+    return state
+
+
+def _find(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where ids are among those of a table, and whether they are there; the last one is none."""
+    index = torch.searchsorted(sorted_ids[:-1], ids)
+    return index, (sorted_ids.take(index) == ids) & (ids != _NO_ID)
+
+
+def _is_none(ids: Tensor) -> Tensor:
+    return (ids == MISSING) | (ids == PADDING) | (ids == _NO_ID)
+
+
+def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTensor]:
+    check_type("ids", ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
+    require_keys("ids", ids.keys(), needed)
+    lookups.allow_no_samples(ids)
+    return ids.to_dict()
+
+
+@torch.fx.wrap
+def _mapped(
+    ids: KeyedJaggedTensor, table_of_key: dict[str, str], maps: dict[str, tuple[Tensor, Tensor]]
+) -> KeyedJaggedTensor:
+    """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
+    by_key = {}
+    for key, own in _by_key(ids, table_of_key).items():
+        values = own.values()
+        if key in table_of_key:
+            sorted_ids, rows = maps[table_of_key[key]]
+            index, is_known = _find(sorted_ids, values.long())
+            values = torch.where(is_known, rows.take(index), SHARED_ROW).to(values.dtype)
+            values = torch.where(own.values() == PADDING, PADDING, values)
+        by_key[key] = JaggedTensor(values, own.weights_or_none(), own.lengths_or_none(), own.offsets_or_none())
+    varies = ids.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=ids.keys(),
+        values=torch.cat([one.values() for one in by_key.values()]),
+        weights=ids.weights_or_none(),
+        lengths=ids.lengths_or_none(),
+        offsets=ids.offsets_or_none(),
+        stride=None if varies else ids.stride(),
+        stride_per_key_per_rank=ids.stride_per_key_per_rank() if varies else None,
+        length_per_key=ids.length_per_key(),
+        offset_per_key=ids.offset_per_key(),
+        jt_dict=by_key,
+        inverse_indices=ids.inverse_indices_or_none(),
+    )
+
+
+def _count_distinct(ids: Tensor) -> Tensor:
+    """Returns the number of distinct ids that can have a row, on their device."""
+    ids = torch.where(_is_none(ids), MISSING, ids).sort().values
+    return (ids.diff() != 0).sum() + 1 - (ids == MISSING).any().long()
+
+
+def _sums_by_id(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the distinct ids ascending, and the sum of the counts of each."""
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return distinct, torch.zeros_like(distinct).scatter_add_(0, inverse, counts)
+
+
+def _merged_over_processes(ids: Tensor, counts: Tensor, most: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Returns the ids that all processes have recorded, with their counts, and the most distinct ones of a step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
+        return ids, counts, int(most)
+    sizes = ids.new_empty(ranks, 2)
+    dist.all_gather(list(sizes.unbind()), torch.stack([most.new_tensor(len(ids)), most]))
+    longest, largest = sizes.amax(0).tolist()
+    own = ids.new_zeros(2, longest)  # counts of 0 behind the last id
+    own[:, : len(ids)] = torch.stack([ids, counts])
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(gathered, own)
+    ids, counts = torch.cat(gathered, dim=1)
+    return *_sums_by_id(ids[counts > 0], counts[counts > 0]), largest

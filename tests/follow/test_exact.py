@@ -1,0 +1,107 @@
+"""Batches of parts that are followed: those of the whole log in one go, bit for bit."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
+
+from jfi.data import Batch, DataConfig, load_dataset
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.sources import column_settings
+from jfi.events.groups import GROUPS
+from jfi.follow.parts import PartFolder
+from jfi.follow.rows import PartRows, Reading
+from jfi.follow.state import open_state
+
+#: The parts begin with a visit.
+BEGIN, BATCH = START + 6 * VISIT, 16
+CASES = {
+    "plain": {},
+    "statistics": {"statistics": list(GROUPS), "max_history": 6},
+    "auto": {"statistics": "auto"},
+    "history": {"statistics": list(GROUPS), "history": "rating >= 3"},
+    "labels": {"weight": "weight", "auxiliary_labels": ["rating >= 3", "rating >= 5"]},
+    "session": {"statistics": ["session", "user"], "session": "visit"},
+    "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},
+    "items": {"items": "items.parquet", "statistics": ["item", "user_category"]},
+    "milliseconds": {"timestamp_unit": "ms", "null_ids": "drop"},
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return make_rows(800)
+
+
+def batches_of_parts(config: DataConfig, schema, folder: Path, late: float = 0.0) -> Iterator[tuple[list[Batch], int]]:
+    """Yields the batches of each part, and its number of samples."""
+    settings, parts = column_settings(config), PartFolder(folder / "parts")
+    reading = Reading(settings, schema, None, late)
+    with closing(open_state(folder / "state", config, schema)) as state:
+        for number, part in enumerate(parts.following({}, "")):
+            (work := folder / f"work-{number}").mkdir()
+            found = PartRows(part, {}, state, reading, work)
+            yield list(found.dataset.batches("rows", BATCH)), found.counts.labeled
+            state.end_part(part.name, found.newest)
+            if number % 3 == 0:
+                state.commit()
+
+
+def batches_in_one_go(config: DataConfig, schema, folder: Path, sizes: list[int], log: pa.Table) -> list[list[Batch]]:
+    """Those of the rows of all parts, by way of `jfi predict`, in the order of time."""
+    (work := folder / "whole").mkdir()
+    sources = Sources(log, config.interactions, items=config.items)
+    found = ScoringRows(sources, work, schema, column_settings(config), trains=True)
+    arrays = found.dataset.arrays()
+    samples = arrays.samples["rows"]
+    samples = samples[~np.isnan(arrays.events.label[samples])]
+    samples = samples[np.argsort(arrays.events.time[samples], kind="stable")]
+    whole = []
+    for own in np.split(samples, np.cumsum(sizes)[:-1]):
+        dataset = dataclasses.replace(arrays, samples={"rows": own})
+        whole.append(list(type(found.dataset)(dataset, schema).batches("rows", BATCH)))
+    return whole
+
+
+def assert_same(found: Batch, wanted: Batch) -> None:
+    assert found.sparse_features.keys() == wanted.sparse_features.keys()
+    for name in ("dense_features", "labels", "weights"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), name
+    ids = found.sparse_features.to_dict(), wanted.sparse_features.to_dict()
+    for key in ids[0]:
+        assert torch.equal(ids[0][key].lengths(), ids[1][key].lengths()), key
+        assert torch.equal(ids[0][key].values(), ids[1][key].values()), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_have_the_batches_of_the_whole_log(case, rows, tmp_path):
+    known = sum(row["timestamp"] < BEGIN for row in rows)
+    scale = 1000 if "timestamp_unit" in CASES[case] else 1
+    rows = [row | {"timestamp": row["timestamp"] * scale} for row in rows]
+    write(tmp_path / "log.parquet", rows[:known])
+    write_parts(tmp_path / "parts", rows[known:], 10)
+    config = dataclasses.replace(config_of(tmp_path / "log.parquet", tmp_path).data, **CASES[case]).with_statistics()
+    if config.items is not None:  # of which some rows have none
+        items = {row["item_id"]: {name: row[name] for name in ("item_id", "tags", "brand")} for row in rows[::2]}
+        config = dataclasses.replace(config, items=str(tmp_path / config.items))
+        pq.write_table(pa.Table.from_pylist(list(items.values())), config.items)
+    schema = load_dataset(config).schema
+    found, sizes = zip(*batches_of_parts(config, schema, tmp_path), strict=True)
+    log = pa.Table.from_pylist(rows[known:], KINDS)
+    wanted = batches_in_one_go(config, schema, tmp_path, list(sizes), log)
+    assert sum(sizes) == len(rows) - known
+    events = 0
+    for part, whole in zip(found, wanted, strict=True):
+        for one, other in zip(part, whole, strict=True):
+            assert_same(one, other)
+            events += len(one.sparse_features["history_item_id"].values())
+    assert events > 1000

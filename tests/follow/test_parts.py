@@ -1,0 +1,288 @@
+"""Parts that are late, repeated, damaged or of another kind, and runs that cannot follow a log."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from followed_log import FEATURES, KINDS, config_of, make_rows, write, write_parts
+
+import jfi
+from jfi.data import DataError, FeatureConfig
+from jfi.data.prepared.sources import column_settings
+from jfi.follow.parts import PartFolder
+from jfi.follow.records import Records
+from jfi.follow.start import follow
+from jfi.serving.user_state.stores import LmdbStore
+from jfi.training import ConfigError, resume, train
+from jfi.training.run.interrupt import Interrupted
+
+KNOWN = 300
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return make_rows(500)
+
+
+@pytest.fixture(scope="module")
+def trained(rows, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("follow")
+    write(folder / "log.parquet", rows[:KNOWN])
+    train(config_of(folder / "log.parquet", folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    monkeypatch.setattr("jfi.follow.plot.draw_windows", lambda *_: None)
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def lines(run: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run / "follow" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "part" in line]
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """The bytes of the last checkpoint and of the state."""
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    found = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with closing(LmdbStore(run / "follow" / "state")) as store:
+        return found | {repr(key): value for key, value in store.scan(b"")}
+
+
+def records(run: Path) -> dict[bytes, list[dict]]:
+    """The rows of each user in the state."""
+    saved = jfi.load_run(run)
+    kinds = Records(column_settings(saved.config.data), saved.schema).schema
+    with closing(LmdbStore(run / "follow" / "state")) as store:
+        return {key: pa.ipc.read_record_batch(pa.py_buffer(own), kinds).to_pylist() for key, own in store.scan(b"h")}
+
+
+def test_repeated_late_and_old_rows(rows, run, tmp_path):
+    new = rows[KNOWN : KNOWN + 60]
+    newest = new[-1]["timestamp"]
+    late = new[-1] | {"timestamp": newest - 500.0, "item_id": 777}
+    old = new[-1] | {"timestamp": newest - 2000.0, "item_id": 778}
+    write(tmp_path / "parts" / "a.parquet", [*new[:-1], new[3], rows[KNOWN - 1]])
+    write(tmp_path / "parts" / "b.parquet", [new[-1], new[5], late, old, late])
+    assert follow(run, tmp_path / "parts", until_idle=True, late_seconds=1000.0) == 2
+    one, other = (
+        {name: line[name] for name in ("rows", "repeated", "late", "too_old", "labeled")} for line in lines(run)
+    )
+    assert one == {"rows": 61, "repeated": 2, "late": 0, "too_old": 0, "labeled": 59}
+    # What is too old is not looked for among the rows before.
+    is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
+    assert other == {"rows": 5, "repeated": 2 - is_old, "late": 1, "too_old": 1 + is_old, "labeled": 2}
+
+
+def test_a_late_row_is_an_event_of_later_histories(rows, run, tmp_path):
+    """Whether it comes in time or late, later parts are the same."""
+    new, later = rows[KNOWN : KNOWN + 80], rows[KNOWN + 80 : KNOWN + 120]
+    late = new[40]
+    states = []
+    for name, parts in {"in time": [new], "late": [new[:40] + new[41:], [late]]}.items():
+        own = Path(shutil.copytree(run, tmp_path / name))
+        for number, part in enumerate([*parts, later]):
+            write(tmp_path / f"parts {name}" / f"{number}.parquet", part)
+        follow(own, tmp_path / f"parts {name}", until_idle=True)
+        states.append(records(own))
+    assert lines(tmp_path / "late")[1]["late"] == 1
+    assert repr(states[0]) == repr(states[1]) and len(states[0]) > 20
+
+
+def test_memory_of_users_is_bounded(rows, trained, tmp_path):
+    """A user's record has the newest events, of whatever log."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    row, sizes = rows[KNOWN], []
+    for number in range(6):
+        time = row["timestamp"] + 100.0 * number
+        events = [row | {"timestamp": time + i, "item_id": i % 7} for i in range(30)]
+        write(tmp_path / "parts" / f"{number}.parquet", events)
+        follow(run, tmp_path / "parts", until_idle=True)
+        with closing(LmdbStore(run / "follow" / "state")) as store:
+            sizes.append(max(len(value) for _, value in store.scan(b"h")))
+    assert sizes[0] < sizes[1] < sizes[3] == sizes[4] == sizes[5]
+
+
+def refused(run: Path, parts: Path, match: str) -> None:
+    """Following raises an error of a part, and changes nothing."""
+    before = content(run)
+    with pytest.raises(DataError, match=match) as raised:
+        follow(run, parts, until_idle=True)
+    assert "\n" not in str(raised.value)
+    assert content(run) == before
+
+
+@pytest.fixture
+def followed(rows, run, tmp_path) -> tuple[Path, Path]:
+    """A run that has followed two parts, and their folder."""
+    write_parts(tmp_path / "parts", rows[KNOWN : KNOWN + 80], 2)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 2
+    assert follow(run, tmp_path / "parts", until_idle=True) == 0
+    return run, tmp_path / "parts"
+
+
+def test_bad_parts(rows, followed):
+    run, parts = followed
+    bad, good = parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 120]
+    write(bad, good)
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[: len(whole) // 2])
+    refused(run, parts, r"part-0002\.parquet: a damaged Parquet file")
+    bad.write_bytes(b"")
+    refused(run, parts, r"part-0002\.parquet: a damaged Parquet file")
+    write(bad, good, pa.schema([one for one in KINDS if one.name != "price"]))
+    refused(run, parts, r"part-0002\.parquet: no column 'price'")
+    write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _as_text("item_id"))
+    refused(run, parts, r"part-0002\.parquet: column 'item_id' has type string, but int64 in the parts before")
+    write(bad, [good[0] | {"user_id": None}])
+    refused(run, parts, r"part-0002\.parquet:1: empty 'user_id'")
+    write(bad, [*good, good[0] | {"timestamp": float("nan"), "item_id": 5}])
+    refused(run, parts, r"part-0002\.parquet:41: ")
+    bad.unlink()
+    bad.mkdir()
+    refused(run, parts, r"part-0002\.parquet: not a regular file")
+    bad.rmdir()
+    write(bad, good)
+    assert follow(run, parts, until_idle=True) == 1
+
+
+def _as_text(name: str) -> pa.Schema:
+    number = KINDS.get_field_index(name)
+    return KINDS.set(number, pa.field(name, pa.string()))
+
+
+def test_a_part_whose_batch_has_more_items_than_a_table_has_rows(rows, tmp_path):
+    write(tmp_path / "log.parquet", [row | {"item_id": row["item_id"] % 5} for row in rows[:KNOWN]])
+    features = [FeatureConfig("item_id", "item", capacity=20), *FEATURES]
+    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run", features=features))
+    write(tmp_path / "parts" / "a.parquet", [row | {"item_id": i % 7} for i, row in enumerate(rows[KNOWN:])])
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
+    before = content(run)
+    time = rows[-1]["timestamp"] + 1
+    write(tmp_path / "parts" / "b.parquet", [rows[-1] | {"timestamp": time + i, "item_id": i} for i in range(100)])
+    with pytest.raises(ConfigError, match="capacity of table 'item_id' must be above the number of distinct ids"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    assert content(run) == before
+
+
+def test_a_good_part_before_a_bad_one_is_kept(rows, followed):
+    run, parts = followed
+    write(parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 120])
+    (parts / "part-0003.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"part-0003\.parquet: a damaged"):
+        follow(run, parts, until_idle=True, checkpoint_seconds=1e6)
+    assert len(lines(run)) == 3
+    (parts / "part-0003.parquet").unlink()
+    assert follow(run, parts, until_idle=True) == 0
+
+
+def test_parts_in_another_order_or_changed(rows, followed):
+    run, parts = followed
+    write(parts / "part-00005.parquet", rows[KNOWN + 80 : KNOWN + 90])
+    refused(run, parts, r"part-00005\.parquet: its name sorts before part-0001\.parquet, which was trained on")
+    (parts / "part-00005.parquet").unlink()
+    first = parts / "part-0000.parquet"
+    whole = first.read_bytes()
+    first.write_bytes(whole)  # the same content at another time
+    assert follow(run, parts, until_idle=True) == 0
+    first.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    refused(run, parts, r"part-0000\.parquet: was changed after it was trained on")
+    first.unlink()  # parts that were trained on may go
+    assert follow(run, parts, until_idle=True) == 0
+
+
+def test_files_that_are_being_written_are_not_read(tmp_path):
+    for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt"):
+        (tmp_path / name).write_bytes(b"half")
+    assert PartFolder(tmp_path).following({}, "") == []
+
+
+def test_parts_without_rows_or_labels(rows, run, tmp_path):
+    parts = tmp_path / "parts"
+    write(parts / "a.parquet", [])
+    write(parts / "b.parquet", [row | {"rating": None} for row in rows[KNOWN : KNOWN + 5]])
+    write(parts / "c.parquet", rows[KNOWN + 5 : KNOWN + 50])
+    assert follow(run, parts, until_idle=True) == 3
+    assert [line["labeled"] for line in lines(run)] == [0, 0, 45]
+    assert [line["rows"] for line in lines(run)] == [0, 5, 45]
+
+
+def test_the_followed_parameters_are_those_of_the_run(rows, trained, followed):
+    run, _ = followed
+    table = pa.Table.from_pylist(rows[KNOWN : KNOWN + 20], KINDS)
+    before, after = (jfi.load_run(one).predict(table)["score"].to_pylist() for one in (trained, run))
+    assert before != after
+    with pytest.raises(ConfigError, match="the run follows a log; go on with --follow FOLDER"):
+        resume(run)
+
+
+def test_runs_that_cannot_follow(rows, run, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"--follow .*nowhere: no such folder"):
+        follow(run, tmp_path / "nowhere", until_idle=True)
+    config = config_of(run.parent / "log.parquet", tmp_path / "other", label=None)
+    write(tmp_path / "log.parquet", rows[:KNOWN])
+    config = replace(config, data=replace(config.data, interactions=str(tmp_path / "log.parquet")))
+    train(replace(config, training=replace(config.training, ranking="none")))
+    (tmp_path / "parts").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.label is null, and --follow draws no negatives"):
+        follow(tmp_path / "other", tmp_path / "parts", until_idle=True)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("epochs: 1", "epochs: 3"))
+    with pytest.raises(ConfigError, match=r"config\.yaml has changed since the checkpoint"):
+        follow(run, tmp_path / "parts", until_idle=True)
+
+
+def test_a_signal_ends_it_at_the_last_checkpoint(rows, followed, monkeypatch):
+    run, parts = followed
+    before = content(run)
+    write(parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 180])
+
+    class Stop:
+        steps = 0
+
+        def after_step(self) -> None:
+            Stop.steps += 1
+            if Stop.steps == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def after_part(self, place: dict) -> None:
+            raise AssertionError("the part has not ended")
+
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        follow(run, parts, hook=lambda _: Stop())
+    assert Stop.steps == 2 and content(run) == before
+    assert follow(run, parts, until_idle=True) == 1
+
+
+def test_it_waits_for_parts(rows, followed, monkeypatch):
+    """A part that comes while it waits is trained on, and a signal ends the waiting."""
+    run, parts = followed
+    monkeypatch.setattr("jfi.follow.start._POLL", 0.2)
+    places = []
+
+    class Hook:
+        def after_step(self) -> None:
+            pass
+
+        def after_part(self, place: dict) -> None:
+            places.append(place["part"])
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    timer = threading.Timer(0.5, write, (parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100]))
+    timer.start()
+    with pytest.raises(Interrupted, match="stopped by SIGINT"):
+        follow(run, parts, hook=lambda _: Hook())
+    assert places == ["part-0002.parquet"] and len(lines(run)) == 3

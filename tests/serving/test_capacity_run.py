@@ -1,0 +1,214 @@
+"""A run whose tables grow, from the table to the server: raw ids in requests, artifact and state of users."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+import torch
+from data_configs import data_config
+
+import jfi
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import export
+from jfi.serving.requests import RequestReader
+from jfi.serving.schema import Field, Limits, Schema, Table
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.server.json_lines import answer_lines
+from jfi.serving.tables import FLOAT, INT8, RowsOfIds, load_tables, save_tables
+from jfi.serving.user_state.layout import EventLayout
+from jfi.serving.user_state.load import fill
+from jfi.serving.user_state.stores import open_store
+from jfi.serving.user_state.transfer import export_events, migrate
+from jfi.training import Config, ModelConfig, TrainingConfig, train
+from jfi.utils.encoding import HashedIds
+
+MAX_HISTORY = 6
+CAPACITY = {"item": 8, "user": 9, "genre": 8, "device": 9, "slot": 5}
+
+
+def row(i: int) -> dict:
+    item, user = i * 7 % 23, i * 5 % 11
+    return {
+        "user": f"用户{user}",
+        "item": f"i{item}",
+        "time": 1_700_000_000 + 97 * i,
+        "clicked": (i + item) % 3 % 2,
+        "genre": f"g{item % 4}|g{item % 7}",
+        "device": ["tv", "web", None][i * i % 7 % 3],
+        "slot": f"s{i % 4}",
+        "price": None if i % 5 == 0 else i * 13 % 30,
+    }
+
+
+ROWS = [row(i) for i in range(240)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("growing")
+    pa.csv.write_csv(pa.Table.from_pylist(ROWS), folder / "log.csv")
+    data = data_config(
+        interactions=str(folder / "log.csv"),
+        user="user",
+        item="item",
+        timestamp="time",
+        label="clicked",
+        user_categorical=["user"],
+        item_categorical=["genre"],
+        event_categorical=["device"],
+        context_categorical=["slot", "device"],
+        context_dense=["price"],
+        separators={"genre": "|"},
+        capacity=CAPACITY,
+        max_history=MAX_HISTORY,
+        max_slots=2,
+    )
+    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
+    training = TrainingConfig(str(folder / "run"), epochs=2, device="cpu", batch_size=1, eval_batch_size=64)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw_curves", "draw_attention"):
+            patch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
+        train(Config(data, model, training=training))
+    return jfi.load_run(folder / "run")
+
+
+def request_of(rows: list[dict], target: dict) -> dict:
+    before = [one for one in rows if one["user"] == target["user"] and one["time"] < target["time"]]
+    history = [
+        {"item": one["item"], "genre": one["genre"].split("|"), "device": one["device"]}
+        | {"age": target["time"] - one["time"]}
+        for one in before
+    ]
+    return {"user": {"user": target["user"]}, "history": history, "candidates": [candidate(target)]}
+
+
+def candidate(one: dict) -> dict:
+    return {name: one[name] for name in ("item", "slot", "device", "price")} | {"genre": one["genre"].split("|")}
+
+
+def schema(run) -> Schema:
+    return schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
+
+
+def answers(scorer: Scorer, requests: list[dict]) -> np.ndarray:
+    lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
+    answer_lines(scorer, lines, out, max_batch=64)
+    return np.array([json.loads(line)["scores"][0] for line in out.getvalue().splitlines()])
+
+
+def test_requests_get_the_raw_ids_of_training(run):
+    from jfi.data import load_dataset
+
+    dataset = load_dataset(run.config.data, run.schema)
+    read, fields = RequestReader(schema(run), Limits(10, MAX_HISTORY)), {s.key: s for s in run.schema.features}
+    assert {spec.column for spec in fields.values() if spec.raw} == CAPACITY.keys()
+    (batch,) = dataset.batches("test", 1000)
+    for number, target in enumerate(ROWS[-len(batch.labels) :]):
+        request = read(request_of(ROWS, target))
+        for key, values in batch.sparse_features.to_dict().items():
+            if key != "history_age":
+                assert request.ids[key].tolist() == values.to_dense()[number].tolist(), key
+    wanted = HashedIds(8).ids([ROWS[-1]["item"]]).tolist()
+    assert request.ids["item"].tolist() == wanted and wanted[0] > 2**40
+
+
+@pytest.mark.slow  # compiling takes half a minute
+def test_the_server_scores_rows_as_predict_does(run, tmp_path):
+    for kind, tolerance in ((FLOAT, 1e-5), (INT8, 0.05)):
+        export(tmp_path / kind, run.model, schema(run), Limits(10, MAX_HISTORY), tables=kind)
+        scorer = Scorer(tmp_path / kind)
+        wanted = run.predict(pa.Table.from_pylist(ROWS)).column("score").to_numpy()
+        assert np.std(wanted) > 0.01
+        np.testing.assert_allclose(answers(scorer, [request_of(ROWS, one) for one in ROWS]), wanted, atol=tolerance)
+        new = [ROWS[-1] | {"item": "i new", "user": "nobody", "genre": "g1|new", "time": ROWS[-1]["time"] + 1}]
+        history = pa.Table.from_pylist(ROWS)
+        wanted = run.predict(pa.Table.from_pylist(new), history=history).column("score").to_numpy()
+        np.testing.assert_allclose(answers(scorer, [request_of(ROWS, new[0])]), wanted, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
+    export(tmp_path / "artifact", run.model, schema(run), Limits(10, MAX_HISTORY))
+    store = open_store(str(tmp_path / "state"), create=True)
+    known = tmp_path / "known.csv"
+    pa.csv.write_csv(pa.Table.from_pylist(ROWS[:200]), known)
+    layout = EventLayout(schema(run), MAX_HISTORY)
+    fill(store, layout, run.config.data, run.schema, str(known))
+    scorer = Scorer(tmp_path / "artifact", state=StateSettings(store))
+    names = ("user", "time", "item", "device")
+    events = [{name: one[name] for name in names} | {"genre": one["genre"].split("|")} for one in ROWS[200:230]]
+    (added,) = scorer.state.add([scorer.events(events)])
+    assert added.added == 30
+    now = ROWS[229]["time"] + 1
+    targets = [one | {"time": now} for one in ROWS[:60]]
+    history = pa.Table.from_pylist(ROWS[:230])
+    for target in targets:
+        request = {"user": {"user": target["user"]}, "candidates": [candidate(target)], "time": now}
+        (score,) = answers(scorer, [request])
+        wanted = run.predict(pa.Table.from_pylist([target]), history=history).column("score").to_numpy()
+        np.testing.assert_allclose(score, wanted[0], atol=1e-5)
+
+
+def test_the_state_of_users_keeps_raw_ids(run, tmp_path):
+    log = tmp_path / "log.csv"
+    pa.csv.write_csv(pa.Table.from_pylist(ROWS), log)
+    store, layout = open_store(str(tmp_path / "state"), create=True), EventLayout(schema(run), MAX_HISTORY)
+    assert fill(store, layout, run.config.data, run.schema, str(log)) == (11, 240)
+    assert layout.dtype["history_item"] == np.int64 and layout.dtype["history_genre_1"] == np.int64
+    assert export_events(store, tmp_path / "events.parquet") == (11, 240)
+    found = pa.parquet.read_table(tmp_path / "events.parquet").to_pylist()
+    by_time = {one["time"]: one for one in found}
+    for one in ROWS:
+        own = by_time[one["time"]]
+        assert own["user"] == one["user"] and own["item"] == HashedIds(8).ids([one["item"]])[0]
+        assert own["device"] == HashedIds(8).ids([one["device"]])[0]
+    # A run with other capacities reads the same records, and so does a copy of them.
+    fields = [dataclasses.replace(one, capacity=one.capacity and 77) for one in layout.schema.event]
+    other = EventLayout(dataclasses.replace(schema(run), event=fields), MAX_HISTORY)
+    assert other.fingerprint == layout.fingerprint
+    copied = open_store(str(tmp_path / "copy"), create=True)
+    assert migrate(store, copied, other) == (11, 240)
+    assert dict(copied.scan(b"u")) == dict(store.scan(b"u"))
+
+
+def test_a_field_without_a_capacity_keeps_the_encoding_of_earlier_states():
+    """The fingerprint of the records of a state that version 0 wrote."""
+    item = Field("item_id", "category", ["history_item_id"])
+    layout = EventLayout(Schema([], [], [item], {"item_id": ["a", "b"]}, item_id="item_id"), max_history=200)
+    assert layout.fingerprint == "5f99064dd3562cd2ac7d13180f3a6cd22baf1577206465dfd8e5343d3508893a"
+
+
+@pytest.mark.parametrize("kind", [FLOAT, INT8])
+def test_tables_that_grow_are_read_by_raw_ids(tmp_path, kind):
+    weights = {"item": torch.randn(5, 4), "slot": torch.randn(3, 4)}
+    tables = {"item": Table(5, 4, ["item", "history_item"], True), "slot": Table(3, 4, ["slot"])}
+    ids = torch.tensor([0, 2**62, 0, 17, 2**63 - 2])
+    save_tables(tmp_path / "tables.safetensors", kind, weights, tables, {"item": ids})
+    loaded = load_tables(tmp_path / "tables.safetensors", kind, tables, torch.device("cpu"))
+    asked = torch.tensor([17, 5, 0, 2**63 - 2, 2**62, 2**62 + 1])
+    found = loaded({"item": asked, "history_item": asked[:0], "slot": torch.tensor([2])})
+    wanted = weights["item"][torch.tensor([3, 0, 0, 4, 1, 0])]
+    torch.testing.assert_close(found["item"], wanted, atol=1e-6 if kind == FLOAT else 0.05, rtol=0)
+    torch.testing.assert_close(found["slot"], weights["slot"][2:], atol=1e-6 if kind == FLOAT else 0.05, rtol=0)
+    assert found["history_item"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [(None, "'item.ids' is None"), (torch.ones(5).long(), "row 0 of a table that grows has an id")]
+)
+def test_tables_that_grow_without_their_ids_are_refused(tmp_path, ids, message):
+    tables = {"item": Table(5, 4, ["item"], True)}
+    save_tables(tmp_path / "t", FLOAT, {"item": torch.randn(5, 4)}, tables, {} if ids is None else {"item": ids})
+    with pytest.raises(ArtifactError, match=message):
+        load_tables(tmp_path / "t", FLOAT, tables, torch.device("cpu"))
+
+
+def test_rows_of_ids_follow_other_ids():
+    rows = RowsOfIds(torch.tensor([0, 8, 3, 0]))
+    rows.set(torch.tensor([0, 9, 3, 8]))
+    assert rows(torch.tensor([8, 9, 3, 0, 4])).tolist() == [3, 1, 2, 0, 0]
