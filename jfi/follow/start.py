@@ -122,8 +122,6 @@ class _Following:
         trainer = self.trainer
         begins = not last_progress(self.run)[1].follow
         trainer.restore(self.run, best=begins)
-        if begins:  # an evaluation follows an admission
-            trainer.progress.admitted_step = trainer.progress.step
         trainer.progress.files = learnt_files(self.run)
         trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups
 from jfi.modules.validation import require_keys
+from jfi.ops.map_ids import fill_index, map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
     check_choice,
@@ -24,16 +25,14 @@ from jfi.utils.arguments import (
     module_name,
     shown,
 )
+from jfi.utils.operands import MISSING, NO_ID, IdMap, Occurrences
 
 Evict = Literal["lru", "lfu"]
 
-#: Row of all ids without a row of their own, and the id that is missing.
-SHARED_ROW = MISSING = 0
-PADDING = -1
-#: Stands, in the ascending ids of a table, for the rows without an owner: no id can have this number.
-_NO_ID = torch.iinfo(torch.int64).max
-#: Recorded ids of a table that are kept as they came; more are counted by id.
-_MAX_RECORDED = 2**24
+#: Row of all ids without a row of their own.
+SHARED_ROW = 0
+#: Ids without a row that a table keeps between two admissions, each time that they occur.
+_MAX_NEW = 2**20
 #: Multipliers and the increment of SplitMix64, as int64: see `jfi.utils.encoding.mix`.
 _INCREMENT, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -77,14 +76,15 @@ class GrowingIds(nn.Module):
         # "item"             [90071]     [0]    ->    [3]       [0]
         # "history_item"  [90071, 515]    []    ->    [3, 0]     []     <- 515 has no row yet
 
-    `forward` maps and changes nothing. In training `record` takes the raw ids of each step, and `admit` gives rows to
-    new ids by all that was recorded since the last admission, after which the rows with a new owner must begin anew
+    `forward` maps, and in training mode records which ids occur. `admit` gives rows to new ids by all that was recorded
+    since the last admission, after which the rows with a new owner must begin anew
     (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). Which ids are evicted decide TorchRec's
     eviction policies. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
-    so that it can be part of a captured step: its buffers stay where they are.
+    so that it can be part of a captured step: its buffers stay where they are. Of ids without a row the first 2**20
+    occurrences between two admissions are kept.
 
-    The map is in the `state_dict`; ids recorded since the last admission are not: call `admit` before a checkpoint.
-    In a process group every process records its own batches and has the same map: all call `admit` together.
+    The map and what was recorded are in the `state_dict`. In a process group every process records its own batches and
+    has the same map: all call `admit` together.
 
     Args:
         tables: the tables; those of other features of a batch need no entry.
@@ -103,7 +103,6 @@ class GrowingIds(nn.Module):
         ... )
         >>> growing(ids).values()
         tensor([0, 0, 0, 0])
-        >>> growing.record(ids)
         >>> growing.admit()
         {'item': tensor([3])}
         >>> growing(ids).values()
@@ -129,7 +128,7 @@ class GrowingIds(nn.Module):
         self.maps = nn.ModuleDict({module_name(table.name): _Map(table, device) for table in tables})
 
     def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Replaces raw ids by rows; nothing waits for the device.
+        """Replaces raw ids by rows, and in training mode records them; nothing waits for a GPU.
 
         Args:
             ids: keys of growing tables with raw ids, and any others, which stay as they are. 0 is a missing id, and -1
@@ -138,8 +137,8 @@ class GrowingIds(nn.Module):
         Raises:
             ValueError: the batch lacks a key.
         """
-        maps = {name: self._map(name) for name in dict.fromkeys(self._table_of_key.values())}
-        return _mapped(ids, self._table_of_key, {name: (one.sorted_ids, one.rows) for name, one in maps.items()})
+        maps = {config.name: self._map(config.name).tensors() for config in self.configs}
+        return _mapped(ids, self._table_of_key, maps, self.training)
 
     def is_due(self, step: int) -> bool:
         """Returns whether an admission is due after this step, counted from 1.
@@ -147,16 +146,6 @@ class GrowingIds(nn.Module):
         It is after every `every` steps and after steps 1, 2, 4 and so on below, so that a new run soon has rows.
         """
         return step > 0 and (step % self.every == 0 or (step < self.every and step & (step - 1) == 0))
-
-    @torch.no_grad()
-    def record(self, ids: KeyedJaggedTensor) -> None:
-        """Copies the raw ids of a training step; does nothing in evaluation mode, and does not wait for the device."""
-        if not self.training:
-            return
-        by_key = _by_key(ids, self._table_of_key)
-        for config in self.configs:
-            values = [by_key[key].values() for key in config.feature_names]
-            self._map(config.name).record(torch.cat(values).long())  # a copy
 
     @torch.no_grad()
     def admit(self) -> dict[str, Tensor]:
@@ -168,7 +157,8 @@ class GrowingIds(nn.Module):
             By table the rows [M] with a new owner, ascending, of tables that have any.
 
         Raises:
-            ValueError: a batch had more distinct ids than its table has rows; nothing is admitted.
+            ValueError: the only batch since the last admission, as the first one of a run, had more distinct ids than
+                its table has rows; nothing is admitted.
         """
         recorded = {config.name: _merged_over_processes(*self._map(config.name).take()) for config in self.configs}
         for config in self.configs:
@@ -179,6 +169,22 @@ class GrowingIds(nn.Module):
                 )
         found = {name: self._map(name).admit(ids, counts) for name, (ids, counts, _) in recorded.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
+
+    @torch.no_grad()
+    def gather_recorded(self) -> None:
+        """Gives every process of a group what all have recorded, so that each `state_dict` has all of it.
+
+        All but one must call `forget_recorded` before the next step, since an admission adds up what they have.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for one in self.maps.values():
+                one.gather_recorded()
+
+    @torch.no_grad()
+    def forget_recorded(self) -> None:
+        """Forgets what was recorded since the last admission."""
+        for one in self.maps.values():
+            one.forget_recorded()
 
     def ids(self, table: str) -> Tensor:
         """Returns the raw id [capacity] of each row of a table; 0 for the shared row and rows without an owner."""
@@ -200,7 +206,7 @@ class GrowingIds(nn.Module):
 class _Map(nn.Module):
     """The map of one table, in buffers that stay where they are; N is its capacity.
 
-    The last one of the N ids is always `_NO_ID`, whose row is the shared one: TorchRec's policies never evict the last.
+    The last one of the N ids is always `NO_ID`, whose row is the shared one: TorchRec's policies never evict the last.
     """
 
     def __init__(self, config: GrowingTable, device: torch.device | None) -> None:
@@ -208,52 +214,60 @@ class _Map(nn.Module):
         self._config = config
         self._policy = DistanceLFU_EvictionPolicy() if config.evict == "lfu" else LRU_EvictionPolicy()
         self._numbers = [name for name, is_of_table, _ in self._policy.metadata_info if is_of_table]
-        for name in (
-            "sorted_ids",
-            "rows",
-            *self._numbers,
-        ):  # [N], the ids ascending, the others in the order of the ids
+        for name in ("sorted_ids", "rows", *self._numbers):  # [N], the ids ascending, the others in their order
             self.register_buffer(name, torch.empty(config.capacity, dtype=torch.int64, device=device))
-        self.register_buffer("admissions", torch.empty((), dtype=torch.int64, device=device))
-        #: Ids of steps since the last admission; those that are counted already; distinct ids of the largest steps.
-        self._recorded: list[Tensor] = []
-        self._counted: tuple[Tensor, Tensor] | None = None
-        self._distinct: list[Tensor] = []
+        slots = 2 ** IdMap(self.sorted_ids, self.rows, self.rows).hash_bits + config.capacity
+        self.register_buffer("index", torch.empty(slots, dtype=torch.int32, device=device))
+        sizes = {"admissions": 1, "occurrences": config.capacity, "new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
+        for name, size in sizes.items():  # but for the first one, since the last admission
+            self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=device))
+        self._recorded = [name for name in sizes if name != "admissions"]
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.sorted_ids.fill_(_NO_ID)
+        self.sorted_ids.fill_(NO_ID)
+        self.index.fill_(-1)
         self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
-        for name in (*self._numbers, "admissions"):
+        for name in (*self._numbers, "admissions", *self._recorded):
             getattr(self, name).zero_()
-        self._recorded, self._counted, self._distinct = [], None, []
 
-    def record(self, ids: Tensor) -> None:
-        self._recorded.append(ids)
-        if ids.numel() >= self._config.capacity:
-            self._distinct.append(_count_distinct(ids))
-        if sum([one.numel() for one in self._recorded]) > _MAX_RECORDED:
-            self._count()
-
-    def _count(self) -> tuple[Tensor, Tensor]:
-        """Counts what was recorded by id."""
-        device = self.sorted_ids.device
-        ids = torch.cat([self.sorted_ids.new_empty(0), *[one.to(device) for one in self._recorded]])
-        ids = ids[~_is_none(ids)]
-        counts = torch.ones_like(ids)
-        if self._counted is not None:
-            ids, counts = torch.cat([self._counted[0], ids]), torch.cat([self._counted[1], counts])
-        self._recorded, self._counted = [], _sums_by_id(ids, counts)
-        return self._counted
+    def tensors(self) -> tuple[IdMap, Occurrences, Tensor]:
+        """Returns the ids with their rows, what was recorded of batches, and the number of these."""
+        recorded = Occurrences(self.occurrences, self.new_ids, self.num_new)
+        return IdMap(self.sorted_ids, self.rows, self.index), recorded, self.batches
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the distinct ids ascending, how often each was recorded, and the most of a step; forgets them."""
-        ids, counts = self._count()
-        most = torch.stack([x.to(ids.device) for x in self._distinct]).amax() if self._distinct else ids.new_zeros(())
-        self._counted, self._distinct = None, []
-        return ids, counts, most
+        """Returns the distinct ids ascending, how often each was recorded, and their number if they are of one batch.
+
+        Forgets them.
+        """
+        known = self.occurrences.nonzero().squeeze(1)
+        new = self.new_ids[: min(int(self.num_new), _MAX_NEW)]
+        counts = torch.cat([self.occurrences[known], torch.ones_like(new)])
+        ids, counts = _sums_by_id(torch.cat([self.sorted_ids[known], new]), counts)
+        of_one = self.num_new.new_tensor(len(ids)) * (self.batches[0] == 1)
+        self.forget_recorded()
+        return ids, counts, of_one
+
+    def forget_recorded(self) -> None:
+        for name in self._recorded:
+            getattr(self, name).zero_()
+
+    def gather_recorded(self) -> None:
+        """Takes what all processes have recorded, which is no longer of one batch."""
+        num_new, ranks = self.num_new.clamp(max=_MAX_NEW), dist.get_world_size()
+        counts = [torch.empty_like(num_new) for _ in range(ranks)]
+        dist.all_gather(counts, num_new)
+        longest = int(torch.stack(counts).amax())
+        parts = [self.new_ids.new_empty(longest) for _ in range(ranks)]
+        dist.all_gather(parts, self.new_ids[:longest].contiguous())
+        for sums in (self.occurrences, self.batches):
+            dist.all_reduce(sums)
+        new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[:_MAX_NEW]
+        self.new_ids[: len(new)] = new
+        self.num_new.fill_(len(new))
 
     def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Gives rows to ids, distinct and ascending, that have none; returns these rows, ascending."""
@@ -282,10 +296,11 @@ class _Map(nn.Module):
         order = torch.argsort(self.sorted_ids, stable=True)
         for buffer in (self.sorted_ids, self.rows, *numbers.values()):
             buffer.copy_(buffer[order])
+        fill_index(self.tensors()[0])
         return rows
 
     def ids(self) -> Tensor:
-        owners = torch.where(self.sorted_ids == _NO_ID, MISSING, self.sorted_ids)
+        owners = torch.where(self.sorted_ids == NO_ID, MISSING, self.sorted_ids)
         return torch.zeros_like(owners).scatter_(0, self.rows, owners)
 
 
@@ -318,11 +333,7 @@ def _mix(state: Tensor) -> Tensor:
 def _find(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns where ids are among those of a table, and whether they are there; the last one is none."""
     index = torch.searchsorted(sorted_ids[:-1], ids)
-    return index, (sorted_ids.take(index) == ids) & (ids != _NO_ID)
-
-
-def _is_none(ids: Tensor) -> Tensor:
-    return (ids == MISSING) | (ids == PADDING) | (ids == _NO_ID)
+    return index, (sorted_ids.take(index) == ids) & (ids != NO_ID)
 
 
 def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTensor]:
@@ -334,18 +345,22 @@ def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTe
 
 @torch.fx.wrap
 def _mapped(
-    ids: KeyedJaggedTensor, table_of_key: dict[str, str], maps: dict[str, tuple[Tensor, Tensor]]
+    ids: KeyedJaggedTensor,
+    table_of_key: dict[str, str],
+    maps: dict[str, tuple[IdMap, Occurrences, Tensor]],
+    records: bool,
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
     by_key = {}
     for key, own in _by_key(ids, table_of_key).items():
         values = own.values()
         if key in table_of_key:
-            sorted_ids, rows = maps[table_of_key[key]]
-            index, is_known = _find(sorted_ids, values.long())
-            values = torch.where(is_known, rows.take(index), SHARED_ROW).to(values.dtype)
-            values = torch.where(own.values() == PADDING, PADDING, values)
+            table, seen, _ = maps[table_of_key[key]]
+            values = map_ids(values.long(), table, seen if records else None).to(values.dtype)
         by_key[key] = JaggedTensor(values, own.weights_or_none(), own.lengths_or_none(), own.offsets_or_none())
+    if records:
+        for *_, batches in maps.values():
+            batches.add_(1)
     varies = ids.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=ids.keys(),
@@ -360,12 +375,6 @@ def _mapped(
         jt_dict=by_key,
         inverse_indices=ids.inverse_indices_or_none(),
     )
-
-
-def _count_distinct(ids: Tensor) -> Tensor:
-    """Returns the number of distinct ids that can have a row, on their device."""
-    ids = torch.where(_is_none(ids), MISSING, ids).sort().values
-    return (ids.diff() != 0).sum() + 1 - (ids == MISSING).any().long()
 
 
 def _sums_by_id(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,10 +35,15 @@ class RowsOfIds:
     """
 
     def __init__(self, ids: Tensor) -> None:
-        self.set(ids)
+        self._set(ids)
 
-    def set(self, ids: Tensor) -> None:
-        """Takes other ids of the rows."""
+    def change(self, rows: Tensor, ids: Tensor) -> None:
+        """Gives rows [M] the ids [M], 0 for none."""
+        own = self.ids.clone()
+        own[rows.to(own.device)] = ids.to(own.device)
+        self._set(own)
+
+    def _set(self, ids: Tensor) -> None:
         self.ids = ids
         self._sorted, self._rows = ids.sort(stable=True)  # of ids 0 the first is row 0
 
@@ -70,7 +75,7 @@ class FloatTables:
         """Replaces rows [n] of a table by values [n, D], in place, and their raw ids [n] in a table that grows."""
         self._tables[table].index_copy_(0, rows, values)
         if ids is not None:
-            self.rows[table].set(self.rows[table].ids.index_copy(0, rows, ids))
+            self.rows[table].change(rows, ids)
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}

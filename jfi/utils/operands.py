@@ -16,6 +16,12 @@ MAX_TABLES = 4
 PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
 #: Widest row that the optimizer's step takes: a warp holds several at once.
 MAX_STEPPED_WIDTH = 2048
+#: Ids of growing tables that never have a row of their own: a missing one, whose row is 0, and padding, which stays -1.
+MISSING, PADDING = 0, -1
+#: Stands among the ids of a growing table for the rows without an owner: no id can have this number.
+NO_ID = 2**63 - 1
+#: By which an id is multiplied for its home in a hash index: that of SplitMix64's increment, as int64.
+HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 
 def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
@@ -111,3 +117,37 @@ class RowOptimizer(NamedTuple):
     beta2: float = 0.999
     weight_decay: float = 0.0
     ema_decay: float | None = None  # decay of the moving average; None for none
+
+
+class IdMap(NamedTuple):
+    """The rows of ids of any number.
+
+    Attributes:
+        sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
+        rows: [N] int64, the row of each of these; of the last one 0.
+        index: [2**hash_bits + N] int32, a hash index of them: a place among the sorted ids, or -1. An id's is in the
+            first slots from its home on that are not free, see `jfi.ops.map_ids.fill_index`.
+    """
+
+    sorted_ids: Tensor
+    rows: Tensor
+    index: Tensor
+
+    @property
+    def hash_bits(self) -> int:
+        """The number of bits of an id's home; at most half of the slots are taken."""
+        return (2 * len(self.sorted_ids) - 1).bit_length()
+
+
+class Occurrences(NamedTuple):
+    """What has occurred since the last admission; a call of `map_ids` adds to it.
+
+    Attributes:
+        counts: [N] int64, of the ids of the table.
+        new_ids: [P] int64, ids that the table lacks, each time that they occurred.
+        num_new: [1] int64, how many there were: those behind the first P are not kept.
+    """
+
+    counts: Tensor
+    new_ids: Tensor
+    num_new: Tensor

@@ -12,13 +12,15 @@ import pytest
 import torch
 from followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
 
-from jfi.data import Batch, DataConfig, load_dataset
+from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.training_log import training_log
 from jfi.events.groups import GROUPS
 from jfi.follow.parts import PartFolder
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import open_state
+from jfi.history_policies import Policy, fit
 
 #: The parts begin with a visit.
 BEGIN, BATCH = START + 6 * VISIT, 16
@@ -30,6 +32,7 @@ CASES = {
     "labels": {"weight": "weight", "auxiliary_labels": ["rating >= 3", "rating >= 5"]},
     "session": {"statistics": ["session", "user"], "session": "visit"},
     "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},
+    "policy": {"dwell": "price", "surface": "brand", "session": "visit"},
     "items": {"items": "items.parquet", "statistics": ["item", "user_category"]},
     "milliseconds": {"timestamp_unit": "ms", "null_ids": "drop"},
 }
@@ -40,10 +43,12 @@ def rows() -> list[dict]:
     return make_rows(800)
 
 
-def batches_of_parts(config: DataConfig, schema, folder: Path, late: float = 0.0) -> Iterator[tuple[list[Batch], int]]:
+def batches_of_parts(
+    config: DataConfig, schema: DataSchema, policy: Policy | None, folder: Path
+) -> Iterator[tuple[list[Batch], int]]:
     """Yields the batches of each part, and its number of samples."""
     settings, parts = column_settings(config), PartFolder(folder / "parts")
-    reading = Reading(settings, schema, None, late)
+    reading = Reading(settings, schema, policy, 0.0)
     with closing(open_state(folder / "state", config, schema)) as state:
         for number, part in enumerate(parts.following({}, "")):
             (work := folder / f"work-{number}").mkdir()
@@ -54,11 +59,13 @@ def batches_of_parts(config: DataConfig, schema, folder: Path, late: float = 0.0
                 state.commit()
 
 
-def batches_in_one_go(config: DataConfig, schema, folder: Path, sizes: list[int], log: pa.Table) -> list[list[Batch]]:
+def batches_in_one_go(
+    config: DataConfig, schema: DataSchema, policy: Policy | None, folder: Path, sizes: list[int], log: pa.Table
+) -> list[list[Batch]]:
     """Those of the rows of all parts, by way of `jfi predict`, in the order of time."""
     (work := folder / "whole").mkdir()
     sources = Sources(log, config.interactions, items=config.items)
-    found = ScoringRows(sources, work, schema, column_settings(config), trains=True)
+    found = ScoringRows(sources, work, schema, column_settings(config), trains=True, policy=policy)
     arrays = found.dataset.arrays()
     samples = arrays.samples["rows"]
     samples = samples[~np.isnan(arrays.events.label[samples])]
@@ -66,7 +73,7 @@ def batches_in_one_go(config: DataConfig, schema, folder: Path, sizes: list[int]
     whole = []
     for own in np.split(samples, np.cumsum(sizes)[:-1]):
         dataset = dataclasses.replace(arrays, samples={"rows": own})
-        whole.append(list(type(found.dataset)(dataset, schema).batches("rows", BATCH)))
+        whole.append(list(InteractionDataset(dataset, schema, policy=policy).batches("rows", BATCH)))
     return whole
 
 
@@ -95,9 +102,10 @@ def test_parts_have_the_batches_of_the_whole_log(case, rows, tmp_path):
         config = dataclasses.replace(config, items=str(tmp_path / config.items))
         pq.write_table(pa.Table.from_pylist(list(items.values())), config.items)
     schema = load_dataset(config).schema
-    found, sizes = zip(*batches_of_parts(config, schema, tmp_path), strict=True)
+    policy = fit(*training_log(config), remove=0.3, newest=2) if case == "policy" else None
+    found, sizes = zip(*batches_of_parts(config, schema, policy, tmp_path), strict=True)
     log = pa.Table.from_pylist(rows[known:], KINDS)
-    wanted = batches_in_one_go(config, schema, tmp_path, list(sizes), log)
+    wanted = batches_in_one_go(config, schema, policy, tmp_path, list(sizes), log)
     assert sum(sizes) == len(rows) - known
     events = 0
     for part, whole in zip(found, wanted, strict=True):

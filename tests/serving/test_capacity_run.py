@@ -209,6 +209,7 @@ def test_tables_that_grow_without_their_ids_are_refused(tmp_path, ids, message):
 
 
 def test_rows_of_ids_follow_other_ids():
-    rows = RowsOfIds(torch.tensor([0, 8, 3, 0]))
-    rows.set(torch.tensor([0, 9, 3, 8]))
-    assert rows(torch.tensor([8, 9, 3, 0, 4])).tolist() == [3, 1, 2, 0, 0]
+    rows = RowsOfIds(torch.tensor([0, 8, 3, 0, 5]))
+    rows.change(torch.tensor([1, 3, 4]), torch.tensor([9, 8, 0]))
+    assert rows.ids.tolist() == [0, 9, 3, 8, 0]
+    assert rows(torch.tensor([8, 9, 3, 0, 4, 5])).tolist() == [3, 1, 2, 0, 0, 0]

@@ -168,12 +168,14 @@ def test_a_run_with_a_row_for_each_value_is_that_of_a_vocabulary(table, tmp_path
 
     def admit_all(self: Trainer) -> None:
         if not self.progress.step:
+            self.growing.train()
             for batch in self.dataset.batches("train", 8):
-                self.growing.record(batch.sparse_features)
+                self.growing(batch.sparse_features)
             assert {name: len(rows) + 1 for name, rows in self.model.admit_ids().items()} == capacity
 
     monkeypatch.setattr("jfi.modules.fused_embedding_collections.initial_rows", same_rows)
-    monkeypatch.setattr(Trainer, "record_again", admit_all)
+    restored = Trainer.load_pretrained  # of a new run alone, before its first step
+    monkeypatch.setattr(Trainer, "load_pretrained", lambda self: (restored(self), admit_all(self)))
     train(config(table, tmp_path / "growing", capacity, ema))
     assert metrics(tmp_path / "plain") == metrics(tmp_path / "growing")
     np.testing.assert_array_equal(scores(tmp_path / "plain", table), scores(tmp_path / "growing", table))
@@ -216,7 +218,7 @@ def test_two_processes_train_what_one_does(tmp_path):
 
     def launched(name: str, exchange: str = "auto", sharding: str = "row_wise") -> Config:
         made = tiny(tmp_path, name, "rowwise_adagrad", sharding, admit_every=7)
-        data = replace_data(made.data, capacity={"item_id": 60, "user_id": 70})
+        data = replace_data(made.data, capacity={"item_id": 60, "user_id": 70}, min_count={"user_id": 4})
         return dataclasses.replace(made, data=data, sharding=dataclasses.replace(made.sharding, exchange=exchange))
 
     train(launched("alone"))
@@ -260,3 +262,14 @@ def test_tables_that_grow_learn_what_a_vocabulary_learns(tmp_path, capacity, bat
         found[name] = train(Config(data, model, optimizer=OptimizerConfig(**groups), training=training)).test["auc"]
     assert found["vocabulary"] > 0.75
     assert found["growing"] > found["vocabulary"] - 0.01  # runs of other seeds differ by up to 0.008
+
+
+@pytest.mark.parametrize("change", [{"batching": "user"}, {"label": None, "negatives": 1, "oov_dropout": 0.1}])
+def test_timelines_and_implicit_feedback_train_and_evaluate(table, tmp_path, change):
+    made = config(table, tmp_path / "run", LARGE, epochs=1)
+    made = dataclasses.replace(made, data=replace_data(made.data, **change))
+    train(made)
+    run = jfi.load_run(tmp_path / "run")
+    assert (run.model.growing_ids.ids("item_id") > 0).sum() == ITEMS
+    found = run.evaluate(table, history=table)["overall"]
+    assert math.isfinite(found["auc"]) and found["samples"] >= 400

@@ -96,7 +96,6 @@ def train(model, optimizer, tables, first: int, end: int, processes: int) -> dic
         (loss * processes).backward()
         optimizer.step()
         losses.append(loss.item())
-        inner.growing_ids.record(ids)
         if inner.growing_ids.is_due(step + 1):
             admitted.append({name: rows.tolist() for name, rows in admit_ids(model, optimizer, tables).items()})
     return {"losses": losses, "admitted": admitted, "ids": {name: inner.growing_ids.ids(name) for name in CAPACITY}}
@@ -173,11 +172,10 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", SIZE), rank=rank, world_size=SIZE)
     found = {case: train_together(case, rank) for case in CASES}
     growing = build().growing_ids
-    growing.record(part_of(0, 0, rank + 1)[1])
-    if rank == 1:  # its batch alone has too many distinct ids
-        many = torch.arange(1, CAPACITY["user"] + 1)
-        ids = torch.cat([torch.zeros(2 * len(many), dtype=torch.int64), many])
-        growing.record(KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(len(ids), dtype=torch.int64)))
+    many = torch.arange(1, CAPACITY["user"] + 1)
+    ids = torch.cat([torch.zeros(2 * len(many), dtype=torch.int64), many])
+    too_many = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+    growing(part_of(0, 0, 1)[1] if rank == 0 else too_many)
     try:
         growing.admit()
     except ValueError as error:
@@ -240,7 +238,6 @@ def test_the_moving_average_has_the_same_map_and_its_rows_begin_with_the_weights
         dense, ids, _ = part_of(step, 0, SAMPLES)
         model(dense, ids).sum().backward()
         average.update()
-        model.growing_ids.record(ids)
         if model.growing_ids.is_due(step + 1):
             admitted = admit_ids(model, CombinedOptimizer([]), tables)
     average.flush()

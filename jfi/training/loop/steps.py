@@ -6,7 +6,6 @@ process runs its part of each batch.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import chain
@@ -74,8 +73,6 @@ class Steps(RunState):
         self._averaged: list[nn.Parameter] = []
         if world.launched and captures_shards(config):
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
-        #: Steps since the last admission of new ids whose ids are recorded.
-        self._recorded = 0
         #: Mean loss of the last line of the log, to be shown.
         self.loss = math.nan
 
@@ -113,50 +110,25 @@ class Steps(RunState):
 
         In training a list has the parts of a batch.
         """
-        progress, parts = None, self.config.training.gradient_accumulation_steps
+        progress = None
         if self.pipeline is not None:
-            in_parts = self.model.training and parts > 1
+            in_parts = self.model.training and self.config.training.gradient_accumulation_steps > 1
             batches = chain.from_iterable(batches) if in_parts else batches
             progress = self._step_in_parts if in_parts else self.pipeline.progress
         elif self.model.training and isinstance(self._captured, CapturedShardedStep):
             progress = self._captured.progress
         if progress is not None:
-            sent: deque[Batch] = deque()  # ahead of their step
-            batches = _kept(batches, sent) if self.model.training and self.growing is not None else batches
             with suppress(StopIteration):
                 while True:
                     self._set_rates()
-                    output = progress(batches)
-                    if sent:
-                        self._record([sent.popleft() for _ in range(parts)])
-                    yield output
+                    yield progress(batches)
             return
         for batch in batches:
             self._set_rates()
             if self.model.training:
-                output = self._step(batch) if self._captured is None else self._captured(batch)
-                self._record(batch)
-                yield output
+                yield self._step(batch) if self._captured is None else self._captured(batch)
             else:
                 yield self._forward(batch)[1]
-
-    def _record(self, batch: Batch | list[Batch]) -> None:
-        """Keeps the raw ids of a step until the next admission."""
-        if self.growing is not None:
-            for part in batch if isinstance(batch, list) else [batch]:
-                if len(part.labels):  # else it has the ids of a sample that does not count
-                    self.growing.record(part.sparse_features)
-            self._recorded += 1
-
-    def record_again(self) -> None:
-        """Keeps the raw ids of the steps between the last admission and the checkpoint that was loaded."""
-        missing = self.progress.step - self.progress.admitted_step - self._recorded
-        if self.growing is None or not missing:
-            return
-        parts, position = self._parts("train", self.config.training.batch_size), self.progress.position
-        for number in range(max(0, position - missing), position):  # an epoch that starts anew has none
-            self._record(self._assemble(parts, number))
-        self._recorded = self.progress.step - self.progress.admitted_step
 
     def admit(self) -> None:
         """Gives rows to the new ids of the steps since the last admission, in tables that grow.
@@ -164,13 +136,12 @@ class Steps(RunState):
         Raises:
             ConfigError: a batch has more distinct values than a `capacity` of `data.features`.
         """
-        if self.growing is None or self.progress.admitted_step == self.progress.step:
+        if self.growing is None:
             return
         try:
             admit_ids(self.model, self.optimizer, self._table_configs)
         except ValueError as fault:
             raise ConfigError(f"data.features: {fault}") from None
-        self.progress.admitted_step, self._recorded = self.progress.step, 0
 
     def _step(self, batch: Batch | list[Batch]) -> Output:
         # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
@@ -208,6 +179,8 @@ class Steps(RunState):
         training = self.model.training
         labels = batch.labels if training else self._predicted(batch.labels)
         model = self.model if training else self.evaluated
+        if training and self.growing is not None:
+            self.growing.train(len(labels) > 0)  # else the ids are those of a sample that does not count
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
             logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
         logits = logits.float()[: len(labels)]
@@ -277,10 +250,3 @@ class Steps(RunState):
         total, _, samples = self.window.tolist()
         loss = total / samples if samples else self.loss
         return {"step": self.progress.step, "loss": loss}
-
-
-def _kept(batches: Iterator[Batch], sent: deque[Batch]) -> Iterator[Batch]:
-    """Yields batches that it keeps until their step."""
-    for batch in batches:
-        sent.append(batch)
-        yield batch

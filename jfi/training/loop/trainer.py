@@ -112,7 +112,6 @@ class Trainer(Steps):
         end = progress.next_evaluation(training.eval_every, order.num_batches)
         average = self.modules.get("average")
         self.model.train()
-        self.record_again()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first

@@ -17,7 +17,7 @@ from jfi.training.model.build_model import shards_of
 def admit_ids(
     model: nn.Module, optimizer: KeyedOptimizer, tables: Mapping[str, BaseEmbeddingConfig]
 ) -> dict[str, Tensor]:
-    """Gives rows to the ids that `GrowingIds.record` has taken; these rows begin anew with the optimizer's states.
+    """Gives rows to the ids that `GrowingIds` has recorded; these rows begin anew with the optimizer's states.
 
     It is `SequenceDLRM.admit_ids` for the model of a run, whose tables may be sharded. All processes call it together,
     between two steps; nothing happens in a model whose tables do not grow.

@@ -54,7 +54,6 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
         start: by split the metrics of a warm start before its first step.
         newest: time of the newest training sample.
         follow: the place in the log that the run follows, see `jfi.follow.loop`; empty for a run that follows none.
-        admitted_step: finished steps at the last admission of new ids to tables that grow.
     """
 
     epoch: Count = 0
@@ -80,7 +79,6 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     start: dict[str, dict] = {}
     newest: float = -math.inf
     follow: dict = {}
-    admitted_step: Count = 0
 
     @property
     def position(self) -> int:

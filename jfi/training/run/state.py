@@ -6,6 +6,8 @@ tables.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -183,6 +185,8 @@ class RunState:
             self._load_modules(state)
         except RuntimeError as fault:  # of several lines, of which the last one names the tensor
             raise ConfigError(f"--resume {run.path}: {str(fault).splitlines()[-1].strip()}") from None
+        if self.growing is not None and not self.world.is_first:
+            self.growing.forget_recorded()  # the first process has what all have recorded
         whole = self.optimizer.state_dict()
         for name, loaded in state["optimizer"]["state"].items():
             whole["state"][name] |= loaded
@@ -232,7 +236,7 @@ class RunState:
         self.check_data()
         progress = self.progress
         self.groups.average(progress.step)
-        with self._frozen.released():
+        with self._frozen.released(), self._all_recorded():
             state = self._state()
             self.check_finite(state["window"][0].item())
             progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
@@ -244,6 +248,15 @@ class RunState:
                 self.check_finite(math.nan, str(fault))
         best = progress.best_checkpoint
         self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))
+
+    @contextmanager
+    def _all_recorded(self) -> Iterator[None]:
+        """Within, every process has what all have recorded of new ids, and afterwards the first one: any may write."""
+        if self.growing is not None:
+            self.growing.gather_recorded()
+        yield
+        if self.growing is not None and not self.world.is_first:
+            self.growing.forget_recorded()
 
     def check_finite(self, loss: float, fault: str = "") -> None:
         """Raises FloatingPointError if training has diverged."""

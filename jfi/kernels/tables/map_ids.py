@@ -1,0 +1,76 @@
+"""Ids mapped to rows by a hash index of the ids of a table; see `jfi.ops.map_ids`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.plan import cached
+from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, Occurrences, ceil_div
+
+#: Ids that a program maps.
+_IDS, _WARPS = 256, 8
+
+
+@triton.jit(do_not_specialize=["count", "room"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
+def map_ids_kernel(
+    ids_ptr,
+    index_ptr,
+    sorted_ptr,
+    rows_ptr,
+    counts_ptr,
+    new_ptr,
+    num_new_ptr,
+    out_ptr,
+    count,
+    room,
+    FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MISSING: tl.constexpr,
+    PADDING: tl.constexpr,
+    NO_ID: tl.constexpr,
+):
+    """A program per BLOCK ids, each of which probes the index from its home on until a free slot."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
+    may_have_row = mask & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
+    slot = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * FACTOR) >> (64 - BITS) & ((1 << BITS) - 1)
+    place = tl.load(index_ptr + slot, mask=may_have_row, other=-1)
+    left = place >= 0
+    is_known = left & (tl.load(sorted_ptr + place, mask=left, other=MISSING) == ids)
+    left = left & ~is_known
+    while tl.max(left.to(tl.int32), 0) > 0:
+        slot += 1
+        further = tl.load(index_ptr + slot, mask=left, other=-1)
+        left = further >= 0
+        is_equal = left & (tl.load(sorted_ptr + further, mask=left, other=MISSING) == ids)
+        place = tl.where(is_equal, further, place)
+        is_known = is_known | is_equal
+        left = left & ~is_equal
+    row = tl.load(rows_ptr + place, mask=is_known, other=0)
+    tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
+    if counts_ptr is not None:
+        tl.atomic_add(counts_ptr + place, tl.full([BLOCK], 1, tl.int64), mask=is_known)
+        is_new = may_have_row & ~is_known
+        found = tl.sum(is_new.to(tl.int64), 0)
+        # The order of the new ids is that of the programs; an admission sorts them.
+        first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
+        slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
+        tl.store(new_ptr + slot, ids, mask=is_new & (slot < room))
+
+
+@cached
+def _launcher(bits: int) -> Launcher:
+    special = {"MISSING": MISSING, "PADDING": PADDING, "NO_ID": NO_ID}
+    return Launcher(map_ids_kernel, FACTOR=HASH_FACTOR, BITS=bits, BLOCK=_IDS, **special, num_warps=_WARPS)
+
+
+def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None) -> Tensor:
+    """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
+    out, room = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
+    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None, None, None)), out)
+    _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), room))
+    return out

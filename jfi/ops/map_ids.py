@@ -1,0 +1,57 @@
+"""Ids of any number mapped to rows, and a record of those that occur.
+
+On a GPU one kernel does both, by a hash index. Torch's operators search among ascending ids; to keep the new ids alone,
+in memory of a fixed size, they need a cumulative sum and two scatters more.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi.ops._dispatch import PLAIN
+from jfi.utils.context import interprets, is_traced
+from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, Occurrences
+
+
+def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None = None) -> Tensor:
+    """Returns the row of each id, 0 for one that the table lacks; it never waits for a GPU.
+
+    Args:
+        ids: [S] int64; 0 is missing, and -1 padding, which stays -1.
+        table: the ids that have rows.
+        seen: grows by the ids that occur; None to record none. A compiler or a tracer records none.
+
+    Returns:
+        [S] int64.
+    """
+    tensors = (ids, *table, *(seen or ()))
+    plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in tensors])
+    if plain and ids.numel() and (ids.is_cuda or interprets()):
+        from jfi.kernels.tables.map_ids import map_ids as launch
+
+        return launch(ids.contiguous(), table, seen)
+    index = torch.searchsorted(table.sorted_ids[:-1], ids)
+    is_known = (table.sorted_ids.take(index) == ids) & (ids != NO_ID)
+    if plain and seen is not None:
+        _record(ids, index, is_known, seen)
+    return torch.where(is_known, table.rows.take(index), torch.where(ids == PADDING, PADDING, 0))
+
+
+def fill_index(table: IdMap) -> None:
+    """Fills the index from the sorted ids: linear probing of all ids at once, in the order of their homes."""
+    ids = table.sorted_ids[table.sorted_ids != NO_ID]
+    bits = table.hash_bits
+    home = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * HASH_FACTOR) >> (64 - bits) & ((1 << bits) - 1)
+    home, order = torch.sort(home, stable=True)
+    position = torch.arange(len(ids), device=ids.device)
+    # Each takes its home or, if that is taken, the next free slot.
+    slot = (home - position).cummax(0).values + position
+    table.index.fill_(-1)
+    table.index[slot] = order.int()
+
+
+def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: Occurrences) -> None:
+    known, new = index[is_known], ids[~(is_known | (ids == MISSING) | (ids == PADDING) | (ids == NO_ID))]
+    seen.counts.index_add_(0, known, torch.ones_like(known))
+    begin, room = int(seen.num_new), len(seen.new_ids)
+    seen.new_ids[begin : begin + len(new)] = new[: max(0, room - begin)]
+    seen.num_new.add_(len(new))
