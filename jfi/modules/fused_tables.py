@@ -172,6 +172,8 @@ class FusedTables(FusedOptimizer):
         weight[rows] = values.to(weight.dtype)
         for state in self._states[table]:
             state[rows] = 0
+        if self.changed is not None:
+            self.changed.mark({table: len(weight)}, rows)
 
     def averages(self) -> dict[str, Tensor]:
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
