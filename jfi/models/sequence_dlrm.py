@@ -275,7 +275,7 @@ class SequenceDLRM(nn.Module):
     def admit_ids(self) -> dict[str, Tensor]:
         """Gives rows to new ids by `GrowingIds.admit`, and lets these rows of the fused collections begin anew.
 
-        Call it between two steps, after `GrowingIds.record`. Returns what `GrowingIds.admit` returns.
+        Call it between two steps. Returns what `GrowingIds.admit` returns.
 
         Raises:
             ValueError: the model has no `growing_ids`, or as `GrowingIds.admit`.

@@ -24,6 +24,8 @@ from jfi.models import AttentionPooling, Heads, require_optimizer_in_backward, t
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
+    GrowingIds,
+    GrowingTable,
     JaggedEncoder,
     JaggedFeatureInteraction,
     JaggedPooling,
@@ -193,6 +195,12 @@ CASES = {
         {"ids": "None"},
         JaggedEncoder.forward,
     ),
+    "GrowingTable": Case(
+        GrowingTable,
+        {"name": "t", "capacity": 10, "feature_names": ["item"]},
+        {"name": "a string", "feature_names": "a list of strings"},
+    ),
+    "GrowingIds": Case(GrowingIds, {"tables": [GrowingTable("t", 10, ["item"])]}, {"device": NO_DEVICE}),
     "JaggedPooling": Case(JaggedPooling, {"features": [TASTE], "embedding_dim": D}),
     "JaggedPooling.forward": Case(
         lambda **given: JaggedPooling([TASTE], D)(**given),
@@ -258,6 +266,7 @@ CASES = {
             "cross_layers": "0",
             "user_keys": "None, an empty list",
             "semantic_ids": "None",
+            "growing_ids": "None",
             "heads": "None",
             "dense_device": NO_DEVICE,
         },
