@@ -33,6 +33,7 @@ _SERVE = """Serves an artifact of `jfi export` over HTTP, or answers JSON lines.
 
 jfi serve --artifact ARTIFACT --port 8000
 jfi serve --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
+jfi serve --follow RUN/published --port 8000
 
 On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
 SIGTERM does: all requests that have been read are answered.
@@ -201,7 +202,10 @@ def export() -> OptionParser:
 def serve() -> OptionParser:
     """Returns the options of `jfi serve`."""
     parser = _parser("serve", _SERVE)
-    parser.add_argument("--artifact", type=Path, required=True, help="folder written by `jfi export`")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--artifact", type=Path, help="folder written by `jfi export`")
+    follow = "folder of published versions of a model that trains; new ones are applied as they appear"
+    model.add_argument("--follow", type=Path, metavar="FOLDER", help=follow)
     sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line, read at each swap; others are refused"
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
     lines = "read requests from stdin and write answers to stdout, one per line"

@@ -36,15 +36,15 @@ def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
 _SHA256 = r"[0-9a-fA-F]{64}"
 
 
-def load_artifact(options: argparse.Namespace, store: Store | None = None) -> Scorer:
-    """The artifact that the path names now; a link to it may point elsewhere later."""
+def load_artifact(options: argparse.Namespace, store: Store | None = None, path: Path | None = None) -> Scorer:
+    """Loads an artifact of `path`, or that of --artifact now; a link to it may point elsewhere later."""
     limits = options.tables_device, options.max_candidates, options.max_history
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
         state = StateSettings(store, cold, options.late_seconds, options.max_events)
     sums = known_sums(options.sha256)
-    return Scorer(options.artifact.resolve(), *limits, output=options.output, sha256=sums, state=state)
+    return Scorer(path or options.artifact.resolve(), *limits, output=options.output, sha256=sums, state=state)
 
 
 def open_state(options: argparse.Namespace) -> Store | None:
@@ -95,6 +95,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     from prometheus_client import disable_created_metrics
 
     from jfi.serving.server.app import LIVE, make_app, run, without_traceback
+    from jfi.serving.server.follow import open_follower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -104,9 +105,15 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
     more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
     load, swaps = partial(load_artifact, options, open_state(options)), set()
-    app = make_app(load(), **limits, **more, load=load)
+    if options.follow is not None:
+        follower = open_follower(options.follow, lambda path: load(path=path), options.tables_device)
+        app = make_app(follower.first(), **limits, **more, follower=follower)
+    else:
+        app = make_app(load(), **limits, **more, load=load)
 
     def swap() -> None:
+        if options.follow is not None:
+            return  # the folder is looked at anyway
         swaps.add(task := asyncio.ensure_future(app[LIVE].swap()))
         task.add_done_callback(swaps.discard)
 
@@ -138,6 +145,9 @@ def main(options: argparse.Namespace) -> int:
     needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp", "prometheus_client")
     if absent := [name for name in needed if find_spec(name) is None]:
         print(f"error: jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'", file=sys.stderr)
+        return 2
+    if options.jsonl and options.follow is not None:
+        print("error: --jsonl takes --artifact; --follow needs the HTTP server", file=sys.stderr)
         return 2
     limits = {
         "max_batch": options.max_batch,

@@ -14,6 +14,7 @@ from jfi.data.batches.choose_events import load_policy
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
 from jfi.follow.parts import Part, PartFolder, Parts
+from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import LogState, open_state
 from jfi.training import ConfigError
@@ -56,7 +57,8 @@ def follow(
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
-        hook: makes an object that is called after each step and each part, from the run as it begins; or None.
+        hook: makes an object that is called after each step and each part, from the run as it begins; None publishes
+            the run if `training.publish_every` asks for it.
         clock: seconds that only grow; another one in tests.
 
     Returns:
@@ -123,6 +125,7 @@ class _Following:
         begins = not last_progress(self.run)[1].follow
         trainer.restore(self.run, best=begins)
         trainer.progress.files = learnt_files(self.run)
+        hook = hook or publishing(self.run, trainer.config, self._reading.schema, self._reading.policy)
         trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place
         self._folder.mkdir(exist_ok=True)

@@ -6,31 +6,20 @@ a row that several of them have read is stepped once, by the sum of its gradient
 forward pass, on a side stream.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from jfi.modules.changed_rows import ChangedRows
+from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 from jfi.utils import compat
-from jfi.utils.arguments import check_number, check_type, shown
 
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-#: By class of optimizer its name, the names of its states, and its options with their defaults.
-_OPTIMIZERS: dict[type, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    torch.optim.SGD: ("sgd", (), {"lr": 1e-3, "weight_decay": 0.0}),
-    torch.optim.Adagrad: ("adagrad", ("sum",), {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-    torch.optim.Adam: ("adam", ("exp_avg", "exp_avg_sq"), _ADAM),
-    torch.optim.AdamW: ("adamw", ("exp_avg", "exp_avg_sq"), _ADAM | {"weight_decay": 1e-2}),
-    RowWiseAdagrad: ("rowwise_adagrad", ("sum",), {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-}
 #: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
 _MAX_NESTED = 8
 
@@ -72,8 +61,8 @@ class FusedTables(FusedOptimizer):
         states: dict[str, tuple[Tensor, ...]] | None = None,
         prefix: str = "",
     ) -> None:
-        options = _checked(optimizer_type, options, ema_decay)
-        name, self._state_names, _ = _OPTIMIZERS[optimizer_type]
+        options = checked_options(optimizer_type, options, ema_decay)
+        name, self._state_names, _ = OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
         self.group = ParameterGroup(options)
@@ -86,6 +75,8 @@ class FusedTables(FusedOptimizer):
         self._deferring = False
         #: By table the rows that no step changes, [N] bool.
         self.frozen: dict[str, Tensor] = {}
+        #: Marks of the rows that steps change, see `track_changes`; None without them.
+        self.changed: ChangedRows | None = None
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._sort_stream: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
@@ -167,6 +158,11 @@ class FusedTables(FusedOptimizer):
                 state.zero_()
         self.steps.zero_()
 
+    def track_changes(self) -> ChangedRows:
+        """Marks from now on the rows that steps change. A step that is captured later has it in its graph."""
+        self.changed = self.changed or ChangedRows()
+        return self.changed
+
     @torch.no_grad()
     def reset_rows(self, table: str, rows: Tensor, values: Tensor) -> None:
         """Lets rows [M] of a table begin anew with values [M, D]: without states, and without a past in the average."""
@@ -176,6 +172,8 @@ class FusedTables(FusedOptimizer):
         weight[rows] = values.to(weight.dtype)
         for state in self._states[table]:
             state[rows] = 0
+        if self.changed is not None:
+            self.changed.mark({table: len(weight)}, rows)
 
     def averages(self) -> dict[str, Tensor]:
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
@@ -309,10 +307,13 @@ class FusedTables(FusedOptimizer):
             tables = {name: weights[name] for name in names}
             rows, *is_sorted = own[0].rows if len(own) == 1 else [torch.cat([batch.rows[0] for batch in own])]
             total = sum([weight.shape[0] for weight in tables.values()])
+            in_order = SortedRows(*is_sorted) if is_sorted else sort_rows(rows, total)
+            if self.changed is not None:
+                self.changed.mark({name: len(weight) for name, weight in tables.items()}, in_order.rows)
             step_rows(
                 [weight.detach() for weight in tables.values()],
                 [self._states[name] for name in names],
-                SortedRows(*is_sorted) if is_sorted else sort_rows(rows, total),
+                in_order,
                 [grad for batch in own for grad in batch.grads],
                 [size for batch in own for size in batch.sizes],
                 self.optimizer,
@@ -350,51 +351,5 @@ class _Handles(torch.autograd.Function):
         return (None,) * (5 + len(ctx.tables))
 
 
-class ParameterGroup(dict):
-    """The options of the optimizer; writing "lr" writes the tensor that the steps read."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.learning_rate = torch.tensor(float(options["lr"]))
-        super().__init__(options)
-
-    def __setitem__(self, key: str, value: object) -> None:
-        if key in ("weight_decay", "eps", "betas") and value != self[key]:
-            raise ValueError(f"{key} of a fused collection is given at its construction, {self[key]}; got {value}")
-        super().__setitem__(key, value)
-        if key == "lr":
-            self.learning_rate.fill_(float(value))
-
-    def __reduce__(self) -> tuple:
-        return ParameterGroup, (dict(self),), {"learning_rate": self.learning_rate}
-
-    def update(self, *args: object, **kwargs: object) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _checked(optimizer_type: type, options: dict[str, Any], ema_decay: float | None) -> dict[str, Any]:
-    """Checks the options of an optimizer; returns them with the defaults of the others."""
-    if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
-        known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
-        got = getattr(optimizer_type, "__name__", shown(optimizer_type))
-        raise ValueError(f"optimizer_type must be one of {known}, got {got}")
-    check_type("optimizer_kwargs", options, dict, "a dict of options")
-    defaults = _OPTIMIZERS[optimizer_type][2]
-    if unknown := sorted(map(str, options.keys() - defaults.keys())):
-        raise ValueError(f"optimizer_kwargs of {optimizer_type.__name__} must be of {sorted(defaults)}, got {unknown}")
-    options = defaults | options
-    betas = options.pop("betas", None)
-    for key, value in options.items():
-        check_number(f"optimizer_kwargs['{key}']", value, lambda x: 0 <= x < math.inf, "0 or more and finite")
-    if betas is not None:
-        is_pair = isinstance(betas, list | tuple) and len(betas) == 2 and bool not in map(type, betas)
-        if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
-            raise ValueError(f"optimizer_kwargs['betas'] must be two numbers in [0, 1), got {shown(betas)}")
-        options["betas"] = tuple(betas)
-    if ema_decay is not None:
-        check_number("ema_decay", ema_decay, lambda x: 0 < x < 1, "between 0 and 1, or None")
-    return options

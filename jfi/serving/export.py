@@ -6,7 +6,9 @@ import io
 import os
 import warnings
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -35,8 +37,13 @@ _STORAGE = {os.strerror(number): number for number in (errno.ENOSPC, errno.EFBIG
 _STORAGE["File size limit exceeded"] = errno.EFBIG
 #: Names of the C++ standard library; a package is stored without compression.
 _CXX_LIBRARIES = (b"libstdc++.so", b"libc++.so")
-#: Autotuning at compile time would run the kernels on generated inputs, whose offsets and indices are not valid.
-_OPTIONS = {"triton.autotune_at_compile_time": False}
+_OPTIONS = {
+    # Autotuning at compile time would run the kernels on generated inputs, whose offsets and indices are not valid.
+    "triton.autotune_at_compile_time": False,
+    # Small constants would become literals of the code, which published versions of a model could not replace.
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+}
 
 
 def export(
@@ -78,57 +85,106 @@ def export(
         FileExistsError: `path` exists.
         ValueError: a model that cannot be served.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
-    if policy is not None:
-        RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
-    user_keys = [key for one in schema.user for key in one.keys]
-    scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
-    inputs = inputs_of(scoring)
-    _check_weights(scoring, policy)
-    weights, table_of = tables_of(model, inputs.keys)
-    if not weights and tables != FLOAT:
-        raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
-    example = batch_inputs(
-        [example_request(schema, inputs, *sizes) for sizes in _EXAMPLE],
-        inputs,
-        # The ids of the example are 0, so one row of each table is enough.
-        FloatTables({name: weight[:1].detach().float().to(device) for name, weight in weights.items()}, table_of),
-        torch.device(device),
-    )
-    keys = {name: [key for key, of in table_of.items() if of == name] for name in weights}
-    growing = [] if model.growing_ids is None else [one.name for one in model.growing_ids.configs if one.name in keys]
-    described = {name: Table(*weight.shape, keys[name], name in growing) for name, weight in weights.items()}
-    info = artifact.Info(
-        format=artifact.FORMAT,
-        run=run,
-        trained=trained,
-        versions=versions(),
-        exported=datetime.now(UTC).isoformat(timespec="seconds"),
-        device=device,
-        gpu=torch.cuda.get_device_name() if device == "cuda" else None,
-        cpu=artifact.cpu_instructions(),
-        padded=scoring.pads,
-        quantization=tables,
-        tables=described,
-        embedding_dim=scoring.embedding_dim,
-        inputs=inputs,
-        limits=limits,
-        schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
-        calibration=calibration,
-    )
-    with writing_folder(path) as folder:
-        _compile(scoring, example, folder / artifact.MODEL)
+    named = {"calibration": calibration, "run": run, "trained": trained}
+    return Export(model, schema, limits, device, tables, impl, policy, past, named).write(path)
+
+
+class Export:
+    """A model and what an artifact says of it, before it is compiled; the arguments are those of `export`.
+
+    Args:
+        named: further fields of artifact.json.
+    """
+
+    def __init__(
+        self,
+        model: SequenceDLRM,
+        schema: Schema,
+        limits: Limits,
+        device: str,
+        tables: str,
+        impl: str | None,
+        policy: Policy | None,
+        past: LogCounters | None,
+        named: dict[str, Any],
+    ) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
         if policy is not None:
-            policy.save(folder / artifact.POLICY)
-        if past is not None:
-            past.save(folder)
-        ids = {name: model.growing_ids.ids(name) for name in growing}
-        save_tables(folder / artifact.TABLES, tables, weights, described, ids)
-        write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(schema.vocabularies))
-        write_file(folder / artifact.INFO, msgspec.json.encode(info))
-        write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})
-    return artifact.sha256_of(path)
+            RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
+        user_keys = [key for one in schema.user for key in one.keys]
+        self._make = partial(ScoringModel, model, user_keys, impl or ("triton" if device == "cuda" else "torch"))
+        self._device, self._schema, self._policy, self._past = device, schema, policy, past
+        scoring = self.scoring()
+        inputs = inputs_of(scoring)
+        _check_weights(scoring, policy)
+        #: By name the weights of the tables that are served.
+        self.weights, self._table_of = tables_of(model, inputs.keys)
+        if not self.weights and tables != FLOAT:
+            raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
+        keys = {name: [key for key, of in self._table_of.items() if of == name] for name in self.weights}
+        self._growing = model.growing_ids
+        growing = self.growing_ids()
+        self.info = artifact.Info(
+            format=artifact.FORMAT,
+            versions=versions(),
+            exported=datetime.now(UTC).isoformat(timespec="seconds"),
+            device=device,
+            gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+            cpu=artifact.cpu_instructions(),
+            padded=scoring.pads,
+            quantization=tables,
+            tables={name: Table(*weight.shape, keys[name], name in growing) for name, weight in self.weights.items()},
+            embedding_dim=scoring.embedding_dim,
+            inputs=inputs,
+            limits=limits,
+            schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
+            **named,
+        )
+
+    def growing_ids(self) -> dict[str, Tensor]:
+        """Returns by table that grows the raw id [N] of each row, as they are now."""
+        configs = [] if self._growing is None else self._growing.configs
+        return {one.name: self._growing.ids(one.name).clone() for one in configs if one.name in self.weights}
+
+    def scoring(self) -> ScoringModel:
+        """Returns the dense part with the model's current parameters, on the device to serve on."""
+        return self._make().to(self._device)
+
+    def write(self, path: Path, traced: tuple[ExportedProgram, str] | None = None) -> str:
+        """Writes the artifact with the parameters as they are now, or were in `program()`; returns its SHA-256."""
+        with writing_folder(path) as folder:
+            program, shapes = traced or self.program()
+            write_package(program, folder / artifact.MODEL, {artifact.SHAPES: shapes})
+            self.save_tables(folder / artifact.TABLES)
+            self.write_data(folder)
+            write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir()})
+        return artifact.sha256_of(path)
+
+    def save_tables(self, path: Path) -> None:
+        """Writes the tables as they are now."""
+        save_tables(path, self.info.quantization, self.weights, self.info.tables, self.growing_ids())
+
+    def write_data(self, folder: Path) -> None:
+        """Writes the files of an artifact that no training changes."""
+        if self._policy is not None:
+            self._policy.save(folder / artifact.POLICY)
+        if self._past is not None:
+            self._past.save(folder)
+        write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(self._schema.vocabularies))
+        write_file(folder / artifact.INFO, msgspec.json.encode(self.info))
+
+    def program(self) -> tuple[ExportedProgram, str]:
+        """Traces the dense part; returns the program and `shapes_of` its inputs."""
+        inputs, device = self.info.inputs, torch.device(self._device)
+        # The ids of the example are 0, so one row of each table is enough.
+        rows = {name: weight[:1].detach().float().to(device) for name, weight in self.weights.items()}
+        requests = [example_request(self._schema, inputs, *sizes) for sizes in _EXAMPLE]
+        example = batch_inputs(requests, inputs, FloatTables(rows, self._table_of), device)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            shapes = tuple(map(_dynamic, example))
+            return torch.export.export(self.scoring(), example, dynamic_shapes=shapes), shapes_of(example)
 
 
 def inputs_of(scoring: ScoringModel) -> Inputs:
@@ -162,16 +218,11 @@ def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], 
     return weights, table_of
 
 
-def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
-    def dynamic(argument: object) -> object:
-        if isinstance(argument, dict):
-            return {key: dynamic(value) for key, value in argument.items()}
-        return {0: Dim.DYNAMIC}
-
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(scoring, example, dynamic_shapes=tuple(map(dynamic, example)))
-    write_package(program, path, {artifact.SHAPES: shapes_of(example)})
+def _dynamic(argument: object) -> object:
+    """Returns the dynamic shapes of an argument: all tensors have any number of rows."""
+    if isinstance(argument, dict):
+        return {key: _dynamic(value) for key, value in argument.items()}
+    return {0: Dim.DYNAMIC}
 
 
 def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str] | None = None) -> None:

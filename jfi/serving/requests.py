@@ -42,7 +42,7 @@ HISTORY = "history"
 CONTEXT = "context"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
     """A valid request as the model reads it: S events, R candidates.
 
@@ -55,6 +55,7 @@ class Request:
         num_candidates: R.
         weights: [S] float32, of the events, or None where all are 1.
         stored: the events that the state of users has in place of the request's, which are read when it is scored.
+        version: of the model that has scored it, see `jfi.serving.published`; None of an artifact alone.
     """
 
     ids: dict[str, np.ndarray]
@@ -65,6 +66,7 @@ class Request:
     num_candidates: int
     weights: np.ndarray | None = None
     stored: StoredHistory | None = None
+    version: int | None = None
 
 
 class RequestReader:

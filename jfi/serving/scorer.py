@@ -14,6 +14,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.counters import CountersError, LogCounters, RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema
 from jfi.serving.tables import Tables, load_tables
@@ -131,10 +132,22 @@ class Scorer:
         if self.package.get_metadata().get(artifact.SHAPES) != shapes:
             raise ArtifactError(f"{path} is damaged: {artifact.MODEL} takes other inputs than {artifact.INFO} says")
         self.identity = artifact.identity(path)
+        #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
+        self.version: int | None = None
 
     def example(self) -> Request:
         """A request of one event and one candidate, both unknown."""
         return example_request(self.reader.schema, self.inputs, 1, 1)
+
+    def apply(self, change: Change) -> None:
+        """Makes the scorer that of a published version, in place; call it between two calls of `score`."""
+        if change.tables is not None:
+            self.tables = change.tables
+        for table, parts in change.rows.items():
+            self.tables.write_rows(table, *parts)
+        if change.constants:
+            self.package.load_constants(change.constants, check_full_update=False)
+        self.version = change.version
 
     def score(self, requests: list[Request]) -> list[Answer]:
         """The scores of each request's candidates, as `output` says; of several labels by name.
@@ -142,6 +155,8 @@ class Scorer:
         Raises:
             StoreUnavailableError: the store of the users' events does not answer.
         """
+        for request in requests:
+            request.version = self.version
         requests = self._with_stored(requests)
         if not self.info.padded:
             return self._score(requests)

@@ -66,9 +66,16 @@ class FloatTables:
         self, weights: dict[str, Tensor], table_of: dict[str, str], ids: dict[str, Tensor] | None = None
     ) -> None:
         self.weights = {key: weights[table] for key, table in table_of.items()}
+        self._tables = weights
         #: By table that grows the rows of its ids; and these by key.
         self.rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
         self._rows_of_key = {key: self.rows[table] for key, table in table_of.items() if table in self.rows}
+
+    def write_rows(self, table: str, rows: Tensor, values: Tensor, ids: Tensor | None = None) -> None:
+        """Replaces rows [n] of a table by values [n, D], in place, and their raw ids [n] in a table that grows."""
+        self._tables[table].index_copy_(0, rows, values)
+        if ids is not None:
+            self.rows[table].change(rows, ids)
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}

@@ -60,6 +60,7 @@ TRACKERS = {
 }
 #: How MLflow's `tracking_uri` may begin. A database server's driver may load libraries that its URL names.
 _URIS = ("http://", "https://", "sqlite:///", "file:", "/", "databricks")
+_PUBLISH_TO = "null without training.publish_every"
 
 
 @dataclass
@@ -77,6 +78,9 @@ class TrainingConfig:
             has so many parts, and `sharding.exchange` must not be `rows`.
         admit_every: with a `capacity` of `data.features`, steps between two admissions, in which new values get rows of
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
+        publish_every: with `jfi train --follow`, seconds between two published versions of the model, which `jfi serve
+            --follow` applies as they come; null publishes none. Needs `optimizer.ema_decay: null`.
+        publish_to: folder of the published versions; null means `published` in the run folder.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
             `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),
@@ -126,6 +130,8 @@ class TrainingConfig:
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     admit_every: int = 100
+    publish_every: float | None = None
+    publish_to: str | None = None
     eval_batch_size: int = 4096
     monitor: str = "auto"
     positive_weight: float = 1.0
@@ -172,6 +178,11 @@ class TrainingConfig:
         after = self.rows_after
         known = after is None or after == "auto" or math.isfinite(after)
         require(known, "training.rows_after", after, "a time, auto or null")
+        every = self.publish_every
+        require(
+            every is None or 0 <= every < math.inf, "training.publish_every", every, "0 or more and finite, or null"
+        )
+        require(every is not None or self.publish_to is None, "training.publish_to", self.publish_to, _PUBLISH_TO)
         norm = self.max_grad_norm
         require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
         weight = self.positive_weight
@@ -224,6 +235,9 @@ class Config:
         return dataclasses.asdict(dataclasses.replace(self, data=self.data.without_tables()))
 
     def __post_init__(self) -> None:
+        averages, every = self.optimizer.ema_decay, self.training.publish_every
+        why = "null with training.publish_every: each step changes the averages of all rows"
+        require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None

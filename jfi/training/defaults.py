@@ -59,7 +59,8 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
         size = 512 if dataset.num_samples("train") < _LARGE else 1024
         training = dataclasses.replace(training, batch_size=max(size, training.gradient_accumulation_steps))
     if optimizer.ema_decay == "auto":
-        optimizer = dataclasses.replace(optimizer, ema_decay=None if world.launched else 0.98)
+        none = world.launched or training.publish_every is not None
+        optimizer = dataclasses.replace(optimizer, ema_decay=None if none else 0.98)
     data = config.data.with_statistics()
     settled = with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
     found = {

@@ -233,8 +233,9 @@ class OptimizerConfig:
         dense: for the MLPs, the attention and the encoder.
         embeddings: for the embedding tables.
         ema_decay: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
-            average. `auto` is 0.98, and null under torchrun, where it must be. For a table, a step averages the rows of
-            the batch, and the end of an epoch averages all rows. It takes as much memory as the parameters.
+            average. `auto` is 0.98, and null under torchrun and with `training.publish_every`, where it must be. For a
+            table, a step averages the rows of the batch, and the end of an epoch averages all rows. It takes as much
+            memory as the parameters.
         schedule: how the learning rates of both groups change after the warm-up: `constant`, or `cosine`, which falls
             to zero at the last step of the last of `training.epochs`.
         warmup_steps: number of steps in which the learning rates rise linearly to their values.

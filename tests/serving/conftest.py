@@ -67,6 +67,19 @@ def exported(tmp_path_factory, worker_id) -> SimpleNamespace:
     return SimpleNamespace(run=folder / "run", path=folder / "run/artifact")
 
 
+@pytest.fixture(scope="session")
+def published(exported, tmp_path_factory, worker_id):
+    """Published versions of the tiny run in training, one folder for all workers, as `exported` is."""
+    from .publishing import Published, publish_some
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder if worker_id == "master" else folder.parent) / "published"
+    with FileLock(f"{folder}.lock"), one_thread():
+        if not (folder / "wanted.json").exists():
+            publish_some(exported.run, folder)
+    return Published(folder)
+
+
 def export_tiny(folder: Path) -> None:
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])

@@ -33,6 +33,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
+from jfi.serving.server.follow import Follower
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.user_state.stores import StoreUnavailableError
@@ -62,6 +63,7 @@ def make_app(
     body_seconds: float = 10.0,
     deadline: float = 5.0,
     load: Callable[[], Scorer] | None = None,
+    follower: Follower | None = None,
 ) -> web.Application:
     """The application. `run` serves it; others need `handler_cancellation=True`, so that who leaves is not scored.
 
@@ -74,6 +76,7 @@ def make_app(
         body_seconds: for a body to arrive.
         deadline: seconds that a request may wait until a call of the model begins.
         load: gives the artifact that `app[LIVE].swap()` puts in place of the one that answers.
+        follower: keeps it at the newest published version, which each answer names; `scorer` is of it.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -89,7 +92,11 @@ def make_app(
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         del scorer  # an artifact in use is held by Live alone, which releases it after a swap
+        following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
         yield
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
         await app[_WRITER].close()
         await app[LIVE].close()
 
@@ -99,10 +106,12 @@ def make_app(
         body = await arriving.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            scores, stored = await app[LIVE].score(body, until)
+            scores, scored = await app[LIVE].score(body, until)
             answer = {"scores": scores}
-            if stored is not None:
-                answer["state"] = stored.answer()
+            if scored.version is not None:
+                answer["version"] = scored.version
+            if scored.stored is not None:
+                answer["state"] = scored.stored.answer()
         metrics.request_seconds.observe(time.perf_counter() - start)
         return json_response(answer)
 
@@ -113,6 +122,7 @@ def make_app(
         artifact |= {"versions": info.versions, "tables": info.quantization}
         artifact["past_until"] = None if info.schema.past is None else info.schema.past.date()
         inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
+        inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
     async def alive(_: web.Request) -> web.Response:

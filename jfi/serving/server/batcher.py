@@ -91,6 +91,10 @@ class Batcher:
             self._waiting.remove(waiting)
             waiting.answer.set_exception(DeadlineExceededError())
 
+    async def between(self, work: Callable[[], object]) -> None:
+        """Does some work between two calls of the model, after a call that runs."""
+        await self._loop.run_in_executor(self._thread, work)
+
     async def close(self) -> None:
         """Stops the batcher; call it when no request is waiting."""
         if self._timer is not None:

@@ -4,13 +4,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.published import Change
+from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import Batcher, DeadlineExceededError, check_finite
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.serving.validation import BadRequestError
 
@@ -68,8 +70,8 @@ class Live:
         self.now, self._swapping = Loaded(scorer, metrics, **batching), asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "read")
 
-    async def score(self, body: bytes, deadline: float) -> tuple[Answer, StoredHistory | None]:
-        """The scores of a body, and what was read of the state of users for it, or None.
+    async def score(self, body: bytes, deadline: float) -> tuple[Answer, Request]:
+        """The scores of a body, and its request, which says what was read of the state of users, and by which version.
 
         Args:
             body: of a request.
@@ -90,7 +92,7 @@ class Live:
                 raise
             if request.stored is not None:
                 self._metrics.read_stored(request.stored)
-            return scores, request.stored
+            return scores, request
 
     async def read(self, read: Callable[[bytes], T], body: bytes, deadline: float) -> T:
         """Reads a body, a large one in a thread.
@@ -116,8 +118,16 @@ class Live:
             async with asyncio.timeout(PROBE_SECONDS):
                 await loaded.batcher.score(loaded.scorer.example(), first=True)
 
-    async def swap(self) -> bool:
+    async def apply(self, change: Change) -> None:
+        """Changes the artifact that answers to that of a published version, between two calls of the model."""
+        async with self._swapping:
+            await self.now.batcher.between(partial(self.now.scorer.apply, change))
+
+    async def swap(self, load: Callable[[], Scorer] | None = None) -> bool:
         """Loads an artifact and, if it can answer the same requests, lets it answer all that come from now on.
+
+        Args:
+            load: gives the artifact; None for the server's own way.
 
         Returns:
             whether it did. If not, the log says why, and the artifact stays that answers now.
@@ -126,7 +136,7 @@ class Live:
             if not hasattr(self, "now"):
                 return False  # closed while it waited
             try:
-                scorer = await asyncio.to_thread(self._load)
+                scorer = await asyncio.to_thread(load or self._load)
                 await asyncio.to_thread(check, scorer, self.now.scorer)
             except Exception as error:
                 why = error if isinstance(error, ArtifactError) else repr(error)

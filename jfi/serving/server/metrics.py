@@ -44,6 +44,14 @@ class Metrics:
         self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
             self.stored.labels(found)
+        described = "Published versions that the server has found, by what became of them."
+        self.versions = Counter("jfi_versions_total", described, ["result"], **own)
+        for result in ("applied", "refused"):
+            self.versions.labels(result)
+        self.version = Gauge("jfi_version", "The published version that answers, 0 of an artifact alone.", **own)
+        self.version_published = Gauge("jfi_version_published_seconds", "When it was published, since 1970.", **own)
+        broken = "1 while the next published version is missing or cannot be applied."
+        self.version_broken = Gauge("jfi_version_chain_broken", broken, **own)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)
 
     def called(self, requests: int, candidates: int, seconds: float) -> None:

@@ -1,0 +1,199 @@
+"""The versions of a folder in the order in which a server applies them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.published import (
+    ARTIFACT,
+    Change,
+    Manifest,
+    PublishedError,
+    Version,
+    numbers,
+    path_of,
+    read_change,
+    read_version,
+)
+from jfi.serving.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What makes the scorer of the current version that of another: a change of it, or a new scorer."""
+
+    version: Version
+    base: Version
+    change: Change | None = None
+    scorer: Scorer | None = None
+
+    def apply_to(self, scorer: Scorer) -> Scorer:
+        """Returns the scorer of the version: the one given, changed in place, or a new one."""
+        if self.scorer is not None:
+            return self.scorer
+        scorer.apply(self.change)
+        return scorer
+
+
+class VersionChain:
+    """Follows a folder of published versions.
+
+    `next` reads and verifies a step, which the caller applies and then reports by `done`. A version that is missing,
+    damaged, or made from another state than the one here breaks the chain: the current version stays until a whole one
+    can be loaded that is newer, or that is in a folder without the current one.
+
+    Args:
+        folder: of the versions.
+        load: loads an artifact of the folder.
+        tables_device: as of Scorer.
+        refused: called with the reason, once for each version that is refused.
+
+    Raises:
+        ArtifactError: there is no whole version that can be loaded.
+
+    Example::
+
+        chain = VersionChain(Path("published"), Scorer)
+        scorer = chain.take_scorer()
+        while (step := chain.next()) is not None:
+            scorer = step.apply_to(scorer)
+            chain.done(step)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        load: Callable[[Path], Scorer],
+        tables_device: str | None = None,
+        refused: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._folder, self._load, self._tables_device, self._refused = folder, load, tables_device, refused
+        #: Why the next version cannot be applied, or None.
+        self.broken: str | None = None
+        #: Versions that are not looked at again: deltas behind a break, and whole ones that could not be loaded.
+        self._skipped: set[int] = set()
+        self._base: Version | None = None
+        #: All reasons that were given.
+        self._said: dict[str, None] = {}
+        step = self._whole(numbers(folder))
+        if step is None:
+            why = [*self._said, "it has none"][0]
+            raise ArtifactError(f"{folder} has no whole version to start from: {why}")
+        self._scorer, self._skipped = step.scorer, set()
+        self.done(step)
+        while (step := self.next()) is not None:
+            self._scorer = step.apply_to(self._scorer)
+            self.done(step)
+
+    def take_scorer(self) -> Scorer:
+        """Returns the scorer of the version at the start, once: it may be large, and another may take its place."""
+        scorer = self._scorer
+        del self._scorer
+        return scorer
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the current version."""
+        return self._at.manifest
+
+    def next(self) -> Step | None:
+        """Reads the step to the next version; None where there is none that can be used."""
+        found = numbers(self._folder)
+        newer = [number for number in found if number > self._at.number]
+        if self.broken is None:
+            if not newer and found and found[-1] < self._at.number:
+                self._break(f"{self._folder} ends with version {found[-1]}, older than the current {self._at.number}")
+            if not newer and self.broken is None:
+                return None
+            if newer:
+                try:
+                    return self._following(newer[0])
+                except PublishedError as fault:
+                    self._break(str(fault))
+                    self._skipped |= {newer[0]} & {self._at.number + 1}  # behind a gap it may be a whole one
+        return self._whole(newer or [number for number in found if found[-1] < self._at.number])
+
+    def done(self, step: Step) -> None:
+        """Takes a step that was applied: its version is the current one."""
+        self._at, self._base, self.broken, self._skipped = step.version, step.base, None, set()
+        if step.scorer is not None:
+            self._info = step.scorer.info
+
+    def refuse(self, step: Step, why: str) -> None:
+        """Takes a step that could not be applied."""
+        self._break(f"{step.version.path}: {why}")
+        self._skipped.add(step.version.number)
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said[reason] = None
+            self._refused(reason)
+
+    def _following(self, number: int) -> Step:
+        """Reads the step to the version that follows the current one."""
+        at = self._at
+        if number != at.number + 1:
+            raise PublishedError(f"{path_of(self._folder, at.number + 1)} is missing")
+        version = read_version(self._folder, number)
+        manifest = version.manifest
+        if manifest.before != at.name:
+            if manifest.kind == "delta":
+                raise PublishedError(f"{version.path} is a change of another version {at.number} than the current one")
+            return self._load_whole(version)
+        if manifest.kind == "artifact":
+            return self._load_whole(version)
+        if manifest.base != self._base.manifest.base:
+            raise PublishedError(f"{version.path} is of another base, {manifest.base}")
+        if manifest.kind == "snapshot":  # of the state that is here
+            return Step(version, self._base, Change(number))
+        return Step(version, self._base, read_change(version, self._base, self._info, self._tables_device))
+
+    def _whole(self, candidates: list[int]) -> Step | None:
+        """Reads the step to the newest whole version that can be loaded."""
+        for number in reversed(candidates):
+            if number in self._skipped:
+                continue
+            try:
+                version = read_version(self._folder, number)
+                if version.manifest.kind != "delta":
+                    return self._load_whole(version)
+            except PublishedError as fault:
+                self._say(str(fault))
+            self._skipped.add(number)
+        return None
+
+    def _load_whole(self, version: Version) -> Step:
+        manifest = version.manifest
+        if manifest.kind == "artifact":
+            return Step(version, version, scorer=self._load_base(version, version.number))
+        base = self._base
+        if base is not None and base.manifest.base == manifest.base:
+            return Step(version, base, read_change(version, base, self._info, self._tables_device))
+        base = read_version(self._folder, manifest.base_version)
+        if base.manifest.kind != "artifact" or base.manifest.base != manifest.base:
+            raise PublishedError(f"{version.path} is of another base, {manifest.base}, than {base.path} has")
+        scorer = self._load_base(base, version.number)
+        scorer.apply(read_change(version, base, scorer.info, self._tables_device))
+        return Step(version, base, scorer=scorer)
+
+    def _load_base(self, base: Version, number: int) -> Scorer:
+        """Loads the artifact of a version, for a scorer of version `number`."""
+        path, manifest = base.path / ARTIFACT, base.manifest
+        try:
+            if (found := artifact.sha256_of(path)) != manifest.base:
+                raise PublishedError(f"{path} has the SHA-256 {found}, not that of its manifest, {manifest.base}")
+            scorer = self._load(path)
+        except FileNotFoundError as error:
+            raise PublishedError(f"{error.filename} is missing") from None
+        except ArtifactError as fault:
+            raise PublishedError(str(fault)) from None
+        if absent := sorted(set(manifest.constants) - set(scorer.package.get_constant_fqns())):
+            raise PublishedError(f"{path} cannot follow versions: its compiled part has no constant '{absent[0]}'")
+        scorer.version = number
+        return scorer

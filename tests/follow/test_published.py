@@ -1,0 +1,85 @@
+"""A run that follows a log and publishes: a server's scores are those of the run, with tables that grow."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
+
+from jfi.cli.export import schema_of_run
+from jfi.follow.publishing import MAX_CANDIDATES
+from jfi.follow.start import follow
+from jfi.serving.export import export
+from jfi.serving.published import numbers, path_of, read_version
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import Scorer
+from jfi.serving.version_chain import VersionChain
+from jfi.training import ConfigError, train
+from jfi.training.run.saved_run import load_run
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory) -> Path:
+    """A run that has followed three parts, and published after each step."""
+    folder = tmp_path_factory.mktemp("published")
+    rows = make_rows(700, items=150)
+    write(folder / "log.parquet", rows[:500])
+    write_parts(folder / "parts", rows[500:], 3)
+    features = [*GROWING[2:], *(one for one in FEATURES if one.name not in ("tags", "brand", "brand_device"))]
+    config = config_of(folder / "log.parquet", folder / "run", features=features, max_history=4)
+    config.optimizer.ema_decay = "auto"
+    train(config.with_training(batch_size=16, admit_every=3, publish_every=0.0))
+    assert follow(folder / "run", folder / "parts", until_idle=True) == 3
+    return folder / "run"
+
+
+def bodies(known: dict) -> list[dict]:
+    """Requests with items of the log and some that it has not."""
+    event = {"item_id": 0, "rating": 4, "price": 0.5, "device": "phone", "age": 60.0}
+    candidate = {"item_id": 0, "device": "phone", "position": 2}
+    user = {"user_id": "u0", "age": "a1"}
+
+    def of(part: str, fields: dict, **values: object) -> dict:
+        return {name: one for name, one in (fields | values).items() if name in known[part]}
+
+    return [
+        {
+            "user": of("user", user, user_id=f"u{i}"),
+            "history": [of("history", event, item_id=7 * i + j) for j in range(i % 5)],
+            "candidates": [of("candidates", candidate, item_id=11 * i + j) for j in range(5)],
+        }
+        for i in range(32)
+    ]
+
+
+def scores(scorer: Scorer) -> list:
+    return scorer.score([scorer.reader(body) for body in bodies(scorer.reader.fields)])
+
+
+def test_the_last_version_scores_as_an_export_of_the_run(followed, tmp_path):
+    folder = followed / "published"
+    found = [read_version(folder, number).manifest for number in numbers(folder)]
+    assert found[-1].place["part"] == "part-0002.parquet" and found[-1].version > 10
+    assert {one.kind for one in found} >= {"artifact", "snapshot"}  # the tables are tiny
+    run = load_run(followed)
+    export(tmp_path / "artifact", run.model, schema_of_run(run), Limits(MAX_CANDIDATES, run.schema.max_history))
+    chain = VersionChain(folder, Scorer, refused=pytest.fail)
+    assert chain.manifest.version == found[-1].version
+    scorer, fresh = chain.take_scorer(), Scorer(tmp_path / "artifact")
+    assert scores(scorer) == scores(fresh)
+    grown = scorer.tables.rows
+    assert grown.keys() == fresh.tables.rows.keys() and len(grown) == 2
+    assert all(torch.equal(rows.ids, fresh.tables.rows[name].ids) for name, rows in grown.items())
+    first = Scorer(path_of(folder, 1) / "artifact")
+    assert any(not torch.equal(rows.ids, first.tables.rows[name].ids) for name, rows in grown.items())
+    assert scores(first) != scores(scorer)
+
+
+def test_settings_of_publishing_are_refused_by_name(followed, tmp_path):
+    config = config_of(tmp_path / "log.parquet", tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optimizer\.ema_decay: got 0\.9, must be null with training\.publish_every"):
+        config.with_training(publish_every=1.0)
+    with pytest.raises(ConfigError, match=r"training\.publish_every: got -1"):
+        config.with_training(publish_every=-1.0)
+    with pytest.raises(ConfigError, match=r"training\.publish_to: got '.*must be null without training\.publish_every"):
+        config.with_training(publish_to="x")

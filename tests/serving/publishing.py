@@ -1,0 +1,143 @@
+"""A model that trains and its publisher, for the tests of published versions."""
+
+import copy
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from jfi.data import load_dataset
+from jfi.models import SequenceDLRM
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import export
+from jfi.serving.publish import Publisher
+from jfi.serving.published import MANIFEST, path_of
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import Scorer
+from jfi.serving.version_chain import VersionChain
+from jfi.training.model.build_model import build_model
+from jfi.training.run.saved_run import load_run
+from jfi.utils.files import SUMS, sha256_of, write_file, write_sums
+
+
+class Trainee:
+    """The model of a run, in training again, by Adam for its dense part; the same from each call on."""
+
+    def __init__(self, run: Path, fused: bool = True, ema_decay: float | None = None) -> None:
+        self._run, saved = run, load_run(run)
+        config = saved.config
+        optimizer = replace(config.optimizer, ema_decay=ema_decay) if fused else None
+        self.model: SequenceDLRM = build_model(config.model, config.encoder, saved.schema, optimizer=optimizer)
+        self.model.load_state_dict(saved.model.state_dict())
+        tables = {id(p) for part in self.collections for p in part.parameters()}
+        dense = [p for p in self.model.parameters() if id(p) not in tables]
+        self._optimizer = torch.optim.Adam(dense, lr=1e-2)
+        self._batches = itertools.cycle(list(load_dataset(config.data).batches("train", 8))[:40])
+        reads_age = any(feature.bias_key is not None for feature in self.model.sequence_arch.features)
+        self.schema = schema_of(config.data, saved.schema, True, reads_age)
+        self.limits = Limits(1000, saved.schema.max_history)
+
+    def with_plain_tables(self) -> "Trainee":
+        return Trainee(self._run, fused=False)
+
+    def with_averages(self) -> "Trainee":
+        return Trainee(self._run, ema_decay=0.9)
+
+    @property
+    def collections(self) -> list[torch.nn.Module]:
+        both = self.model.embedding_bag_collection, self.model.embedding_collection
+        return [one for one in both if one is not None]
+
+    def train(self, steps: int = 1) -> None:
+        for batch in itertools.islice(self._batches, steps):
+            self._optimizer.zero_grad()
+            found = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+            torch.nn.functional.binary_cross_entropy_with_logits(
+                found, (found.detach() > 0).logical_not().float()
+            ).backward()
+            self._optimizer.step()
+
+    def publisher(self, folder: Path, **how: object) -> Publisher:
+        return Publisher(folder, self.model, self.schema, self.limits, **how)
+
+    def export(self, path: Path) -> Path:
+        """An artifact of the model as it is now."""
+        export(path, copy.deepcopy(self.model), self.schema, self.limits)
+        return path
+
+
+def publish_some(run: Path, folder: Path) -> None:
+    """Publishes an artifact, three deltas, a snapshot and a delta; writes what `Published` reads."""
+    trainee = Trainee(run)
+    publisher, fresh, places = trainee.publisher(folder / "versions", compact_every=3, compact_ratio=9.0), {}, {}
+    for steps in (0, 1, 3, 2, 5):
+        trainee.train(steps)
+        number = publisher.publish(place={"steps": steps})
+        places[number] = {"steps": steps}
+        if number in (3, 6):  # compiling is what takes long
+            fresh[number] = scores(Scorer(trainee.export(folder / f"fresh-{number}")))
+    write_file(folder / "wanted.json", json.dumps({"fresh": fresh, "places": places}))
+
+
+class Published:
+    """What `publish_some` has written: the folder, the scores of two fresh exports, and the places by version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "versions"
+        wanted = json.loads((folder / "wanted.json").read_text())
+        self.fresh, self.places = ({int(key): one for key, one in wanted[name].items()} for name in ("fresh", "places"))
+
+
+def bodies() -> list[dict]:
+    """Requests that read different rows of all tables."""
+    return [
+        {
+            "user": {},
+            "history": [
+                {"item": i + j, "category": (i + j) % 5, "rating": 3, "age": 60.0 * j + 1} for j in range(i % 7)
+            ],
+            "candidates": [{"item": 3 * i + j, "category": j % 5} for j in range(1 + i % 4)],
+        }
+        for i in range(20)
+    ]
+
+
+def scores(scorer: Scorer) -> list:
+    """The scores of `bodies`, which all say the version."""
+    requests = [scorer.reader(body) for body in bodies()]
+    assert {request.version for request in requests} == {None}
+    found = scorer.score(requests)
+    assert {request.version for request in requests} == {scorer.version}
+    return found
+
+
+def follow(chain: VersionChain, scorer: Scorer) -> Scorer:
+    """Applies all steps that there are."""
+    while (step := chain.next()) is not None:
+        scorer = step.apply_to(scorer)
+        chain.done(step)
+    return scorer
+
+
+def add(folder: Path, source: Path, number: int) -> None:
+    """Adds a version of another folder, at once, as a publisher does."""
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(path_of(source, number), folder / "unfinished")
+    (folder / "unfinished").rename(path_of(folder, number))
+
+
+def damage(path: Path) -> None:
+    """Changes a byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path: Path, content: str | None = None, **changes: object) -> None:
+    """Changes fields of a version's manifest, and gives it right checksums."""
+    manifest = path / MANIFEST
+    manifest.write_text(content or json.dumps(json.loads(manifest.read_text()) | changes))
+    write_sums(path, {one.name: sha256_of(one) for one in path.iterdir() if one.is_file() and one.name != SUMS})

@@ -1,0 +1,184 @@
+"""The server that follows published versions: each answer is of exactly one, and says which."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import commands
+import pytest
+
+from jfi.serving.artifact import INFO
+from jfi.serving.published import ARTIFACT, ROWS, path_of
+from jfi.serving.scorer import Scorer
+from jfi.serving.version_chain import VersionChain
+
+pytest.importorskip("aiohttp")
+from jfi.serving.server import follow as following
+from jfi.serving.server.follow import Follower
+from jfi.utils.files import SUMS, sha256_of, write_sums
+
+from .conftest import as_sent
+from .publishing import add, bodies, damage, rewrite
+from .test_server import samples, serve
+
+
+@pytest.fixture(autouse=True)
+def _polls_quickly(monkeypatch):
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.01)
+
+
+def expected(source: Path, tmp_path: Path, versions: range) -> dict[int, list]:
+    """By version the answers to `bodies`, each alone, by a scorer that begins with it."""
+    found = {}
+    for number in versions:
+        add(tmp_path / "one", source, number)
+        scorer = VersionChain(tmp_path / "one", Scorer).take_scorer()
+        found[number] = [scorer.score([scorer.reader(body)])[0] for body in bodies()]
+    return found
+
+
+async def until(client, version: int) -> dict:
+    """The health of a server once it has a version."""
+    for _ in range(2000):
+        health = await (await client.get("/health")).json()
+        if health["version"] == version:
+            return health
+        await asyncio.sleep(0.01)
+    raise AssertionError(health)
+
+
+def test_requests_while_versions_are_applied_are_each_answered_by_one(published, tmp_path):
+    wanted, folder, asked = expected(published.folder, tmp_path, range(1, 7)), tmp_path / "copy", bodies()
+    add(folder, published.folder, 1)
+    follower = Follower(folder, Scorer)
+
+    async def ask(client, number: int, answers: list) -> None:
+        while not answers or answers[-1][1]["version"] < 6:
+            answer = await client.post("/score", json=asked[number])
+            answers.append((number, await answer.json() | {"status": answer.status}))
+
+    async def talk(client):
+        answers = [[] for _ in asked]
+        clients = [asyncio.create_task(ask(client, i, answers[i])) for i in range(len(asked))]
+        for version in range(2, 7):
+            counts = [len(one) for one in answers]
+            while any(len(one) < count + 2 for one, count in zip(answers, counts, strict=True)):
+                await asyncio.sleep(0.005)
+            add(folder, published.folder, version)
+            await until(client, version)
+        await asyncio.gather(*clients)
+        return answers, await until(client, 6), await samples(client)
+
+    answers, health, metrics = serve(follower.first(), talk, follower=follower)
+    for one in answers:
+        versions = [answer["version"] for _, answer in one]
+        assert versions == sorted(versions) and {1, 6} <= set(versions)
+        for number, answer in one:
+            assert answer.keys() == {"scores", "version", "status"} and answer["status"] == 200
+            own = wanted[answer["version"]][number]
+            # Batches with others change the last digits alone; the scores of other versions differ by more.
+            assert answer["scores"] == pytest.approx(own, abs=1e-6)
+            others = [version[number] for version in wanted.values() if version[number] != own]
+            assert len(others) >= 4 and all(answer["scores"] != pytest.approx(one, abs=2e-5) for one in others)
+    assert len({answer["version"] for one in answers for _, answer in one}) >= 4
+    assert health["place"] == {"steps": 5} and health["version_refused"] is None
+    assert metrics["jfi_version"] == 6 and metrics["jfi_version_chain_broken"] == 0
+    assert metrics['jfi_versions_total{result="applied"}'] == 5 and metrics['jfi_versions_total{result="refused"}'] == 0
+    assert metrics["jfi_version_published_seconds"] == pytest.approx(health["published"])
+
+
+def test_a_broken_chain_is_said_once_and_the_next_whole_version_goes_on(published, tmp_path, log):
+    folder = tmp_path / "copy"
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    follower = Follower(folder, Scorer)
+
+    async def talk(client):
+        shutil.copytree(path_of(published.folder, 3), tmp_path / "3")
+        damage(tmp_path / "3" / ROWS)
+        (tmp_path / "3").rename(path_of(folder, 3))
+        while (await samples(client))["jfi_version_chain_broken"] == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # many polls
+        answer = await (await client.post("/score", json=bodies()[0])).json()
+        health, found = await (await client.get("/health")).json(), await samples(client)
+        add(folder, published.folder, 5)
+        return answer, health, found, await until(client, 5), await samples(client)
+
+    answer, broken, found, whole, after = serve(follower.first(), talk, follower=follower)
+    assert answer["version"] == broken["version"] == 2 and f"{ROWS} is damaged" in broken["version_refused"]
+    assert found['jfi_versions_total{result="refused"}'] == after['jfi_versions_total{result="refused"}'] == 1
+    assert log().count("version 2 answers on: ") == 1
+    assert whole["version_refused"] is None and after["jfi_version_chain_broken"] == 0
+
+
+def new_base(folder: Path, source: Path, number: int, **info: object) -> None:
+    """Adds a whole version whose artifact differs in artifact.json."""
+    path = path_of(folder, number)
+    shutil.copytree(path_of(source, 1), folder / "unfinished")
+    own = folder / "unfinished" / ARTIFACT
+    (own / INFO).write_text(json.dumps(json.loads((own / INFO).read_text()) | info))
+    write_sums(own, {one.name: sha256_of(one) for one in own.iterdir() if one.name != SUMS})
+    rewrite(folder / "unfinished", version=number, base=sha256_of(own / SUMS), base_version=number)
+    (folder / "unfinished").rename(path)
+
+
+def test_a_new_base_takes_the_place_of_the_artifact(published, tmp_path, log):
+    wanted, folder = expected(published.folder, tmp_path, range(1, 2))[1], tmp_path / "copy"
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    follower = Follower(folder, Scorer)
+
+    async def talk(client):
+        before = (await (await client.get("/health")).json())["artifact"]
+        new_base(folder, published.folder, 3, run="another")
+        after = (await until(client, 3))["artifact"]
+        answer = await (await client.post("/score", json=bodies()[3])).json()
+        # One that takes other requests is refused, and the server stays.
+        schema = json.loads((path_of(folder, 3) / ARTIFACT / INFO).read_text())["schema"]
+        new_base(folder, published.folder, 4, schema=schema | {"labels": ["a", "b"], "tasks": ["binary", "binary"]})
+        while (await samples(client))["jfi_version_chain_broken"] == 0:
+            await asyncio.sleep(0.01)
+        last = await (await client.post("/score", json=bodies()[3])).json()
+        return before, after, answer, last
+
+    before, after, answer, last = serve(follower.first(), talk, follower=follower)
+    assert before["run"] is None and after["run"] == "another" and before["id"] != after["id"]
+    assert answer == last == {"scores": as_sent(wanted[3]), "version": 3}
+    assert "answers for other labels" in log()
+
+
+def test_an_artifact_alone_names_no_version(exported, request_body):
+    async def talk(client):
+        health = await (await client.get("/health")).json()
+        return await (await client.post("/score", json=request_body)).json(), health, await samples(client)
+
+    answer, health, metrics = serve(Scorer(exported.path), talk)
+    assert "version" not in answer and "version" not in health and metrics["jfi_version"] == 0
+
+
+def test_the_command_follows_and_refuses_by_name(published, tmp_path, capsys):
+    def refuse(*arguments: object) -> str:
+        assert commands.call("serve", *arguments) == 2
+        return capsys.readouterr().err
+
+    gone = tmp_path / "gone"
+    assert f"--follow {gone}: must be a folder of published versions" in refuse("--follow", gone)
+    assert "has no whole version to start from" in refuse("--follow", tmp_path)
+    assert "--jsonl takes --artifact" in refuse("--follow", tmp_path, "--jsonl")
+    assert "--artifact" in refuse("--follow", tmp_path, "--artifact", tmp_path)
+    assert "--follow" in refuse()
+    command = [sys.executable, "-m", "jfi", "serve", "--follow", str(published.folder), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        line = server.stdout.readline()
+        assert line.startswith("serving on http://127.0.0.1:")
+        with urllib.request.urlopen(line.split()[2].rstrip(";") + "/health") as answer:
+            assert json.load(answer)["version"] == 6
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0

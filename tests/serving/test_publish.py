@@ -1,0 +1,263 @@
+"""Published versions of a model that trains: what a scorer that follows them answers against a fresh export."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.published import CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
+from jfi.serving.scorer import Scorer
+from jfi.serving.version_chain import VersionChain
+from jfi.utils.files import SUMS
+
+from .publishing import Trainee, add, damage, follow, rewrite, scores
+
+
+def test_each_version_scores_as_a_fresh_export_of_its_model(published, tmp_path):
+    folder = published.folder
+    kinds = [read_version(folder, number).manifest.kind for number in numbers(folder)]
+    assert kinds == ["artifact", "delta", "delta", "delta", "snapshot", "delta"]
+    copied, chain, scorer, found = tmp_path / "copy", None, None, {}
+    for number in numbers(folder):
+        add(copied, folder, number)
+        if chain is None:
+            chain = VersionChain(copied, Scorer)
+            scorer = chain.take_scorer()
+        scorer = follow(chain, scorer)
+        assert scorer.version == chain.manifest.version == number
+        assert chain.manifest.place == published.places.get(number, {"steps": 2})
+        found[number] = scores(scorer)
+        # One that starts here, from the snapshot once there is one.
+        assert scores(VersionChain(copied, Scorer).take_scorer()) == found[number]
+    assert {number: found[number] for number in published.fresh} == published.fresh and list(published.fresh) == [3, 6]
+    assert found[4] == found[5] and len({json.dumps(one) for one in found.values()}) == 5
+
+
+def test_a_delta_has_the_rows_that_have_changed_alone(published):
+    rows = load_file(path_of(published.folder, 2) / ROWS)
+    sizes = {name: one.shape[0] for name, one in load_file(path_of(published.folder, 5) / TABLES).items()}
+    assert {name.rpartition(".")[0] for name in rows} == sizes.keys()
+    assert any(0 < len(rows[f"{name}.rows"]) < size for name, size in sizes.items())
+
+
+def nan(path: Path) -> None:
+    tensors = load_file(path / CONSTANTS)
+    tensors[min(tensors)][:] = float("nan")
+    save_file(tensors, path / CONSTANTS)
+
+
+def narrower(path: Path) -> None:
+    tensors = load_file(path / ROWS)
+    name = next(name for name in tensors if name.endswith(".values"))
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, path / ROWS)
+
+
+def row_outside(path: Path) -> None:
+    tensors = load_file(path / ROWS)
+    name = next(name for name in tensors if name.endswith(".rows"))
+    save_file(tensors | {name: tensors[name] + 1000}, path / ROWS)
+
+
+def other_constants(path: Path) -> None:
+    tensors = load_file(path / CONSTANTS)
+    tensors.pop(min(tensors))
+    save_file(tensors, path / CONSTANTS)
+
+
+def other_table(path: Path) -> None:
+    save_file(load_file(path / ROWS) | {"color.rows": torch.zeros(1).long()}, path / ROWS)
+
+
+#: What is done to version 3, and what the reason says.
+FAULTS = {
+    "missing": (shutil.rmtree, "0000000003 is missing"),
+    "damaged rows": (lambda path: damage(path / ROWS), f"0000000003/{ROWS} is damaged"),
+    "damaged constants": (lambda path: damage(path / CONSTANTS), f"{CONSTANTS} is damaged"),
+    "damaged manifest": (lambda path: damage(path / MANIFEST), f"{MANIFEST} is damaged"),
+    "damaged sums": (lambda path: damage(path / SUMS), f"{SUMS} is damaged"),
+    "without rows": (lambda path: (path / ROWS).unlink(), f"{ROWS} is missing"),
+    "without sums": (lambda path: (path / SUMS).unlink(), f"{SUMS} is missing"),
+    "of another base": (lambda path: rewrite(path, base="0" * 64), "is of another base, 0000"),
+    "of another chain": (lambda path: rewrite(path, before="0" * 64), "is a change of another version 2"),
+    "of another number": (lambda path: rewrite(path, version=7), "its manifest is of version 7"),
+    "of another format": (lambda path: rewrite(path, format=2), "has format 2"),
+    "no manifest": (lambda path: rewrite(path, content="[]"), "manifest.json is damaged: expected `object`"),
+    "not finite": (lambda path: (nan(path), rewrite(path)), "has values that are not finite"),
+    "narrower": (lambda path: (narrower(path), rewrite(path)), "values must be torch.float32 of shape"),
+    "row outside": (lambda path: (row_outside(path), rewrite(path)), ".rows must be from 0 to"),
+    "other constants": (lambda path: (other_constants(path), rewrite(path)), "does not fit its base"),
+    "other table": (lambda path: (other_table(path), rewrite(path)), "has no table for 'color.rows'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path, fault):
+    folder, reasons = tmp_path / "copy", []
+    break_it, reason = FAULTS[fault]
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    scorer = chain.take_scorer()
+    before = scores(scorer)
+    for number in (3, 4):
+        add(folder, published.folder, number)
+    break_it(path_of(folder, 3))
+    for _ in range(3):
+        scorer = follow(chain, scorer)
+    assert scorer.version == chain.manifest.version == 2 and scores(scorer) == before
+    assert len(reasons) == 1 and reason in reasons[0] and chain.broken == reasons[0]
+    # A server that starts now has the same.
+    at_start: list[str] = []
+    other = VersionChain(folder, Scorer, refused=at_start.append)
+    assert other.manifest.version == 2 and at_start == reasons and scores(other.take_scorer()) == before
+    for number in (5, 6):
+        add(folder, published.folder, number)
+    scorer = follow(chain, scorer)
+    assert scorer.version == 6 and scores(scorer) == published.fresh[6] and chain.broken is None and len(reasons) == 1
+
+
+def test_a_damaged_snapshot_is_not_started_from(published, tmp_path):
+    shutil.copytree(published.folder, tmp_path / "copy")
+    damage(path_of(tmp_path / "copy", 5) / TABLES)
+    reasons = []
+    chain = VersionChain(tmp_path / "copy", Scorer, refused=reasons.append)
+    # It goes from the artifact by the deltas; the snapshot is of the state that it then has.
+    assert chain.manifest.version == 6 and scores(chain.take_scorer()) == published.fresh[6]
+    assert len(reasons) == 1 and f"0000000005/{TABLES} is damaged" in reasons[0]
+
+
+def test_a_folder_without_a_whole_version_is_refused(published, tmp_path):
+    folder = tmp_path / "copy"
+    with pytest.raises(ArtifactError, match="copy has no whole version to start from: it has none"):
+        VersionChain(folder, Scorer)
+    add(folder, published.folder, 5)
+    with pytest.raises(ArtifactError, match=r"no whole version to start from: .*0000000001/SHA256SUMS is missing"):
+        VersionChain(folder, Scorer)
+    add(folder, published.folder, 1)
+    damage(path_of(folder, 1) / "artifact" / "model.pt2")
+    with pytest.raises(ArtifactError, match=r"no whole version to start from: .*model\.pt2 is damaged"):
+        VersionChain(folder, Scorer)
+
+
+def test_a_folder_that_begins_anew_is_followed(published, tmp_path):
+    shutil.copytree(published.folder, tmp_path / "copy")
+    reasons = []
+    chain = VersionChain(tmp_path / "copy", Scorer, refused=reasons.append)
+    scorer = chain.take_scorer()
+    shutil.rmtree(tmp_path / "copy")
+    assert chain.next() is None and not reasons
+    add(tmp_path / "copy", published.folder, 1)
+    scorer = follow(chain, scorer)
+    assert scorer.version == 1 and "ends with version 1, older than the current 6" in reasons[0] and len(reasons) == 1
+
+
+def killed_at(count: int, publisher, folder: Path) -> bool:
+    """Publishes into a folder in a process that ends at its n-th operation on files there; False if it has fewer."""
+    if not (child := os.fork()):
+        seen = 0
+
+        def hook(event: str, arguments: tuple) -> None:
+            nonlocal seen
+            if event.split(".")[0] in ("open", "os", "shutil") and str(folder) in str(arguments):
+                seen += 1
+                if seen == count:
+                    os._exit(9)
+
+        publisher._folder = folder
+        sys.addaudithook(hook)
+        publisher.publish()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.fixture
+def trainee(exported) -> Trainee:
+    return Trainee(exported.run)
+
+
+def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, trainee, tmp_path):
+    """Of a delta that is followed by a snapshot and the removal of what is older."""
+    started = tmp_path / "started"
+    shutil.copytree(published.folder, started)
+    publisher = trainee.publisher(started, compact_every=1, keep=1)
+    assert publisher.publish() == 7 and read_version(started, 7).manifest.kind == "snapshot"
+    before = scores(VersionChain(started, Scorer, refused=pytest.fail).take_scorer())
+    assert before != published.fresh[6]
+    trainee.train(2)
+    found, count, is_killed = {}, 0, True
+    while is_killed:
+        count += 1
+        folder = tmp_path / str(count)
+        shutil.copytree(started, folder, copy_function=os.link)
+        is_killed = killed_at(count, publisher, folder)
+        chain = VersionChain(folder, Scorer, refused=pytest.fail)
+        found.setdefault(chain.manifest.version, []).append(scores(chain.take_scorer()))
+    assert count > 40 and found.keys() == {7, 8, 9}
+    assert all(one == before for one in found[7])
+    assert all(one == found[9][0] for one in found[8] + found[9]) and found[9][0] != before
+    assert numbers(folder) == [1, 9]  # the base, and the snapshot
+
+    # What the process that was killed last has left goes with the next publisher's; the compiled part is used again.
+    folder = tmp_path / str(count - 1)
+    trainee.train(1)
+    following = trainee.publisher(folder, compact_every=1, keep=1)
+    first = following.publish()
+    trainee.train(1)
+    assert following.publish() == first + 2
+    assert sorted(one.name for one in folder.iterdir()) == ["0000000001", f"{first + 2:010d}"]
+    chain = VersionChain(folder, Scorer)
+    assert chain.manifest.base_version == 1 and scores(chain.take_scorer()) != found[9][0]
+
+
+def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(published.folder, folder)
+    publisher = trainee.publisher(folder, compact_ratio=9.0)
+    assert publisher.publish() == 7
+    before = {name: one.clone() for name, one in trainee.model.state_dict().items()}
+    trainee.train(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.serving.publish.write_sums", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            publisher.publish()
+    assert [one.name for one in folder.iterdir() if one.name.startswith(".")] == [] and numbers(folder)[-1] == 7
+    assert publisher.publish() == 8
+    rows = load_file(path_of(folder, 8) / ROWS)
+    for key, weight in trainee.model.state_dict().items():
+        name = key.removesuffix(".weight").rpartition(".")[2]
+        if f"{name}.rows" in rows:
+            changed = (weight != before[key]).any(1).nonzero().flatten()
+            assert set(changed.tolist()) <= set(rows[f"{name}.rows"].tolist())
+            assert torch.equal(rows[f"{name}.values"], weight[rows[f"{name}.rows"]])
+    assert publisher.publish(whole=True) == 9 and read_version(folder, 9).manifest.before is None
+    following, both = VersionChain(folder, Scorer), []
+    both.append(scores(following.take_scorer()))
+    shutil.rmtree(path_of(folder, 9))
+    both.append(scores(VersionChain(folder, Scorer).take_scorer()))
+    assert both[0] == both[1]
+
+
+def test_another_model_gets_an_artifact_of_its_own(published, trainee, tmp_path, monkeypatch):
+    """Its limits are others; compiling is left out."""
+    shutil.copytree(published.folder, tmp_path / "copy")
+    calls = []
+    monkeypatch.setattr("jfi.serving.publish.Export.write", lambda *_: calls.append(1) or "0" * 64)
+    trainee.limits = replace(trainee.limits, max_candidates=7)
+    assert trainee.publisher(tmp_path / "copy").publish() == 7
+    assert calls == [1] and read_version(tmp_path / "copy", 7).manifest.kind == "artifact"
+
+
+def test_models_that_cannot_be_published_are_refused_by_name(trainee, tmp_path):
+    with pytest.raises(ValueError, match="compact_every must be at least 1, got 0"):
+        trainee.publisher(tmp_path, compact_every=0)
+    with pytest.raises(ValueError, match=r"embedding_collection must be a fused collection.*got EmbeddingCollection"):
+        trainee.with_plain_tables().publisher(tmp_path)
+    with pytest.raises(ValueError, match=r"embedding_collection has ema_decay.*optimizer\.ema_decay: null"):
+        trainee.with_averages().publisher(tmp_path)
