@@ -58,6 +58,10 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
     log_length: int = 0
     log_sha256: str = ""
 
+    def named(self) -> dict:
+        """Returns what others are told of it."""
+        return {"part": self.part, "sha256": self.sha256, "newest": self.newest}
+
 
 class Hook(Protocol):
     """An object that is called after each step and each part, such as one that publishes changes."""
@@ -67,6 +71,9 @@ class Hook(Protocol):
 
     def after_part(self, place: dict) -> None:
         """Follows each part, whose end is a place in the log: its name, SHA-256 and the time of the newest row."""
+
+    def while_waiting(self) -> None:
+        """Is called again and again while no further part is there."""
 
     def close(self) -> None:
         """Follows the last part."""
@@ -166,7 +173,7 @@ class Follower(Steps):
         self.progress.follow = msgspec.to_builtins(place)
         self.is_within_part = False
         if self.hook is not None:
-            self.hook.after_part({"part": place.part, "sha256": place.sha256, "newest": place.newest})
+            self.hook.after_part(place.named())
         return line
 
     def checkpoint(self, run: RunFolder, state: LogState) -> None:

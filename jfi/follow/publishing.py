@@ -48,9 +48,10 @@ def publishing(
                 run=run.path.resolve().name,
                 trained=run.read_versions(),
             )
-            publisher.publish()
+            place = trainer.place and trainer.place.named()
+            publisher.publish(place)
         except ValueError as fault:
             raise ConfigError(f"training.publish_every: {fault}") from fault
-        return PublishHook(publisher, seconds)
+        return PublishHook(publisher, seconds, place)
 
     return make

@@ -183,6 +183,8 @@ class _Following:
         end = time.monotonic() + _POLL
         while time.monotonic() < end:
             stop.check(self.run.path, self.trainer.world)
+            if self.trainer.hook is not None:
+                self.trainer.hook.while_waiting()
             time.sleep(_TICK)
 
     def _catch_up(self, state: LogState, place: LogPlace | None, known: dict[str, Part]) -> None:

@@ -263,6 +263,7 @@ class PublishHook:
     Args:
         publisher: writes the versions.
         seconds: between the ends of two versions.
+        place: in the log at which the loop begins.
         clock: gives the seconds.
 
     Example:
@@ -270,12 +271,17 @@ class PublishHook:
         ...     def publish(self, place=None):
         ...         print("published at", place)
         >>> now = [0.0]
-        >>> hook = PublishHook(Counting(), 10.0, lambda: now[0])
+        >>> hook = PublishHook(Counting(), 10.0, clock=lambda: now[0])
         >>> for now[0] in (4.0, 11.0, 12.0):
         ...     hook.after_step()
         published at None
         >>> now[0] = 30.0
         >>> hook.after_part({"part": "0001.parquet"})
+        published at {'part': '0001.parquet'}
+        >>> hook.after_step()
+        >>> hook.while_waiting()
+        >>> now[0] = 41.0
+        >>> hook.while_waiting()
         published at {'part': '0001.parquet'}
         >>> hook.close()
         >>> hook.after_step()
@@ -283,28 +289,38 @@ class PublishHook:
         published at {'part': '0001.parquet'}
     """
 
-    def __init__(self, publisher: Publisher, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        seconds: float,
+        place: object = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, got {seconds}")
         self._publisher, self._seconds, self._clock = publisher, seconds, clock
-        self._last, self._place, self._steps = clock(), None, 0
+        self._last, self._place, self._steps = clock(), place, 0
 
     def after_step(self) -> None:
         """Publishes if it is time to."""
         self._steps += 1
-        self.publish_if_due(self._seconds)
+        self._publish_if_due(self._seconds)
 
     def after_part(self, place: object) -> None:
         """Takes a part's end as the place in the log, and publishes if it is time to."""
         self._place = place
         self._steps += 1
-        self.publish_if_due(self._seconds)
+        self._publish_if_due(self._seconds)
+
+    def while_waiting(self) -> None:
+        """Publishes if it is time to, while no step is taken."""
+        self._publish_if_due(self._seconds)
 
     def close(self) -> None:
         """Publishes the steps since the last version, if there are any."""
-        self.publish_if_due(0.0)
+        self._publish_if_due(0.0)
 
-    def publish_if_due(self, seconds: float) -> None:
+    def _publish_if_due(self, seconds: float) -> None:
         """Publishes if there are steps to publish and the last version is so many seconds old."""
         if self._steps and self._clock() - self._last >= seconds:
             self._publisher.publish(place=self._place)

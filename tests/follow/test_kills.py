@@ -1,22 +1,15 @@
 """Runs that follow a log and are killed at any point go on to the same bits."""
 
-import json
 import random
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
+from followed_log import FEATURES, GROWING, assert_same, config_of, make_rows, write, write_parts
 from training.forked_runs import ForkedRuns, forked_runs
 
-from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import train
 from jfi.training.config_parser import save_config
-from jfi.training.run.recorder import SPEED
-
-#: Of a checkpoint's progress, what differs between repetitions.
-OTHER = ("train_seconds", "config")
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +39,6 @@ def base(server: ForkedRuns, tmp_path_factory) -> tuple[Path, int]:
 
 def follow(server: ForkedRuns, folder: Path, run: Path, **more: object):
     return server.do(folder / "config.yaml", run, follow=str(folder / "parts"), **more)
-
-
-def content(run: Path) -> dict[str, object]:
-    """All that a run that follows a log goes on from, but for times."""
-    (checkpoint,) = (run / "checkpoints").iterdir()
-    found = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix == ".safetensors"}
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    del progress["follow"]["log_sha256"], progress["follow"]["log_length"]
-    found["progress"] = {name: value for name, value in progress.items() if name not in OTHER}
-    lines = [json.loads(line) for line in (run / "follow" / "metrics.jsonl").read_text().splitlines()]
-    found["lines"] = [{name: value for name, value in line.items() if name != SPEED} for line in lines]
-    with closing(LmdbStore(run / "follow" / "state")) as store:
-        found["state"] = dict(store.scan(b""))
-    assert len(found["state"]) > 100 and len(found["lines"]) > 6
-    return found
-
-
-def assert_same(run: Path, whole: Path) -> None:
-    one, other = content(run), content(whole)
-    for name in other:
-        assert one[name] == other[name], name
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(60, marks=pytest.mark.slow)])

@@ -271,7 +271,7 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
     """A part that comes while it waits is trained on, and a signal ends the waiting."""
     run, parts = followed
     monkeypatch.setattr("jfi.follow.start._POLL", 0.2)
-    places = []
+    places, waited = [], []
 
     class Hook:
         def after_step(self) -> None:
@@ -281,8 +281,12 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
             places.append(place["part"])
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
+        def while_waiting(self) -> None:
+            waited.append(len(places))
+
     timer = threading.Timer(0.5, write, (parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100]))
     timer.start()
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
         follow(run, parts, hook=lambda _: Hook())
     assert places == ["part-0002.parquet"] and len(lines(run)) == 3
+    assert {0, 1} == set(waited)

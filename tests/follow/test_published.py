@@ -1,10 +1,11 @@
 """A run that follows a log and publishes: a server's scores are those of the run, with tables that grow."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
+from followed_log import FEATURES, GROWING, bodies, config_of, make_rows, write, write_parts
 
 from jfi.cli.export import schema_of_run
 from jfi.follow.publishing import MAX_CANDIDATES
@@ -33,25 +34,6 @@ def followed(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def bodies(known: dict) -> list[dict]:
-    """Requests with items of the log and some that it has not."""
-    event = {"item_id": 0, "rating": 4, "price": 0.5, "device": "phone", "age": 60.0}
-    candidate = {"item_id": 0, "device": "phone", "position": 2}
-    user = {"user_id": "u0", "age": "a1"}
-
-    def of(part: str, fields: dict, **values: object) -> dict:
-        return {name: one for name, one in (fields | values).items() if name in known[part]}
-
-    return [
-        {
-            "user": of("user", user, user_id=f"u{i}"),
-            "history": [of("history", event, item_id=7 * i + j) for j in range(i % 5)],
-            "candidates": [of("candidates", candidate, item_id=11 * i + j) for j in range(5)],
-        }
-        for i in range(32)
-    ]
-
-
 def scores(scorer: Scorer) -> list:
     return scorer.score([scorer.reader(body) for body in bodies(scorer.reader.fields)])
 
@@ -73,6 +55,15 @@ def test_the_last_version_scores_as_an_export_of_the_run(followed, tmp_path):
     first = Scorer(path_of(folder, 1) / "artifact")
     assert any(not torch.equal(rows.ids, first.tables.rows[name].ids) for name, rows in grown.items())
     assert scores(first) != scores(scorer)
+
+
+def test_a_run_that_goes_on_publishes_its_place_at_once(followed, tmp_path):
+    shutil.copytree(followed, tmp_path / "run")
+    folder = tmp_path / "run" / "published"
+    before = numbers(folder)[-1]
+    assert follow(tmp_path / "run", followed.parent / "parts", until_idle=True) == 0
+    (number,) = (one for one in numbers(folder) if one > before)
+    assert read_version(folder, number).manifest.place == read_version(folder, before).manifest.place
 
 
 def test_settings_of_publishing_are_refused_by_name(followed, tmp_path):
