@@ -142,8 +142,13 @@ class _Following:
                 while (is_trained := self._go_on(state, known, stop)) or not until_idle:
                     if not is_trained:
                         self._wait(stop)
-                if trainer.hook is not None:
-                    trainer.hook.close()
+            except (InputError, Interrupted):
+                # In the middle of a part the run goes back to its last checkpoint; a part's fault has changed nothing.
+                if not trainer.is_within_part:
+                    self._end(state)
+                raise
+            else:
+                self._end(state)
             finally:
                 self._draw()
         return len(known) - count
@@ -151,20 +156,14 @@ class _Following:
     def _go_on(self, state: LogState, known: dict[str, Part], stop: StopRequest) -> bool:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
-        try:
-            stop.check(self.run.path, trainer.world)
-            found = self._parts.following(known, trainer.place.part if trainer.place else "")
-            part = self._parts.part(found[0].name) if found else None
-            if part is not None:
-                line = trainer.run_part(part, state, self.run, stop)
-                known[part.name] = part
-                print(_describe(line), flush=True)
-        except (InputError, Interrupted):
-            # In the middle of a part the run goes back to its last checkpoint; a fault of a file has changed nothing.
-            if not trainer.is_within_part:
-                self._checkpoint(state)
-            raise
-        if part is None or self._clock() - self._since >= self._seconds:
+        stop.check(self.run.path, trainer.world)
+        found = self._parts.following(known, trainer.place.part if trainer.place else "")
+        part = self._parts.part(found[0].name) if found else None
+        if part is not None:
+            line = trainer.run_part(part, state, self.run, stop)
+            known[part.name] = part
+            print(_describe(line), flush=True)
+        if self._clock() - self._since >= self._seconds:
             self._checkpoint(state)
         return part is not None
 
@@ -172,6 +171,12 @@ class _Following:
         if self.trainer.place != self._saved:
             self.trainer.checkpoint(self.run, state)
             self._saved, self._since = self.trainer.place, self._clock()
+
+    def _end(self, state: LogState) -> None:
+        """Writes a checkpoint at the end of the last part, and publishes what is not published yet."""
+        self._checkpoint(state)
+        if self.trainer.hook is not None:
+            self.trainer.hook.close()
 
     def _draw(self) -> None:
         from jfi.follow.plot import draw_windows  # only pictures need matplotlib

@@ -260,6 +260,8 @@ class Publisher:
 class PublishHook:
     """Publishes every so many seconds, in a training loop that calls it once a step and once a part of the log.
 
+    A part that takes less time is published at its end alone.
+
     Args:
         publisher: writes the versions.
         seconds: between the ends of two versions.
@@ -272,10 +274,11 @@ class PublishHook:
         ...         print("published at", place)
         >>> now = [0.0]
         >>> hook = PublishHook(Counting(), 10.0, clock=lambda: now[0])
-        >>> for now[0] in (4.0, 11.0, 12.0):
+        >>> for now[0] in (4.0, 11.0, 14.0):
         ...     hook.after_step()
         published at None
         >>> now[0] = 30.0
+        >>> hook.after_step()
         >>> hook.after_part({"part": "0001.parquet"})
         published at {'part': '0001.parquet'}
         >>> hook.after_step()
@@ -299,32 +302,36 @@ class PublishHook:
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, got {seconds}")
         self._publisher, self._seconds, self._clock = publisher, seconds, clock
-        self._last, self._place, self._steps = clock(), place, 0
+        self._place = place
+        #: Times of the last version, and of the first change since; None without one.
+        self._last, self._changed = clock(), None
 
     def after_step(self) -> None:
-        """Publishes if it is time to."""
-        self._steps += 1
-        self._publish_if_due(self._seconds)
+        """Publishes if the oldest change has waited so long."""
+        self._change()
+        if self._clock() - self._changed >= self._seconds:
+            self.close()
 
     def after_part(self, place: object) -> None:
-        """Takes a part's end as the place in the log, and publishes if it is time to."""
+        """Takes a part's end as the place in the log, and publishes if the last version is so old."""
         self._place = place
-        self._steps += 1
-        self._publish_if_due(self._seconds)
+        self._change()
+        self.while_waiting()
 
     def while_waiting(self) -> None:
-        """Publishes if it is time to, while no step is taken."""
-        self._publish_if_due(self._seconds)
+        """Publishes the changes, if there are any and the last version is so old."""
+        if self._clock() - self._last >= self._seconds:
+            self.close()
 
     def close(self) -> None:
-        """Publishes the steps since the last version, if there are any."""
-        self._publish_if_due(0.0)
-
-    def _publish_if_due(self, seconds: float) -> None:
-        """Publishes if there are steps to publish and the last version is so many seconds old."""
-        if self._steps and self._clock() - self._last >= seconds:
+        """Publishes the changes since the last version, if there are any."""
+        if self._changed is not None:
             self._publisher.publish(place=self._place)
-            self._last, self._steps = self._clock(), 0
+            self._last, self._changed = self._clock(), None
+
+    def _change(self) -> None:
+        if self._changed is None:
+            self._changed = self._clock()
 
 
 def _changed_rows(model: SequenceDLRM) -> dict[str, ChangedRows]:

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from followed_log import FEATURES, GROWING, assert_same, config_of, make_rows, write, write_parts
+from comparing import assert_same, content
+from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 from training.forked_runs import ForkedRuns, forked_runs
 
 from jfi.training import train
@@ -34,6 +35,7 @@ def base(server: ForkedRuns, tmp_path_factory) -> tuple[Path, int]:
     shutil.copytree(folder / "run", folder / "whole")
     outcome = follow(server, folder, folder / "whole")
     assert (outcome.code, outcome.errors.count("error")) == (0, 0), outcome.errors
+    assert len(content(folder / "whole")["state"]) > 100
     return folder, outcome.calls
 
 

@@ -271,7 +271,7 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
     """A part that comes while it waits is trained on, and a signal ends the waiting."""
     run, parts = followed
     monkeypatch.setattr("jfi.follow.start._POLL", 0.2)
-    places, waited = [], []
+    places, waited, closed = [], [], []
 
     class Hook:
         def after_step(self) -> None:
@@ -282,11 +282,16 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
         def while_waiting(self) -> None:
-            waited.append(len(places))
+            waited.append((len(places), *sorted(one.name for one in (run / "checkpoints").iterdir())))
+
+        def close(self) -> None:
+            closed.append(waited[-1])
 
     timer = threading.Timer(0.5, write, (parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100]))
     timer.start()
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
-        follow(run, parts, hook=lambda _: Hook())
+        follow(run, parts, checkpoint_seconds=1e6, hook=lambda _: Hook())
     assert places == ["part-0002.parquet"] and len(lines(run)) == 3
-    assert {0, 1} == set(waited)
+    assert closed == [waited[-1]]
+    (before, *checkpoint), (after, *other) = sorted(set(waited))
+    assert (before, after) == (0, 1) and checkpoint == other != [one.name for one in (run / "checkpoints").iterdir()]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from followed_log import FEATURES, GROWING, bodies, config_of, make_rows, write, write_parts
+from comparing import bodies
+from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 
 from jfi.cli.export import schema_of_run
 from jfi.follow.publishing import MAX_CANDIDATES
