@@ -180,7 +180,8 @@ def main() -> None:
     parser.add_argument("--hours", type=int, default=12, help="hours that it follows")
     parser.add_argument("--rows", type=int, default=2000, help="rows an hour")
     parser.add_argument("--publish-every", type=float, default=1.0, help="seconds between two versions")
-    options, more = parser.parse_known_args()  # others are those of the first `jfi train`
+    parser.add_argument("--epochs", type=int, default=6, help="epochs of the first training")
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for a model so small more threads only wait for one another
     out, log = options.out.absolute(), enumerate(hours(rows=options.rows))
@@ -188,8 +189,8 @@ def main() -> None:
         (out / name).mkdir(parents=True)
     for number, table in itertools.islice(log, options.first_hours):
         write_part(out / "day", number, table)
-    every = ["--training.publish_every", options.publish_every]
-    with running(out, "train", "train", "--config", CONFIG, *every, *more) as program:
+    settings = ["--training.epochs", options.epochs, "--training.publish_every", options.publish_every]
+    with running(out, "train", "train", "--config", CONFIG, *settings) as program:
         program.wait()
     run = out / "runs/online"
     with running(out, "state", "state", "load", "--run", "runs/online", "--state", "users") as program:

@@ -99,6 +99,7 @@ def run_python_command(words: list[str], monkeypatch) -> None:
         return
     name, *arguments = words[1:] if words[0] == "-m" else words
     monkeypatch.setattr("sys.argv", [name, *arguments])
+    monkeypatch.syspath_prepend(Path(name).parent)  # as Python does for a script
     with pytest.raises(Parsed):
         (runpy.run_module if words[0] == "-m" else runpy.run_path)(name, run_name="__main__")
 

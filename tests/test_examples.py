@@ -40,7 +40,7 @@ def test_a_log_is_followed_and_served(run, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     small = ["--first-hours", "3", "--hours", "2", "--rows", "600", "--publish-every", "0"]
-    run("online.py", *small, "--training.epochs", "1", "--training.device", "cpu")
+    run("online.py", *small, "--epochs", "1")
     found = capsys.readouterr().out
     assert found.count("$ jfi ") == 5
     line = r"hour-0000(\d)\.parquet: AUC (0\.\d+) by version (\d+).*, (0\.\d+) by the first; served \d"
@@ -54,5 +54,5 @@ def test_a_log_is_followed_and_served(run, monkeypatch, capsys):
 
 def test_a_loop_that_fails_says_what_has_failed(tmp_path):
     command = [sys.executable, str(EXAMPLES / "online.py"), "--out", str(tmp_path / "out"), "--first-hours", "1"]
-    ended = subprocess.run([*command, "--model.embedding_dim", "none"], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*command, "--epochs", "0"], capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "train ended with exit code 2: error: " in ended.stderr

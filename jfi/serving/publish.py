@@ -122,9 +122,10 @@ class Publisher:
             whole: writes a snapshot, or an artifact as the first version.
         """
         taken = {name: changed.take(name) for name, changed in self._changed.items()}
+        whole = whole or self._last is None
         try:
             ids = self._export.growing_ids()
-            if self._last is None or whole:
+            if whole:
                 self._write_whole(place)
             else:
                 self._write_delta(place, taken, ids)
@@ -135,6 +136,8 @@ class Publisher:
         self._ids = ids
         if self._deltas >= self._compact_every or self._delta_bytes > self._compact_ratio * self._whole_bytes():
             self._write_snapshot(place, before=self._last.name)
+            whole = True
+        if whole:
             self._remove_old()
         return self._last.number
 

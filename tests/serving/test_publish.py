@@ -216,6 +216,13 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     assert chain.manifest.base_version == 1 and scores(chain.take_scorer()) != found[9][0]
 
 
+def test_publishers_that_begin_again_and_again_leave_two_whole_versions(published, trainee, tmp_path):
+    shutil.copytree(published.folder, tmp_path / "copy")
+    for number in (7, 8, 9):
+        assert trainee.publisher(tmp_path / "copy").publish() == number
+    assert numbers(tmp_path / "copy") == [1, 8, 9]
+
+
 def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypatch):
     folder = tmp_path / "copy"
     shutil.copytree(published.folder, folder)
