@@ -9,10 +9,10 @@ from torch import Tensor
 
 from jfi.ops._dispatch import PLAIN
 from jfi.utils.context import interprets, is_traced
-from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds
 
 
-def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None = None) -> Tensor:
+def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None = None) -> Tensor:
     """Returns the row of each id, 0 for one that the table lacks; it never waits for a GPU.
 
     Args:
@@ -36,9 +36,9 @@ def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None = None) -> Tenso
     return torch.where(is_known, table.rows.take(index), torch.where(ids == PADDING, PADDING, 0))
 
 
-def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: Occurrences) -> None:
+def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: SeenIds) -> None:
     known, new = index[is_known], ids[~(is_known | (ids == MISSING) | (ids == PADDING) | (ids == NO_ID))]
-    seen.counts.index_add_(0, known, torch.ones_like(known))
+    seen.known[known] = True
     begin, num_kept = int(seen.num_new), len(seen.new_ids)
     seen.new_ids[begin : begin + len(new)] = new[: max(0, num_kept - begin)]
     seen.num_new.add_(len(new))

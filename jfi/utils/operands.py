@@ -129,15 +129,15 @@ class IdMap(NamedTuple):
     rows: Tensor
 
 
-class Occurrences(NamedTuple):
-    """Counts of ids since the last admission; a call of `map_ids` adds to them.
+class SeenIds(NamedTuple):
+    """The ids that have occurred since the last admission; a call of `map_ids` adds to them.
 
     Attributes:
-        counts: [N] int64, of the ids of the table.
+        known: [N] bool, whether each of the table's ids has.
         new_ids: [P] int64, ids that the table lacks, each time that they occurred.
         num_new: [1] int64, how many there were: those behind the first P are not kept.
     """
 
-    counts: Tensor
+    known: Tensor
     new_ids: Tensor
     num_new: Tensor

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
-from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences, ceil_div
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
 
 #: Ids that a program maps; others than 128 with 8 warps take as long within 15 %.
 _IDS = 256
@@ -19,7 +19,7 @@ def map_ids_kernel(
     ids_ptr,
     sorted_ptr,
     rows_ptr,
-    counts_ptr,
+    known_ptr,
     new_ptr,
     num_new_ptr,
     out_ptr,
@@ -45,8 +45,8 @@ def map_ids_kernel(
     is_known = mask & (tl.load(sorted_ptr + place, mask=mask, other=MISSING) == ids) & (ids != NO_ID) & (ids != MISSING)
     row = tl.load(rows_ptr + place, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
-    if counts_ptr is not None:
-        tl.atomic_add(counts_ptr + place, tl.full([BLOCK], 1, tl.int64), mask=is_known)
+    if known_ptr is not None:
+        tl.store(known_ptr + place, tl.full([BLOCK], 1, tl.int1), mask=is_known)
         is_new = mask & ~is_known & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
         found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
@@ -61,7 +61,7 @@ def _launcher(steps: int) -> Launcher:
     return Launcher(map_ids_kernel, STEPS=steps, BLOCK=_IDS, **special, num_warps=_WARPS)
 
 
-def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None) -> Tensor:
+def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
     out, last = torch.empty_like(ids), len(table.sorted_ids) - 1
     num_kept = 0 if seen is None else len(seen.new_ids)
