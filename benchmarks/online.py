@@ -10,8 +10,8 @@ is the run of `configs/online.yaml`, whose table of items grows, and goes on by 
 probability that the labels were drawn with, so that no model can be better. Results go to
 `benchmarks/results/cpu/online.json`.
 
-With `--seeds` it follows the log with a row for each item of the 48 hours, as a vocabulary of all has, and with half as
-many, for so many seeds of the model and of the log; results go to `online_half.json`.
+With `--seeds` it follows 72 hours after the first day, with a row for each item of these four days, as a vocabulary of
+all has, and with half as many, for so many seeds of the model and of the log; results go to `online_half.json`.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def followed(tables: list[pa.Table], folder: Path, capacity: int = 0, seed: int 
 def halved(seed: int) -> dict:
     """The AUC with a row for each item of a log, and with half as many."""
     torch.set_num_threads(1)
-    tables = list(itertools.islice(hours(seed=seed), 2 * DAY))
+    tables = list(itertools.islice(hours(seed=seed), 4 * DAY))
     items, found = len(pa.concat_tables(tables)["item"].unique()), {"suite": "online_half", "seed": seed}
     for name, capacity in {"all": items + 1, "half": items // 2 + 1}.items():
         with tempfile.TemporaryDirectory() as folder:
