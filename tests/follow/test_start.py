@@ -4,12 +4,15 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from followed_log import KNOWN, config_of, content, lines, write, write_parts
 
 from jfi.data import DataError
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
 from jfi.follow.parts import PartFolder
 from jfi.follow.start import follow
 from jfi.follow.state import LogState
@@ -38,10 +41,14 @@ class Hook:
         self.calls.append("close")
 
 
-def own_run(folder: Path, rows: list[dict], **data: object) -> Path:
+def own_run(folder: Path, rows: list[dict], is_prepared: bool = False) -> Path:
     """A run of its own on rows in `folder`/log/day.parquet."""
     write(folder / "log" / "day.parquet", rows)
-    train(config_of(folder / "log" / "day.parquet", folder / "run", **data))
+    config = config_of(folder / "log" / "day.parquet", folder / "run")
+    if is_prepared:
+        prepare_dataset(config.data, folder / "prepared", show=False)
+        config = replace(config, data=prepared_config(folder / "prepared"))
+    train(config)
     return folder / "run"
 
 
@@ -52,9 +59,10 @@ def test_seconds_are_checked(run, tmp_path, seconds):
             follow(run, tmp_path, until_idle=True, **{f"{name}_seconds": seconds})
 
 
-def test_interactions_that_have_grown_are_refused(rows, tmp_path):
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_interactions_that_have_grown_are_refused(rows, tmp_path, is_prepared):
     """Else their new rows, which the run has not learnt, would count as repeated in the parts."""
-    run = own_run(tmp_path, rows[:KNOWN])
+    run = own_run(tmp_path, rows[:KNOWN], is_prepared)
     before = sorted(run.rglob("*"))
     write_parts(tmp_path / "parts", rows[KNOWN:], 2)
     write(tmp_path / "log" / "day.parquet", rows[: KNOWN + 50])
