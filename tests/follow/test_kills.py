@@ -12,6 +12,7 @@ from training.forked_runs import ForkedRuns, forked_runs
 
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import train
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config_parser import save_config
 from jfi.training.run.recorder import SPEED
 
@@ -50,7 +51,7 @@ def follow(server: ForkedRuns, folder: Path, run: Path, **more: object):
 
 def content(run: Path) -> dict[str, object]:
     """All that a run that follows a log goes on from, but for times."""
-    (checkpoint,) = (run / "checkpoints").iterdir()
+    checkpoint = latest_checkpoint(run / "checkpoints")  # a kill may have left the one before
     found = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix == ".safetensors"}
     progress = json.loads((checkpoint / "progress.json").read_text())
     del progress["follow"]["log_sha256"], progress["follow"]["log_length"]
