@@ -1,6 +1,5 @@
 """Runs `jfi train`."""
 
-import math
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -83,9 +82,6 @@ def _follow(options: SimpleNamespace, named: list[str]) -> None:
 
     if other := next((name for name in named if name not in WITH_FOLLOW), None):
         raise ConfigError(f"--follow uses the config of its run; it takes no other option such as {other}")
-    for name, value in (("checkpoint", options.checkpoint_seconds), ("late", options.late_seconds)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"--{name}-seconds: got {value}, must be a number of at least 0")
     limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
     count = follow(options.resume, options.follow, until_idle=options.until_idle, **limits)
     print(f"trained on {count} parts; run folder {options.resume}")

@@ -42,8 +42,7 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
         parts: number of parts that were trained on.
         rows: number of their rows that count.
         newest: time of the newest row, in seconds.
-        types: by column the types of the parts' columns.
-        late_seconds: the setting of the parts since the checkpoint before.
+        types: by column what the parts hold, see `jfi.follow.rows.PartRows`.
         log_length: bytes of the file of metrics.
         log_sha256: SHA-256 of these bytes.
     """
@@ -54,7 +53,6 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
     rows: int
     newest: float
     types: dict[str, str]
-    late_seconds: float
     log_length: int = 0
     log_sha256: str = ""
 
@@ -76,7 +74,7 @@ class Hook(Protocol):
         """Is called again and again while no further part is there."""
 
     def close(self) -> None:
-        """Follows the last part."""
+        """Follows the end at a part: of the log, by a signal or at a part that is refused."""
 
 
 class _Unchanged:
@@ -158,12 +156,12 @@ class Follower(Steps):
         count = rows.counts.rows - rows.counts.repeated - rows.counts.too_old
         known = (before.parts, before.rows) if before else (0, 0)
         counted = known[0] + 1, known[1] + count, state.place.newest
-        place = LogPlace(part.name, part.sha256, *counted, rows.types, self._reading.late_seconds)
+        place = LogPlace(part.name, part.sha256, *counted, rows.types)
         self.progress.batch += 1  # the checkpoint of a part without steps has a name of its own
         self.progress.newest = max(self.progress.newest, place.newest)
         speed = rows.counts.labeled / max(self.clock() - begin, 1e-9)
         line = {"part": part.name, "sha256": part.sha256, "size": part.size, "modified": part.modified}
-        line |= {**asdict(rows.counts), "step": self.progress.step}
+        line |= {"late_seconds": self._reading.late_seconds, **asdict(rows.counts), "step": self.progress.step}
         line |= {"begin": rows.oldest, "end": rows.newest} if count else {}
         line |= {name: value if np.isfinite(value) else None for name, value in metrics.items()}
         line |= {SPEED: round(speed, 1)}
@@ -219,7 +217,6 @@ class Follower(Steps):
                 if self.hook is not None:
                     self.hook.after_step()
                 stop.check(run.path, self.world)
-        self.admit()  # at the end of each part, so that the time of a checkpoint influences no admission
         if average is not None:
             average.flush()
         loss, _, samples = self.window.tolist()

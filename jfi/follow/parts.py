@@ -1,7 +1,7 @@
 """The parts of a log, in their order: an append-only folder of Parquet files that others write by atomic renames."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,15 +34,21 @@ class Part:
 class Parts(Protocol):
     """A source of parts."""
 
-    def following(self, known: Mapping[str, Part], last: str) -> list[Part]:
-        """Returns the parts behind the place in the log, in their order.
-
-        Args:
-            known: by name the parts that were trained on.
-            last: name of the last one, or "".
+    def check(self, trained: Iterable[Part]) -> None:
+        """Takes the parts that were trained on, once before the first call of `next`; some may be gone.
 
         Raises:
-            DataError: a part was changed after it was trained on, or sorts before the place and was not trained on.
+            DataError: a part was changed after it was trained on.
+        """
+
+    def next(self, last: str) -> str | None:
+        """Returns the name of the part that follows the last one that was trained on, None if there is none yet.
+
+        Args:
+            last: name of that one, or "".
+
+        Raises:
+            DataError: a part sorts before the last one, and was not trained on.
         """
 
     def part(self, name: str) -> Part:
@@ -67,27 +73,26 @@ class PartFolder:
         if not folder.is_dir():
             raise DataError(f"--follow {folder}: no such folder")
         self.folder = folder
+        #: Names of files in the folder that were trained on.
+        self._trained: set[str] = set()
 
-    def following(self, known: Mapping[str, Part], last: str) -> list[Part]:
-        """See Parts; a file that was trained on may be gone, since nothing reads it again."""
-        found = []
-        with naming(self.folder), os.scandir(self.folder) as entries:
-            for entry in entries:
-                name = entry.name
-                if not name.endswith(_SUFFIX) or name.startswith((".", "_")):
-                    continue
-                if not entry.is_file():
-                    raise DataError(f"{entry.path}: not a regular file")
-                status = entry.stat()
-                found.append(Part(name, Path(entry.path), status.st_size, status.st_mtime_ns))
-        found.sort(key=lambda part: part.name)
-        for part in found:
-            if part.name in known:
-                self._check(part, known[part.name])
-            elif part.name <= last:
-                what = f"sorts before {last}, which was trained on; give later parts later names"
-                raise DataError(f"{part.path}: its name {what}")
-        return [part for part in found if part.name > last]
+    def check(self, trained: Iterable[Part]) -> None:
+        """See Parts."""
+        names = self._names()
+        for part in trained:
+            if part.name in names:
+                self._trained.add(part.name)
+                self._compare(part)
+
+    def next(self, last: str) -> str | None:
+        """See Parts."""
+        names = self._names()
+        self._trained = {*self._trained, last} & names
+        found = min(names - self._trained, default=None)
+        if found is not None and found < last:
+            what = f"sorts before {last}, which was trained on; give later parts later names"
+            raise DataError(f"{self.folder / found}: its name {what}")
+        return found
 
     def part(self, name: str) -> Part:
         """See Parts."""
@@ -98,9 +103,22 @@ class PartFolder:
             raise DataError(f"{path}: no such file; the state of the run needs it once more") from None
         return Part(name, path, status.st_size, status.st_mtime_ns, sha256_of(path))
 
-    def _check(self, part: Part, was: Part) -> None:
+    def _names(self) -> set[str]:
+        found = set()
+        with naming(self.folder), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if not entry.name.endswith(_SUFFIX) or entry.name.startswith((".", "_")):
+                    continue
+                if not entry.is_file():
+                    raise DataError(f"{entry.path}: not a regular file")
+                found.add(entry.name)
+        return found
+
+    def _compare(self, was: Part) -> None:
         """Compares the content of a part with what was trained on, where its size or time tells that it may differ."""
-        if (part.size, part.modified) == (was.size, was.modified):
+        path = self.folder / was.name
+        status = path.stat()
+        if (status.st_size, status.st_mtime_ns) == (was.size, was.modified):
             return
-        if part.size != was.size or sha256_of(part.path) != was.sha256:
-            raise DataError(f"{part.path}: was changed after it was trained on; restore it, or remove it")
+        if status.st_size != was.size or sha256_of(path) != was.sha256:
+            raise DataError(f"{path}: was changed after it was trained on; restore it, or remove it")

@@ -5,6 +5,7 @@ turned back into the value, and a value that is new today may have a row of a gr
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from jfi.data.io.blocks import DROP
 from jfi.data.io.table import Table
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
+from jfi.data.prepared.summary import date_of
 from jfi.data.schema.rules import parse_rule
 
 #: The column that tells whether a row is an event of histories.
@@ -24,6 +26,8 @@ IN_HISTORY = "jfi: in history"
 #: Events older than the newest `max_history` that stay, for late rows; and rows that are no events of histories, by
 #: which repeated ones are known.
 MARGIN, OTHERS = 64, 256
+#: Seconds that a row may be ahead of the clock of this machine.
+_MAX_AHEAD = 3600.0
 _RECORD = b"h"
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
@@ -53,11 +57,16 @@ class Records:
         """Returns the users of rows and what records keep of these, with times in seconds.
 
         Raises:
-            DataError: a column is missing or malformed.
+            DataError: a column is missing or malformed, or a row is of the future, which would make all later rows old.
         """
         config = self._config
         users, items = (table.ids(name, DROP) for name in (config.user, config.item))
         times = table.times(config.timestamp, config.timestamp_unit)
+        ahead = times > time.time() + _MAX_AHEAD
+        if ahead.any():
+            row = int(ahead.argmax())
+            what = f"is {date_of(times[row]) or f'{times[row]} s after 1970'}, which is in the future"
+            raise table.fault(row, f"'{config.timestamp}' {what}")
         in_history = np.ones(len(table), np.int8)
         if config.history is not None:
             in_history[:] = parse_rule(config.history).holds(table) == 1
@@ -117,8 +126,8 @@ class Records:
     def repeated(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]) -> np.ndarray:
         """`[N]` bool, the new rows whose user, item and time another row has, an old one or a new one before it.
 
-        Of a user with as many events as are kept, a row that is as old as the oldest of these, or older, counts as
-        repeated, too: it is not known whether it was there.
+        Of a user with as many events as are kept, an event that is as old as the oldest of these, or older, counts as
+        repeated, too: it is not known whether it was there. So do rows that are no events.
         """
         user, time = np.concatenate([old[0], new[0]]), _join(old[1], new[1], self._config.timestamp).to_numpy()
         item = _ranks(_join(old[1], new[1], self._config.item))
@@ -126,13 +135,15 @@ class Records:
         again = np.zeros(len(order), bool)
         same = [values[order[1:]] == values[order[:-1]] for values in (user, time, item)]
         again[order[1:]] = np.all(same, axis=0)
-        is_event = old[1][IN_HISTORY].to_numpy() == 1
-        of_events, times = old[0][is_event], old[1][self._config.timestamp].to_numpy()[is_event]
-        size = int(max(user.max(initial=-1) + 1, 0))
+        is_event = _join(old[1], new[1], IN_HISTORY).to_numpy() == 1
+        kind = 2 * user + is_event  # a user's other rows, and their events
+        known = slice(len(old[0]))
+        size = 2 * int(user.max(initial=-1) + 1)
         oldest = np.full(size, np.inf)
-        np.minimum.at(oldest, of_events, times)
-        oldest[np.bincount(of_events, minlength=size) < self._keep] = -np.inf
-        return again[len(old[0]) :] | (time[len(old[0]) :] <= oldest[new[0]])
+        np.minimum.at(oldest, kind[known], time[known])
+        is_full = np.bincount(kind[known], minlength=size) >= np.tile([OTHERS, self._keep], size // 2)
+        oldest[~is_full] = -np.inf
+        return (again | (time <= oldest[kind]))[len(old[0]) :]
 
 
 def number_users(users: pa.Array) -> tuple[np.ndarray, list[str]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
+from jfi.data.io.arrays import is_list, is_text
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -68,7 +69,7 @@ class PartRows:
 
     Args:
         part: of the log.
-        types: by column those that the parts before it had; none for the first part.
+        types: by column what the parts before it held, see `types`; none for the first part.
         state: of the log before the part.
         reading: settings.
         folder: an empty folder for the files of the dataset.
@@ -84,6 +85,7 @@ class PartRows:
         self.dataset: InteractionDataset | None = None
         config, wanted = reading.config, reading.columns()
         table = read_table(str(part.path), wanted, config, "--follow")
+        #: By column what the parts up to this one hold, such as "numbers"; none of a column that was always empty.
         self.types = _check_types(part, table, wanted, types)
         users, rows = state.records.read(table)
         self.counts.rows = len(rows)
@@ -142,11 +144,28 @@ class PartRows:
 def _check_types(part: Part, table: Table, wanted: set[str], before: dict[str, str]) -> dict[str, str]:
     for name in sorted(wanted):
         table.require(name)
-    types = {name: str(table.data.schema.field(name).type) for name in sorted(wanted)}
-    for name, kind in types.items():
-        if before.get(name, kind) != kind:
-            raise DataError(f"{part.path}: column '{name}' has type {kind}, but {before[name]} in the parts before")
-    return types
+    found = {name: _content(table.data.schema.field(name).type) for name in sorted(wanted)}
+    types = {name: what for name, what in found.items() if what is not None}
+    for name, what in types.items():
+        if before.get(name, what) != what:
+            raise DataError(f"{part.path}: column '{name}' holds {what}, but {before[name]} in the parts before")
+    return before | types
+
+
+def _content(kind: pa.DataType) -> str | None:
+    """Returns what a column of a type holds, equal for types that are read to the same values; None for nulls alone."""
+    if pa.types.is_dictionary(kind):
+        return _content(kind.value_type)
+    if is_list(kind):
+        inner = _content(kind.value_type)
+        return None if inner is None else f"lists of {inner}"
+    if is_text(kind):
+        return "texts"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    if pa.types.is_timestamp(kind):
+        return "times"
+    return None if pa.types.is_null(kind) else str(kind)
 
 
 def _with_times(rows: pa.Table, config: DataConfig, kept: pa.Table) -> pa.Table:

@@ -1,6 +1,8 @@
 """Starts and resumes a run that follows a log."""
 
+import glob
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -22,7 +24,7 @@ from jfi.training.config import Config
 from jfi.training.distributed.processes import World, join_world
 from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.run.recorder import LineFile
-from jfi.training.run.run_data import learnt_files, load_schema, own_policy
+from jfi.training.run.run_data import check_tables, learnt_files, load_schema, own_policy
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.run_position import check_config, last_progress
@@ -31,6 +33,8 @@ from jfi.utils.files import temporary_folder
 
 #: Seconds between two looks at the folder, and between two looks for a signal meanwhile.
 _POLL, _TICK = 1.0, 0.1
+#: Least seconds between two pictures.
+_PICTURE = 60.0
 
 
 def follow(
@@ -65,10 +69,13 @@ def follow(
         The number of parts that were trained on.
 
     Raises:
-        ConfigError, DataError: a fault in the run or a part; the run is at the end of the part before.
+        ConfigError, DataError: a fault in a setting, the run or a part; the run is at the end of the part before.
         FloatingPointError: training has diverged; the run is at its last checkpoint.
-        Interrupted: SIGINT or SIGTERM; the run is at its last checkpoint.
+        Interrupted: SIGINT or SIGTERM; the run is at the end of a part, in the middle of one at its last checkpoint.
     """
+    for name, value in (("checkpoint", checkpoint_seconds), ("late", late_seconds)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{name}-seconds: got {value}, must be a number of at least 0")
     if folder == "":
         raise ConfigError("--follow: got '', must be a folder of Parquet files")
     run, config = RunFolder.open(run_dir)
@@ -80,6 +87,8 @@ def follow(
         with writing_run(run.path, world):
             check_config(run, config)
             _check(run, config)
+            if isinstance(parts, PartFolder):
+                _check_folder(parts.folder, config)
             return _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock).go(until_idle, hook)
 
 
@@ -97,6 +106,18 @@ def _check(run: RunFolder, config: Config) -> None:
         raise ConfigError(f"{name}: training.cuda_graph is always, and steps of --follow run eagerly; set auto")
 
 
+def _check_folder(folder: Path, config: Config) -> None:
+    """Raises ConfigError if files of the folder of parts are, or would be, interactions of the run."""
+    inside = folder.resolve()
+    for name in ("interactions", "validation", "test"):
+        source = getattr(config.data, name)
+        for path in source if isinstance(source, list | tuple) else [source] if source else []:
+            for one in (Path(found).resolve() for found in (path, *glob.glob(path, recursive=True))):
+                if inside.is_relative_to(one) or (one.parent == inside and one.suffix == ".parquet"):
+                    what = f"has files of data.{name}, {path}; name a folder of later parts alone"
+                    raise ConfigError(f"--follow {folder}: {what}")
+
+
 class _Following:
     """A run, its state of the log, and its place in it."""
 
@@ -111,17 +132,18 @@ class _Following:
         clock: Callable[[], float],
     ) -> None:
         self.run, self._parts, self._seconds, self._clock = run, parts, checkpoint_seconds, clock
-        self._folder = run.path / "follow"
+        self._config, self._folder, self._drawn = config, run.path / "follow", clock()
         self._log = self._folder / "metrics.jsonl"
         schema, settings = load_schema(run), column_settings(config.data)
         policy = load_policy(own_policy(run, config).data)
         self._reading = Reading(settings, schema, policy, late_seconds)
         self.trainer = Follower(config, schema, world, self._reading, clock)
-        self._data = config.data
 
     def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
-        trainer = self.trainer
+        trainer, state_folder = self.trainer, self._folder / "state"
+        if not state_folder.exists():
+            check_tables(self.run, self._config, "restore it, and write later rows to a part of the log")
         begins = not last_progress(self.run)[1].follow
         trainer.restore(self.run, best=begins)
         trainer.progress.files = learnt_files(self.run)
@@ -129,17 +151,19 @@ class _Following:
         trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place
         self._folder.mkdir(exist_ok=True)
-        known = _read_log(self._log, place)
-        count, self._since = len(known), self._clock()
+        trained = _read_log(self._log, place)
+        self._parts.check(_part(line) for line in trained)
+        count, self._since = len(trained), self._clock()
         with (
-            closing(open_state(self._folder / "state", self._data, self._reading.schema)) as state,
+            closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
             closing(LineFile(self._log, place.log_length if place else 0)) as trainer.lines,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            self._catch_up(state, place, known)
+            self._catch_up(state, trained, stop)
+            del trained  # it is as long as the log
             try:
-                while (is_trained := self._go_on(state, known, stop)) or not until_idle:
+                while (is_trained := self._go_on(state, stop)) or not until_idle:
                     if not is_trained:
                         self._wait(stop)
             except (InputError, Interrupted):
@@ -151,26 +175,25 @@ class _Following:
                 self._end(state)
             finally:
                 self._draw()
-        return len(known) - count
+        return (trainer.place.parts if trainer.place else 0) - count
 
-    def _go_on(self, state: LogState, known: dict[str, Part], stop: StopRequest) -> bool:
+    def _go_on(self, state: LogState, stop: StopRequest) -> bool:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
         stop.check(self.run.path, trainer.world)
-        found = self._parts.following(known, trainer.place.part if trainer.place else "")
-        part = self._parts.part(found[0].name) if found else None
-        if part is not None:
-            line = trainer.run_part(part, state, self.run, stop)
-            known[part.name] = part
-            print(_describe(line), flush=True)
+        name = self._parts.next(trainer.place.part if trainer.place else "")
+        if name is not None:
+            print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
         if self._clock() - self._since >= self._seconds:
             self._checkpoint(state)
-        return part is not None
+        return name is not None
 
     def _checkpoint(self, state: LogState) -> None:
         if self.trainer.place != self._saved:
             self.trainer.checkpoint(self.run, state)
             self._saved, self._since = self.trainer.place, self._clock()
+            if self._since - self._drawn >= _PICTURE:
+                self._draw()
 
     def _end(self, state: LogState) -> None:
         """Writes a checkpoint at the end of the last part, and publishes what is not published yet."""
@@ -183,6 +206,7 @@ class _Following:
 
         windows = [self.trainer.windows.metrics(kind) for kind in ("hour", "day")]
         draw_windows(self._log, windows, self._folder / "metrics.png")
+        self._drawn = self._clock()
 
     def _wait(self, stop: StopRequest) -> None:
         end = time.monotonic() + _POLL
@@ -192,41 +216,43 @@ class _Following:
                 self.trainer.hook.while_waiting()
             time.sleep(_TICK)
 
-    def _catch_up(self, state: LogState, place: LogPlace | None, known: dict[str, Part]) -> None:
+    def _catch_up(self, state: LogState, trained: list[dict], stop: StopRequest) -> None:
         """Adds to the state the parts that the checkpoint has and the state lacks, without training on them."""
-        last, at = place.part if place else "", state.place.part
+        last, at = trained[-1]["part"] if trained else "", state.place.part
         if at == last:
             return
         if at > last:
             what = f"the state of the log is at {at}, and the last checkpoint at {last or 'the begin'}"
             raise ConfigError(f"{self.run.path}: {what}; remove {self._folder / 'state'} to make it anew")
-        for name in [name for name in known if name > at]:
-            part = self._parts.part(name)
-            if part.sha256 != known[name].sha256:
+        for line in trained:
+            if line["part"] <= at:
+                continue
+            stop.check(self.run.path, self.trainer.world)
+            part = self._parts.part(line["part"])
+            if part.sha256 != line["sha256"]:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
             with temporary_folder(".jfi-") as folder:
-                rows = PartRows(part, {}, state, replace(self._reading, late_seconds=place.late_seconds), folder)
-                state.end_part(name, rows.newest)
-        state.commit()
+                rows = PartRows(part, {}, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)
+                state.end_part(part.name, rows.newest)
+            state.commit()
 
 
-def _read_log(path: Path, place: LogPlace | None) -> dict[str, Part]:
-    """Returns by name the parts that a run has trained on, in their order.
+def _read_log(path: Path, place: LogPlace | None) -> list[dict]:
+    """Returns the lines of the parts that a run has trained on, in their order.
 
     Raises:
         ConfigError: the file is not what it was at the checkpoint.
     """
     if place is None:
-        return {}
+        return []
     content = path.read_bytes()[: place.log_length] if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != place.log_sha256:
         raise ConfigError(f"{path}: the first {place.log_length} bytes are not those at the checkpoint; restore it")
-    lines = map(msgspec.json.decode, content.splitlines())
-    return {
-        line["part"]: Part(line["part"], Path(line["part"]), line["size"], line["modified"], line["sha256"])
-        for line in lines
-        if "part" in line
-    }
+    return [line for line in map(msgspec.json.decode, content.splitlines()) if "part" in line]
+
+
+def _part(line: dict) -> Part:
+    return Part(line["part"], Path(line["part"]), line["size"], line["modified"], line["sha256"])
 
 
 def _describe(line: dict) -> str:

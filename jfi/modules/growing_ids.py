@@ -3,21 +3,19 @@
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LRU_EvictionPolicy
+from torchrec.modules.mc_modules import LRU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups
 from jfi.modules.validation import require_keys
-from jfi.ops.map_ids import map_ids
+from jfi.ops.map_ids import fill_index, map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
-    check_choice,
     check_device,
     check_int,
     check_keys,
@@ -25,9 +23,7 @@ from jfi.utils.arguments import (
     module_name,
     shown,
 )
-from jfi.utils.operands import MISSING, NO_ID, IdMap, Occurrences
-
-Evict = Literal["lru", "lfu"]
+from jfi.utils.operands import MISSING, NO_ID, IdMap, SeenIds
 
 #: Row of all ids without a row of their own.
 SHARED_ROW = 0
@@ -46,15 +42,12 @@ class GrowingTable:
         capacity: rows of the table, the shared row 0 included: `capacity - 1` ids have a row of their own at a time.
         feature_names: keys of its ids.
         min_count: how often an id must occur between two admissions to get a row.
-        evict: which ids lose their rows where new ones need them: "lru", those that have not occurred for the longest
-            time; "lfu", those with the fewest occurrences, divided by the time since the last one.
     """
 
     name: str
     capacity: int
     feature_names: list[str]
     min_count: int = 1
-    evict: Evict = "lru"
 
     def __post_init__(self) -> None:
         check_type("name of GrowingTable", self.name, str, "a str")
@@ -62,15 +55,14 @@ class GrowingTable:
         check_int("capacity" + of, self.capacity, least=2, most=MAX_ROWS)
         check_keys("feature_names" + of, self.feature_names, may_be_empty=False)
         check_int("min_count" + of, self.min_count, most=MAX_ROWS)
-        check_choice("evict" + of, self.evict, get_args(Evict))
 
 
 class GrowingIds(nn.Module):
     """Maps raw ids, any int64, to the rows of tables that grow and forget.
 
     A vocabulary fixes at the start which ids have a row. Here a table has a capacity, and an id gets a row once it has
-    occurred often enough; where the table is full, the rows of ids that occur no more begin anew for it. Row 0 is
-    shared by the ids without a row: a missing one, 0, those not admitted, and those evicted.
+    occurred often enough; where the table is full, the rows of ids that have not occurred for the longest time begin
+    anew for it. Row 0 is shared by the ids without a row: a missing one, 0, those not admitted, and those evicted.
 
         #                    raw ids                  rows
         # "item"             [90071]     [0]    ->    [3]       [0]
@@ -78,8 +70,8 @@ class GrowingIds(nn.Module):
 
     `forward` maps, and in training mode records which ids occur. `admit` gives rows to new ids by all that was recorded
     since the last admission, after which the rows with a new owner must begin anew
-    (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). Which ids are evicted decide TorchRec's
-    eviction policies. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
+    (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). TorchRec's LRU policy decides which ids
+    are evicted. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
     so that it can be part of a captured step: its buffers stay where they are. Of ids without a row the first 2**20
     occurrences between two admissions are kept, on a GPU in no fixed order. A compiler or a tracer records none.
 
@@ -160,7 +152,7 @@ class GrowingIds(nn.Module):
             ValueError: the only batch since the last admission, as the first one of a run, had more distinct ids than
                 its table has rows; nothing is admitted.
         """
-        recorded = {config.name: _merged_over_processes(*self._map(config.name).take()) for config in self.configs}
+        recorded = {config.name: self._map(config.name).recorded() for config in self.configs}
         for config in self.configs:
             if (most := recorded[config.name][2]) >= config.capacity:
                 raise ValueError(
@@ -206,51 +198,51 @@ class GrowingIds(nn.Module):
 class _Map(nn.Module):
     """The map of one table, in buffers that stay where they are; N is its capacity.
 
-    The last one of the N ids is always `NO_ID`, whose row is the shared one: TorchRec's policies never evict the last.
+    The last one of the N ids is always `NO_ID`, whose row is the shared one: TorchRec's policy never evicts the last.
     """
 
     def __init__(self, config: GrowingTable, device: torch.device | None) -> None:
         super().__init__()
-        self._config = config
-        self._policy = DistanceLFU_EvictionPolicy() if config.evict == "lfu" else LRU_EvictionPolicy()
-        self._numbers = [name for name, is_of_table, _ in self._policy.metadata_info if is_of_table]
-        for name in ("sorted_ids", "rows", *self._numbers):  # [N], the ids ascending, the others in their order
-            self.register_buffer(name, torch.empty(config.capacity, dtype=torch.int64, device=device))
-        sizes = {"admissions": 1, "occurrences": config.capacity, "new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
-        for name, size in sizes.items():  # but for the first one, since the last admission
+        self._config, self._policy = config, LRU_EvictionPolicy()
+        # The ids, ascending, the row of each, and the admission before which it occurred last.
+        numbers = dict.fromkeys(("sorted_ids", "rows", "last_seen"), config.capacity) | {"admissions": 1}
+        # What was recorded since the last admission.
+        recorded = {"new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
+        for name, size in (numbers | recorded).items():
             self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=device))
-        self._recorded = [name for name in sizes if name != "admissions"]
+        slots = 2 ** IdMap(self.sorted_ids, self.rows, self.rows).hash_bits + config.capacity
+        self.register_buffer("index", torch.empty(slots, dtype=torch.int32, device=device))
+        self.register_buffer("is_seen", torch.empty(config.capacity, dtype=torch.bool, device=device))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.sorted_ids.fill_(NO_ID)
+        self.index.fill_(-1)
         self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
-        for name in (*self._numbers, "admissions", *self._recorded):
-            getattr(self, name).zero_()
-
-    def tensors(self) -> tuple[IdMap, Occurrences, Tensor]:
-        """Returns the ids with their rows, what was recorded of batches, and the number of these."""
-        recorded = Occurrences(self.occurrences, self.new_ids, self.num_new)
-        return IdMap(self.sorted_ids, self.rows), recorded, self.batches
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the distinct ids ascending, how often each was recorded, and their number if they are of one batch.
-
-        Forgets them.
-        """
-        known = self.occurrences.nonzero().squeeze(1)
-        new = self.new_ids[: min(int(self.num_new), _MAX_NEW)]
-        counts = torch.cat([self.occurrences[known], torch.ones_like(new)])
-        ids, counts = _sums_by_id(torch.cat([self.sorted_ids[known], new]), counts)
-        of_one = self.num_new.new_tensor(len(ids)) * (self.batches[0] == 1)
+        self.last_seen.zero_()
+        self.admissions.zero_()
         self.forget_recorded()
-        return ids, counts, of_one
+
+    def tensors(self) -> tuple[IdMap, SeenIds, Tensor]:
+        """Returns the ids with their rows, what was recorded of batches, and the number of these."""
+        table = IdMap(self.sorted_ids, self.rows, self.index)
+        return table, SeenIds(self.is_seen, self.new_ids, self.num_new), self.batches
 
     def forget_recorded(self) -> None:
-        for name in self._recorded:
-            getattr(self, name).zero_()
+        for buffer in (self.is_seen, self.new_ids, self.num_new, self.batches):
+            buffer.zero_()
+
+    def recorded(self) -> tuple[Tensor, Tensor, int]:
+        """Returns the distinct new ids ascending, how often each occurred, and the most distinct ids of a batch.
+
+        The last one is known if each process has had one batch alone, and else 0. In a process group it is a
+        collective, after which every process has the others' marks of known ids.
+        """
+        ids, counts = torch.unique(self.new_ids[: min(int(self.num_new), _MAX_NEW)], return_counts=True)
+        most = (len(ids) + self.is_seen.sum()) * (self.batches[0] == 1)
+        return _merged_over_processes(ids, counts, most, self.is_seen)
 
     def gather_recorded(self) -> None:
         """Takes what all processes have recorded, which is no longer of one batch."""
@@ -260,39 +252,45 @@ class _Map(nn.Module):
         longest = int(torch.stack(counts).amax())
         parts = [self.new_ids.new_empty(longest) for _ in range(ranks)]
         dist.all_gather(parts, self.new_ids[:longest].contiguous())
-        for sums in (self.occurrences, self.batches):
-            dist.all_reduce(sums)
+        _join_marks(self.is_seen)
+        dist.all_reduce(self.batches)
         new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[:_MAX_NEW]
         self.new_ids[: len(new)] = new
         self.num_new.fill_(len(new))
 
     def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Gives rows to ids, distinct and ascending, that have none; returns these rows, ascending."""
-        if not len(ids):
+        """Gives rows to new ids, distinct and ascending, and forgets what was recorded.
+
+        Returns:
+            The rows with a new owner, ascending.
+        """
+        known = self.is_seen.nonzero().squeeze(1)
+        if not len(known) and not len(ids):
             return ids
-        _, known = _find(self.sorted_ids, ids)
-        kept = known | (counts >= self._config.min_count)
-        # TorchRec's policies take the most frequent ids first.
-        counts, order = torch.sort(counts[kept], descending=True, stable=True)
-        ids = ids[kept][order]
-        index, known = _find(self.sorted_ids, ids)
+        # The policy prefers the first ones: those with a row, then the most frequent ones.
+        frequent = counts >= self._config.min_count
+        counts, order = torch.sort(counts[frequent], descending=True, stable=True)
+        ids = ids[frequent][order]
         self.admissions += 1
-        now, numbers = int(self.admissions), {name: getattr(self, name) for name in self._numbers}
+        now, number = int(self.admissions), len(known) + len(ids)
+        all_now = torch.full((number,), now, device=ids.device)
         evicted, admitted = self._policy.update_metadata_and_generate_eviction_scores(
             now,
             self._config.capacity,
-            order,
-            counts,
+            torch.arange(number, device=ids.device),
+            all_now,  # counts, which it does not read
+            torch.arange(number, device=ids.device) < len(known),
             known,
-            index[known],
-            numbers,
-            {"last_access_iter": torch.full_like(ids, now)},
+            {"last_access_iter": self.last_seen},
+            {"last_access_iter": all_now},
         )
-        self.sorted_ids[evicted] = ids[~known][admitted]
+        self.sorted_ids[evicted] = ids[admitted]
         rows = self.rows[evicted].sort().values
-        order = torch.argsort(self.sorted_ids, stable=True)
-        for buffer in (self.sorted_ids, self.rows, *numbers.values()):
-            buffer.copy_(buffer[order])
+        self.sorted_ids.copy_((sort := torch.sort(self.sorted_ids, stable=True)).values)
+        for buffer in (self.rows, self.last_seen):
+            buffer.copy_(buffer[sort.indices])
+        fill_index(self.tensors()[0])
+        self.forget_recorded()
         return rows
 
     def ids(self) -> Tensor:
@@ -326,12 +324,6 @@ def _mix(state: Tensor) -> Tensor:
     return state
 
 
-def _find(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where ids are among those of a table, and whether they are there; the last one is none."""
-    index = torch.searchsorted(sorted_ids[:-1], ids)
-    return index, (sorted_ids.take(index) == ids) & (ids != NO_ID)
-
-
 def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTensor]:
     check_type("ids", ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
     require_keys("ids", ids.keys(), needed)
@@ -343,7 +335,7 @@ def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTe
 def _mapped(
     ids: KeyedJaggedTensor,
     table_of_key: dict[str, str],
-    maps: dict[str, tuple[IdMap, Occurrences, Tensor]],
+    maps: dict[str, tuple[IdMap, SeenIds, Tensor]],
     records: bool,
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
@@ -373,17 +365,12 @@ def _mapped(
     )
 
 
-def _sums_by_id(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct ids ascending, and the sum of the counts of each."""
-    distinct, inverse = torch.unique(ids, return_inverse=True)
-    return distinct, torch.zeros_like(distinct).scatter_add_(0, inverse, counts)
-
-
-def _merged_over_processes(ids: Tensor, counts: Tensor, most: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the ids that all processes have recorded, with their counts, and the most distinct ones of a step."""
+def _merged_over_processes(ids: Tensor, counts: Tensor, most: Tensor, is_seen: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Returns the new ids of all processes, with their counts, and the most distinct ones of a batch; joins marks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return ids, counts, int(most)
+    _join_marks(is_seen)
     sizes = ids.new_empty(ranks, 2)
     dist.all_gather(list(sizes.unbind()), torch.stack([most.new_tensor(len(ids)), most]))
     longest, largest = sizes.amax(0).tolist()
@@ -392,4 +379,10 @@ def _merged_over_processes(ids: Tensor, counts: Tensor, most: Tensor) -> tuple[T
     gathered = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(gathered, own)
     ids, counts = torch.cat(gathered, dim=1)
-    return *_sums_by_id(ids[counts > 0], counts[counts > 0]), largest
+    distinct, inverse = torch.unique(ids[counts > 0], return_inverse=True)
+    return distinct, torch.zeros_like(distinct).scatter_add_(0, inverse, counts[counts > 0]), largest
+
+
+def _join_marks(marks: Tensor) -> None:
+    """Marks in all processes what one of them has marked."""
+    dist.all_reduce(marks.view(torch.uint8), dist.ReduceOp.MAX)

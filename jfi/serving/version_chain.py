@@ -22,7 +22,7 @@ from jfi.serving.scorer import Scorer
 
 @dataclass(frozen=True)
 class Step:
-    """What makes the scorer of the current version that of another: a change of it, or a new scorer."""
+    """A change of the scorer of the current version, or a new scorer, which leads to another version."""
 
     version: Version
     base: Version

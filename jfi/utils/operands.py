@@ -20,6 +20,8 @@ MAX_STEPPED_WIDTH = 2048
 MISSING, PADDING = 0, -1
 #: Stands among the ids of a growing table for the rows without an owner: no id can have this number.
 NO_ID = 2**63 - 1
+#: By which an id is multiplied for its home in a hash index: that of SplitMix64's increment, as int64.
+HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 
 def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
@@ -123,21 +125,29 @@ class IdMap(NamedTuple):
     Attributes:
         sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
         rows: [N] int64, the row of each of these; of the last one 0.
+        index: [2**hash_bits + N] int32, a hash index of them: a place among the sorted ids, or -1. An id's is in the
+            first slots from its home on that are not free, see `jfi.ops.map_ids.fill_index`.
     """
 
     sorted_ids: Tensor
     rows: Tensor
+    index: Tensor
+
+    @property
+    def hash_bits(self) -> int:
+        """The number of bits of an id's home; at most half of the slots are taken."""
+        return (2 * len(self.sorted_ids) - 1).bit_length()
 
 
-class Occurrences(NamedTuple):
-    """Counts of ids since the last admission; a call of `map_ids` adds to them.
+class SeenIds(NamedTuple):
+    """The ids that have occurred since the last admission; a call of `map_ids` adds to them.
 
     Attributes:
-        counts: [N] int64, of the ids of the table.
+        known: [N] bool, whether each of the table's ids has.
         new_ids: [P] int64, ids that the table lacks, each time that they occurred.
         num_new: [1] int64, how many there were: those behind the first P are not kept.
     """
 
-    counts: Tensor
+    known: Tensor
     new_ids: Tensor
     num_new: Tensor

@@ -7,6 +7,7 @@ from pathlib import Path
 from followed_log import USERS
 
 from jfi.serving.user_state.stores import LmdbStore
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.recorder import SPEED
 
 #: Of a checkpoint's progress, what differs between repetitions.
@@ -15,7 +16,7 @@ OTHER = ("train_seconds", "config")
 
 def content(run: Path) -> dict[str, object]:
     """All that a run that follows a log goes on from, but for times."""
-    (checkpoint,) = (run / "checkpoints").iterdir()
+    checkpoint = latest_checkpoint(run / "checkpoints")  # a kill may have left the one before
     found = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix == ".safetensors"}
     progress = json.loads((checkpoint / "progress.json").read_text())
     del progress["follow"]["log_sha256"], progress["follow"]["log_length"]

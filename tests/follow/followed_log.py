@@ -1,6 +1,8 @@
 """A log with every kind of column, in parts, and the run that the parts follow."""
 
 import dataclasses
+import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jfi.data import DataConfig, FeatureConfig
+from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
 
 START, ITEMS, USERS = 1_600_000_000, 40, 30
+#: Rows that the run of the fixture `run` was trained on; others are for parts.
+KNOWN = 300
 #: Seconds of a visit.
 VISIT = 4000
 KINDS = pa.schema(
@@ -77,7 +82,7 @@ def make_rows(count: int, seed: int = 0, items: int = ITEMS) -> list[dict]:
 
 def write(path: Path, rows: list[dict], kinds: pa.Schema = KINDS) -> None:
     """Writes rows under the name of a file that is not read, which is then renamed."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
     pq.write_table(pa.Table.from_pylist(rows, kinds), unfinished)
     unfinished.rename(path)
@@ -110,3 +115,17 @@ def config_of(table: Path, run: Path, **data: object) -> Config:
         optimizer=OptimizerConfig(dense=OptimizerGroup(), ema_decay=0.9),
         training=training,
     )
+
+
+def lines(run: Path) -> list[dict]:
+    """The lines of the parts."""
+    found = [json.loads(line) for line in (run / "follow" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if "part" in line]
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """The bytes of the last checkpoint and of the state."""
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    found = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with closing(LmdbStore(run / "follow" / "state")) as store:
+        return found | {repr(key): value for key, value in store.scan(b"")}

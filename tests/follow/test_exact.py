@@ -50,13 +50,16 @@ def batches_of_parts(
     settings, parts = column_settings(config), PartFolder(folder / "parts")
     reading = Reading(settings, schema, policy, 0.0)
     with closing(open_state(folder / "state", config, schema)) as state:
-        for number, part in enumerate(parts.following({}, "")):
+        name, number = "", 0
+        while (name := parts.next(name)) is not None:
+            part = parts.part(name)
             (work := folder / f"work-{number}").mkdir()
             found = PartRows(part, {}, state, reading, work)
             yield list(found.dataset.batches("rows", BATCH)), found.counts.labeled
             state.end_part(part.name, found.newest)
             if number % 3 == 0:
                 state.commit()
+            number += 1
 
 
 def batches_in_one_go(

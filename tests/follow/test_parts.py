@@ -1,17 +1,17 @@
 """Parts that are late, repeated, damaged or of another kind, and runs that cannot follow a log."""
 
-import json
 import os
 import shutil
 import signal
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from followed_log import FEATURES, KINDS, config_of, make_rows, write, write_parts
+from followed_log import FEATURES, KINDS, KNOWN, config_of, content, lines, write, write_parts
 
 import jfi
 from jfi.data import DataError, FeatureConfig
@@ -22,44 +22,9 @@ from jfi.follow.start import follow
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.run.interrupt import Interrupted
+from jfi.utils.encoding import HashedIds
 
-KNOWN = 300
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict]:
-    return make_rows(500)
-
-
-@pytest.fixture(scope="module")
-def trained(rows, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("follow")
-    write(folder / "log.parquet", rows[:KNOWN])
-    train(config_of(folder / "log.parquet", folder / "run"))
-    return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    monkeypatch.setattr("jfi.follow.plot.draw_windows", lambda *_: None)
-
-
-@pytest.fixture
-def run(trained, tmp_path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-def lines(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "follow" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if "part" in line]
-
-
-def content(run: Path) -> dict[str, bytes]:
-    """The bytes of the last checkpoint and of the state."""
-    (checkpoint,) = (run / "checkpoints").iterdir()
-    found = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    with closing(LmdbStore(run / "follow" / "state")) as store:
-        return found | {repr(key): value for key, value in store.scan(b"")}
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def records(run: Path) -> dict[bytes, list[dict]]:
@@ -85,6 +50,44 @@ def test_repeated_late_and_old_rows(rows, run, tmp_path):
     # What is too old is not looked for among the rows before.
     is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
     assert other == {"rows": 5, "repeated": 2 - is_old, "late": 1, "too_old": 1 + is_old, "labeled": 2}
+
+
+def test_rows_beyond_those_that_are_kept_count_once(rows, tmp_path, monkeypatch):
+    """Rows that are no events of histories, too."""
+    monkeypatch.setattr("jfi.follow.records.OTHERS", 5)
+    write(tmp_path / "log.parquet", rows[:KNOWN])
+    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run", history="rating >= 3"))
+    begin, row = rows[KNOWN]["timestamp"], rows[KNOWN] | {"rating": 1}
+    others = [row | {"timestamp": begin + i, "item_id": i} for i in range(12)]
+    event = row | {"timestamp": begin - 1.0, "rating": 5, "item_id": 888}  # late; few events are known
+    write(tmp_path / "parts" / "a.parquet", others)
+    write(tmp_path / "parts" / "b.parquet", [others[0], others[9], event, others[3] | {"item_id": 999}])
+    assert follow(run, tmp_path / "parts", until_idle=True) == 2
+    assert [(line["repeated"], line["labeled"]) for line in lines(run)] == [(0, 12), (3, 1)]
+
+
+def test_types_that_are_read_to_the_same_values(rows, run, tmp_path):
+    first, second = (
+        [row | {"price": row["price"] and round(row["price"], 2), "device": None} for row in part]
+        for part in (rows[KNOWN : KNOWN + 80], rows[KNOWN + 80 : KNOWN + 160])
+    )
+    other = {
+        "user_id": pa.dictionary(pa.int32(), pa.string()),
+        "item_id": pa.int32(),
+        "rating": pa.float64(),
+        "price": pa.float64(),
+        "tags": pa.large_list(pa.large_string()),
+        "brand": pa.large_string(),
+        "device": pa.null(),
+    }
+    found = []
+    for number, kinds in enumerate([KINDS, pa.schema([(one.name, other.get(one.name, one.type)) for one in KINDS])]):
+        own = Path(shutil.copytree(run, tmp_path / f"run-{number}"))
+        write(tmp_path / f"parts-{number}" / "a.parquet", first, KINDS)
+        write(tmp_path / f"parts-{number}" / "b.parquet", second, kinds)
+        assert follow(own, tmp_path / f"parts-{number}", until_idle=True) == 2
+        found.append((records(own), [line["ne"] for line in lines(own)]))
+    assert repr(found[0]) == repr(found[1])
 
 
 def test_a_late_row_is_an_event_of_later_histories(rows, run, tmp_path):
@@ -146,7 +149,11 @@ def test_bad_parts(rows, followed):
     write(bad, good, pa.schema([one for one in KINDS if one.name != "price"]))
     refused(run, parts, r"part-0002\.parquet: no column 'price'")
     write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _as_text("item_id"))
-    refused(run, parts, r"part-0002\.parquet: column 'item_id' has type string, but int64 in the parts before")
+    refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the parts before")
+    write(bad, [*good, good[0] | {"timestamp": time.time() + 7200.0}])
+    refused(run, parts, r"part-0002\.parquet:41: 'timestamp' is 20.*, which is in the future")
+    write(bad, [good[0] | {"timestamp": 1e300}])
+    refused(run, parts, r"part-0002\.parquet:1: 'timestamp' is 1e\+300 s after 1970, which is in the future")
     write(bad, [good[0] | {"user_id": None}])
     refused(run, parts, r"part-0002\.parquet:1: empty 'user_id'")
     write(bad, [*good, good[0] | {"timestamp": float("nan"), "item_id": 5}])
@@ -164,18 +171,32 @@ def _as_text(name: str) -> pa.Schema:
     return KINDS.set(number, pa.field(name, pa.string()))
 
 
-def test_a_part_whose_batch_has_more_items_than_a_table_has_rows(rows, tmp_path):
+def test_a_part_with_more_items_than_a_table_has_rows(rows, tmp_path):
+    """Those without a row of their own share one."""
     write(tmp_path / "log.parquet", [row | {"item_id": row["item_id"] % 5} for row in rows[:KNOWN]])
     features = [FeatureConfig("item_id", "item", capacity=20), *FEATURES]
-    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run", features=features))
-    write(tmp_path / "parts" / "a.parquet", [row | {"item_id": i % 7} for i, row in enumerate(rows[KNOWN:])])
-    assert follow(run, tmp_path / "parts", until_idle=True) == 1
-    before = content(run)
-    time = rows[-1]["timestamp"] + 1
-    write(tmp_path / "parts" / "b.parquet", [rows[-1] | {"timestamp": time + i, "item_id": i} for i in range(100)])
-    with pytest.raises(ConfigError, match="capacity of table 'item_id' must be above the number of distinct ids"):
-        follow(run, tmp_path / "parts", until_idle=True)
-    assert content(run) == before
+    config = config_of(tmp_path / "log.parquet", run := tmp_path / "run", features=features)
+    train(config.with_training(admit_every=2))
+    begin = rows[-1]["timestamp"] + 1
+    new = [rows[-1] | {"timestamp": begin + i, "item_id": 100 + i} for i in range(200)]
+    write_parts(tmp_path / "parts", [*rows[KNOWN:], *new], 4)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 4
+    owners = jfi.load_run(run).model.growing_ids.ids("item_id")
+    assert len(owners) == len(set(owners.tolist())) == 20
+    assert len({*HashedIds(20).ids([str(100 + i) for i in range(200)]).tolist()} & {*owners.tolist()}) > 10
+
+
+def test_occurrences_count_over_parts(rows, tmp_path):
+    """When a new value gets a row follows from steps alone, wherever parts end."""
+    write(tmp_path / "log.parquet", rows[:KNOWN])
+    features = [FeatureConfig("item_id", "item", capacity=60, min_count=2), *FEATURES]
+    config = config_of(tmp_path / "log.parquet", run := tmp_path / "run", features=features)
+    train(config.with_training(admit_every=2))
+    for number, row in enumerate(rows[KNOWN : KNOWN + 4]):
+        write(tmp_path / "parts" / f"{number}.parquet", [row | {"item_id": 500}])
+    assert follow(run, tmp_path / "parts", until_idle=True) == 4
+    (item,) = HashedIds(60).ids(["500"]).tolist()
+    assert item in jfi.load_run(run).model.growing_ids.ids("item_id").tolist()
 
 
 def test_a_good_part_before_a_bad_one_is_kept(rows, followed):
@@ -207,7 +228,7 @@ def test_parts_in_another_order_or_changed(rows, followed):
 def test_files_that_are_being_written_are_not_read(tmp_path):
     for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt"):
         (tmp_path / name).write_bytes(b"half")
-    assert PartFolder(tmp_path).following({}, "") == []
+    assert PartFolder(tmp_path).next("") is None
 
 
 def test_parts_without_rows_or_labels(rows, run, tmp_path):
@@ -260,6 +281,9 @@ def test_a_signal_ends_it_at_the_last_checkpoint(rows, followed, monkeypatch):
 
         def after_part(self, place: dict) -> None:
             raise AssertionError("the part has not ended")
+
+        def close(self) -> None:
+            raise AssertionError("the run is not at the end of a part")
 
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
         follow(run, parts, hook=lambda _: Stop())

@@ -30,6 +30,7 @@ from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server.body import write_answer
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import train
+from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.saved_run import load_run
 
 #: Rows that train the run, rows that it follows, and parts of a minute that have these.
@@ -245,8 +246,8 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
     check_scores(run, tmp_path, [*asked, *stored], found)
     assert follow(tmp_path / "whole", parts, until_idle=True, hook=lambda _: Silent()) == PARTS
     assert_same(run, tmp_path / "whole")
-    (progress,) = run.glob("checkpoints/*/progress.json")
-    assert json.loads(progress.read_text())["follow"]["rows"] == len(rows)
+    progress = json.loads((latest_checkpoint(run / "checkpoints") / "progress.json").read_text())
+    assert progress["follow"]["rows"] == len(rows)
     commands.run("state", "export", "--state", tmp_path / "users", "--out", tmp_path / "events.parquet")
     assert pq.read_metadata(tmp_path / "events.parquet").num_rows == KNOWN + len(rows)
     for name, one in (("trainer", trainer), ("server", server)):

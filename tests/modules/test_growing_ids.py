@@ -14,20 +14,15 @@ LARGEST = 2**63 - 1
 
 
 class Dict:
-    """What GrowingIds promises, of one table: ids by row in a dict, the scores of the policies written out."""
+    """What GrowingIds promises, of one table: ids by row in a dict, the scores of the policy written out."""
 
-    def __init__(self, capacity, min_count=1, evict="lru"):
-        self.capacity, self.min_count, self.evict = capacity, min_count, evict
-        self.owned, self.last, self.counts = set(), {}, {}
+    def __init__(self, capacity, min_count=1):
+        self.capacity, self.min_count = capacity, min_count
+        self.owned, self.last = set(), {}
         self.recorded, self.now = [], 0
 
     def record(self, ids):
         self.recorded += [id for id in ids if id not in (0, -1, LARGEST)]
-
-    def score(self, id):
-        if self.evict == "lru":
-            return self.last[id]
-        return self.counts[id] / (self.now - self.last[id] + 1)
 
     def admit(self):
         """Returns the ids that got a row."""
@@ -38,11 +33,9 @@ class Dict:
         self.now += 1
         found = {id: n for id, n in found.items() if id in self.owned or n >= self.min_count}
         new = sorted([id for id in found if id not in self.owned], key=lambda id: (-found[id], id))
-        for id, n in found.items():
-            self.last[id] = self.now
-            self.counts[id] = n + (self.counts[id] if id in self.owned else 0)
+        self.last |= dict.fromkeys(found, self.now)
         # Of equal scores those stay that have a row; of these the ones with the smaller ids.
-        ranked = sorted([*sorted(self.owned), *new], key=lambda id: -self.score(id))
+        ranked = sorted([*sorted(self.owned), *new], key=lambda id: -self.last[id])
         owned = set(ranked[: self.capacity - 1])
         admitted = owned - self.owned
         self.owned = owned
@@ -50,10 +43,9 @@ class Dict:
 
 
 @pytest.mark.parametrize("min_count", [1, 3])
-@pytest.mark.parametrize("evict", ["lru", "lfu"])
-def test_rows_go_to_the_ids_of_a_dict(evict, min_count):
+def test_rows_go_to_the_ids_of_a_dict(min_count):
     torch.manual_seed(0)
-    module, truth = growing(9, min_count=min_count, evict=evict), Dict(9, min_count, evict)
+    module, truth = growing(9, min_count=min_count), Dict(9, min_count)
     moved = 0
     for window in range(60):
         before = {id: row for row, id in enumerate(module.ids("item").tolist()) if id}
@@ -154,14 +146,13 @@ def test_no_buffer_moves_when_ids_are_admitted():
     assert {name: x.data_ptr() for name, x in module.state_dict().items()} == places
 
 
-@pytest.mark.parametrize("evict", ["lru", "lfu"])
-def test_a_state_dict_goes_on_with_the_same_bits(evict):
+def test_a_state_dict_goes_on_with_the_same_bits():
     torch.manual_seed(1)
     steps = [(torch.randn(20).abs() * 6).long().tolist() for _ in range(12)]
-    module = growing(6, evict=evict)
+    module = growing(6)
     for step, items in enumerate(steps):
         if step == 7:
-            other = growing(6, evict=evict)
+            other = growing(6)
             other(batch([90]))
             other.admit()  # numbers that loading must replace
             other.load_state_dict(module.state_dict())
@@ -206,10 +197,6 @@ def test_a_batch_with_more_ids_than_rows_is_named():
         (lambda: GrowingTable("item", 1, ["item"]), "capacity of GrowingTable 'item' must be at least 2, got 1"),
         (lambda: GrowingTable("item", 9, []), "feature_names of GrowingTable 'item' .* at least one"),
         (lambda: GrowingTable("item", 9, ["item"], min_count=0), "min_count of GrowingTable 'item' must be at least 1"),
-        (
-            lambda: GrowingTable("item", 9, ["item"], evict="fifo"),
-            "evict of GrowingTable 'item' must be 'lru' or 'lfu'",
-        ),
         (lambda: GrowingIds([]), "tables must have at least one"),
         (lambda: GrowingIds([GrowingTable("a", 9, ["x"]), GrowingTable("a", 9, ["y"])]), "distinct names, got"),
         (lambda: GrowingIds([GrowingTable("a", 9, ["x"]), GrowingTable("b", 9, ["x"])]), "distinct feature_names, got"),

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from jfi.ops.map_ids import map_ids
+from jfi.ops.map_ids import fill_index, map_ids
 from jfi.utils.context import interprets
-from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds
 
 
 def table(capacity: int, owned: int, device: torch.device) -> IdMap:
@@ -17,13 +17,17 @@ def table(capacity: int, owned: int, device: torch.device) -> IdMap:
     sorted_ids = torch.full((capacity,), NO_ID)
     sorted_ids[: len(ids)] = ids
     rows = torch.cat([torch.randperm(capacity - 1) + 1, torch.zeros(1, dtype=torch.int64)])
-    return IdMap(sorted_ids.to(device), rows.to(device))
+    made = IdMap(sorted_ids, rows, torch.empty(0))
+    made = made._replace(index=torch.empty(2**made.hash_bits + capacity, dtype=torch.int32))
+    made = IdMap(*(one.to(device) for one in made))
+    fill_index(made)
+    return made
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(("capacity", "owned"), [(2, 0), (2, 1), (3, 2), (1000, 999), (1024, 700), (1025, 1024)])
 @pytest.mark.parametrize("size", [0, 1, 700])
-def test_rows_and_occurrences_are_those_of_a_dict(capacity, owned, size, impl, device, monkeypatch):
+def test_rows_and_seen_ids_are_those_of_a_dict(capacity, owned, size, impl, device, monkeypatch):
     if impl == "torch":
         if device.type == "cuda":
             pytest.skip("a GPU takes the kernel")
@@ -37,8 +41,8 @@ def test_rows_and_occurrences_are_those_of_a_dict(capacity, owned, size, impl, d
     special = torch.tensor([MISSING, PADDING, NO_ID, 5, -(2**63)])
     choice = torch.cat([sorted_ids.cpu(), special, torch.arange(7, 12)])
     ids = choice[torch.randint(len(choice), (size,))]
-    seen = Occurrences(
-        torch.zeros(capacity, dtype=torch.int64, device=device),
+    seen = SeenIds(
+        torch.zeros(capacity, dtype=torch.bool, device=device),
         torch.zeros(2 * size, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
@@ -46,8 +50,7 @@ def test_rows_and_occurrences_are_those_of_a_dict(capacity, owned, size, impl, d
     assert map_ids(ids.to(device), ids_of_table).tolist() == expected
     for _ in range(2):
         assert map_ids(ids.to(device), ids_of_table, seen).tolist() == expected
-    counts = Counter(one for one in ids.tolist() if one in known)
-    assert seen.counts.tolist() == [2 * counts[one] for one in sorted_ids.tolist()]
+    assert seen.known.tolist() == [one in known and one in ids.tolist() for one in sorted_ids.tolist()]
     new = [one for one in ids.tolist() if one not in known and one not in (MISSING, PADDING, NO_ID)]
     assert seen.num_new.tolist() == [2 * len(new)]
     assert Counter(seen.new_ids[: 2 * len(new)].tolist()) == Counter(2 * new)
@@ -56,7 +59,7 @@ def test_rows_and_occurrences_are_those_of_a_dict(capacity, owned, size, impl, d
 def test_new_ids_beyond_the_room_are_counted_and_not_kept(device):
     ids_of_table = table(10, 0, device)
     zeros = torch.zeros(8, dtype=torch.int64, device=device)
-    seen = Occurrences(zeros.clone().repeat(2)[:10], zeros[:3].clone(), zeros[:1].clone())
+    seen = SeenIds(zeros.bool().repeat(2)[:10], zeros[:3].clone(), zeros[:1].clone())
     for _ in range(2):
         assert map_ids(torch.arange(1, 6, device=device), ids_of_table, seen).tolist() == [0] * 5
     assert seen.num_new.tolist() == [10]
@@ -66,7 +69,7 @@ def test_new_ids_beyond_the_room_are_counted_and_not_kept(device):
 def test_a_compiler_maps_and_records_nothing(device):
     ids_of_table = table(10, 5, device)
     ids = torch.cat([ids_of_table.sorted_ids, torch.tensor([3, 0, -1], device=device)])
-    seen = Occurrences(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (10, 3, 1)))
+    seen = SeenIds(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (10, 3, 1)))
     found = torch.compile(lambda x: map_ids(x, ids_of_table, seen), fullgraph=True, backend="eager")(ids)
     assert found.tolist() == map_ids(ids, ids_of_table).tolist()
     assert not seen.num_new.any()

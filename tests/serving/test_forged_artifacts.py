@@ -75,8 +75,8 @@ def test_a_file_that_SHA256SUMS_does_not_list_is_named(exported, tmp_path, name)
 
 def test_the_sha256_is_printed_by_export_and_that_of_SHA256SUMS(exported, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "jfi.serving.export._compile",
-        lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
+        "jfi.serving.export.write_package",
+        lambda program, package, metadata: shutil.copy(exported.path / artifact.MODEL, package),
     )
     commands.run("export", "--run", exported.run, "--out", tmp_path / "out")
     found = hashlib.sha256((tmp_path / "out/SHA256SUMS").read_bytes()).hexdigest()

@@ -247,7 +247,7 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     paths = {kind: tmp_path / kind for kind in ("float32", "int8")}
     export(paths["float32"], trained, schema, Limits(9, 12))
     package = paths["float32"] / artifact.MODEL
-    monkeypatch.setattr("jfi.serving.export._compile", lambda scoring, example, path: shutil.copy(package, path))
+    monkeypatch.setattr("jfi.serving.export.write_package", lambda program, path, metadata: shutil.copy(package, path))
     export(paths["int8"], trained, schema, Limits(9, 12), tables="int8")
     tables = artifact.read(paths["int8"])[0].tables
     assert {one.width for one in tables.values()} > {4, 6, 12} and len(tables) > 6

@@ -166,8 +166,8 @@ def int8(exported, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("int8") / "artifact"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "jfi.serving.export._compile",
-            lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
+            "jfi.serving.export.write_package",
+            lambda program, package, metadata: shutil.copy(exported.path / artifact.MODEL, package),
         )
         commands.run("export", "--run", exported.run, "--out", path, "--tables", "int8")
     return path

@@ -49,7 +49,7 @@ def build(bags: type = EmbeddingBagCollection, events: type = EmbeddingCollectio
     )
     tables = [
         GrowingTable("item", CAPACITY["item"], ["item", "history_item"], min_count=2),
-        GrowingTable("user", CAPACITY["user"], ["user"], evict="lfu"),
+        GrowingTable("user", CAPACITY["user"], ["user"]),
     ]
     return SequenceDLRM(
         bags([user], *options),

@@ -1,4 +1,4 @@
-"""Ids mapped to rows by a binary search among the ascending ids of a table; see `jfi.ops.map_ids`."""
+"""Ids mapped to rows by a hash index of the ids of a table; see `jfi.ops.map_ids`."""
 
 import torch
 import triton
@@ -7,47 +7,56 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
-from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, Occurrences, ceil_div
+from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
 
-#: Ids that a program maps; others than 128 with 8 warps take as long within 15 %.
-_IDS = 256
-_WARPS = 8
+#: Ids that a program maps; 128 and 2 or 4 warps take as long within 5 %.
+_IDS, _WARPS = 256, 4
 
 
-@triton.jit(do_not_specialize=["count", "last", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
 def map_ids_kernel(
     ids_ptr,
+    index_ptr,
     sorted_ptr,
     rows_ptr,
-    counts_ptr,
+    known_ptr,
     new_ptr,
     num_new_ptr,
     out_ptr,
     count,
-    last,
     num_kept,
-    STEPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     MISSING: tl.constexpr,
     PADDING: tl.constexpr,
     NO_ID: tl.constexpr,
 ):
-    """A program per BLOCK ids. The place of an id is the number of smaller ones among the first `last`."""
+    """A program per BLOCK ids, each of which probes the index from its home on until a free slot."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
-    place = tl.zeros([BLOCK], tl.int32)
-    for step in tl.static_range(STEPS):
-        further = place + (1 << (STEPS - 1 - step))
-        inside = further <= last
-        value = tl.load(sorted_ptr + further - 1, mask=mask & inside, other=NO_ID)
-        place = tl.where(inside & (value < ids), further, place)
-    is_known = mask & (tl.load(sorted_ptr + place, mask=mask, other=MISSING) == ids) & (ids != NO_ID) & (ids != MISSING)
+    may_have_row = mask & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
+    slot = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * FACTOR) >> (64 - BITS) & ((1 << BITS) - 1)
+    place = tl.load(index_ptr + slot, mask=may_have_row, other=-1)
+    left = place >= 0
+    is_known = left & (tl.load(sorted_ptr + place, mask=left, other=MISSING) == ids)
+    left = left & ~is_known
+    while tl.max(left.to(tl.int32), 0) > 0:
+        slot += 1
+        further = tl.load(index_ptr + slot, mask=left, other=-1)
+        left = further >= 0
+        is_equal = left & (tl.load(sorted_ptr + further, mask=left, other=MISSING) == ids)
+        place = tl.where(is_equal, further, place)
+        is_known = is_known | is_equal
+        left = left & ~is_equal
     row = tl.load(rows_ptr + place, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
-    if counts_ptr is not None:
-        tl.atomic_add(counts_ptr + place, tl.full([BLOCK], 1, tl.int64), mask=is_known)
-        is_new = mask & ~is_known & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
+    if known_ptr is not None:
+        # Most are marked: reads of the same mark go in parallel, where writes would wait for each other.
+        is_marked = tl.load(known_ptr + place, mask=is_known, other=1)
+        tl.store(known_ptr + place, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
+        is_new = may_have_row & ~is_known
         found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
         first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
@@ -56,15 +65,14 @@ def map_ids_kernel(
 
 
 @cached
-def _launcher(steps: int) -> Launcher:
+def _launcher(bits: int) -> Launcher:
     special = {"MISSING": MISSING, "PADDING": PADDING, "NO_ID": NO_ID}
-    return Launcher(map_ids_kernel, STEPS=steps, BLOCK=_IDS, **special, num_warps=_WARPS)
+    return Launcher(map_ids_kernel, FACTOR=HASH_FACTOR, BITS=bits, BLOCK=_IDS, **special, num_warps=_WARPS)
 
 
-def map_ids(ids: Tensor, table: IdMap, seen: Occurrences | None) -> Tensor:
+def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
-    out, last = torch.empty_like(ids), len(table.sorted_ids) - 1
-    num_kept = 0 if seen is None else len(seen.new_ids)
-    tensors = (ids, *table, *(seen or (None, None, None)), out)
-    _launcher(last.bit_length())((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), last, num_kept))
+    out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
+    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None, None, None)), out)
+    _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_kept))
     return out

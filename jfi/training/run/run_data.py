@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
-from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
+from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
 from jfi.data.config import FILES
 from jfi.data.prepared.fingerprint import NAME, Fingerprint
 from jfi.data.prepared.manifest import CHOICES, resolve
@@ -102,6 +102,23 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
     return dataset
 
 
+def check_tables(run: RunFolder, config: Config, advice: str) -> None:
+    """Checks that the tables of a run are those that it was trained on, whatever was prepared of them.
+
+    Args:
+        run: the run.
+        config: its config.
+        advice: end of the message.
+
+    Raises:
+        ConfigError: they have changed.
+        DataError: a fault in the tables, or a damaged schema.
+    """
+    data = dataclasses.replace(own_policy(run, config).data, prepared=None)
+    dataset = load_dataset(data, load_schema(run))
+    _compare(run, dataclasses.replace(config, data=data), dataset, "refuse", advice)
+
+
 def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
     """Returns what determines the batches of an epoch, besides its number: where it is equal, so are they.
 
@@ -162,7 +179,13 @@ def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object
             yield name, getattr(was, name), getattr(now, name)
 
 
-def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:
+def _compare(
+    run: RunFolder,
+    config: Config,
+    dataset: InteractionDataset,
+    changed: DataChanged,
+    advice: str = "restore it, or go on with --data-changed accept",
+) -> None:
     path = run.data / NAME
     now = Fingerprint.of(dataset, config.data)
     changes = Fingerprint.load(path).changes(now)
@@ -171,7 +194,6 @@ def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, change
     if changed != "accept":
         named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
         data = f"the data {named}" if named else "the data"
-        advice = "restore it, or go on with --data-changed accept"
         raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
     # The fingerprint last: killed before, the run asks again.
     _save_summary(run, dataset)

@@ -1,0 +1,176 @@
+"""The start of a run that follows a log: what it checks, a state that is made anew, and what its end leaves."""
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from followed_log import KNOWN, config_of, content, lines, write, write_parts
+
+from jfi.data import DataError
+from jfi.data.prepared.manifest import prepared_config
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.follow.parts import PartFolder
+from jfi.follow.start import follow
+from jfi.follow.state import LogState
+from jfi.training import ConfigError, train
+from jfi.training.run.interrupt import Interrupted
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+class Hook:
+    """Notes what is called; `stop_at` is the number of parts after which it sends SIGTERM."""
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.calls: list[str] = []
+        self._stop_at = stop_at
+
+    def after_step(self) -> None:
+        pass
+
+    def after_part(self, place: dict) -> None:
+        self.calls.append(place["part"])
+        if len(self.calls) == self._stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def own_run(folder: Path, rows: list[dict], is_prepared: bool = False) -> Path:
+    """A run of its own on rows in `folder`/log/day.parquet."""
+    write(folder / "log" / "day.parquet", rows)
+    config = config_of(folder / "log" / "day.parquet", folder / "run")
+    if is_prepared:
+        prepare_dataset(config.data, folder / "prepared", show=False)
+        config = replace(config, data=prepared_config(folder / "prepared"))
+    train(config)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_seconds_are_checked(run, tmp_path, seconds):
+    for name in ("late", "checkpoint"):
+        with pytest.raises(ConfigError, match=rf"--{name}-seconds: got {seconds}, must be a number of at least 0"):
+            follow(run, tmp_path, until_idle=True, **{f"{name}_seconds": seconds})
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_interactions_that_have_grown_are_refused(rows, tmp_path, is_prepared):
+    """Else their new rows, which the run has not learnt, would count as repeated in the parts."""
+    run = own_run(tmp_path, rows[:KNOWN], is_prepared)
+    before = sorted(run.rglob("*"))
+    write_parts(tmp_path / "parts", rows[KNOWN:], 2)
+    write(tmp_path / "log" / "day.parquet", rows[: KNOWN + 50])
+    with pytest.raises(ConfigError, match=r"day\.parquet has changed: it has 350 rows, 50 more .* part of the log"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    assert sorted(run.rglob("*")) == before
+    write(tmp_path / "log" / "day.parquet", rows[:KNOWN])
+    assert follow(run, tmp_path / "parts", until_idle=True) == 2
+    (tmp_path / "log" / "day.parquet").unlink()  # the state has it
+    assert follow(run, tmp_path / "parts", until_idle=True) == 0
+
+
+@pytest.mark.parametrize("source", ["log/day.parquet", "log", "log/*.parquet", ".", "*"])
+def test_parts_among_the_interactions_are_refused(rows, tmp_path, source):
+    write(tmp_path / "all" / "log" / "day.parquet", rows[:KNOWN])
+    train(config_of(tmp_path / "all" / source, tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"--follow .*/log: has files of data\.interactions, .*; name a folder"):
+        follow(tmp_path / "run", tmp_path / "all" / "log", until_idle=True)
+    assert not (tmp_path / "run" / "follow").exists()
+    if source.startswith("log"):
+        (tmp_path / "all" / "parts").mkdir()
+        assert follow(tmp_path / "run", tmp_path / "all" / "parts", until_idle=True) == 0
+
+
+def test_interactions_of_the_future_are_refused(rows, tmp_path):
+    run = own_run(tmp_path, [*rows[: KNOWN - 1], rows[KNOWN] | {"timestamp": time.time() + 1e6}])
+    (tmp_path / "parts").mkdir()
+    with pytest.raises(DataError, match=r"day\.parquet:300: 'timestamp' is 20.*, which is in the future"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    assert not (run / "follow" / "state").exists()
+
+
+@pytest.fixture
+def late(rows, run, tmp_path) -> tuple[Path, Path]:
+    """A run that has read parts, each with a row that is 2,000 s late, with two settings of late rows."""
+    parts = tmp_path / "parts"
+    for number, (seconds, own) in enumerate([(1e4, rows[KNOWN : KNOWN + 60]), (1e3, rows[KNOWN + 60 : KNOWN + 120])]):
+        newest = rows[KNOWN + 60 * number - 1]["timestamp"]
+        write(parts / f"{number}.parquet", [*own, own[0] | {"timestamp": newest - 2000.0, "item_id": 700 + number}])
+        assert follow(run, parts, until_idle=True, late_seconds=seconds) == 1
+    assert [(line["late_seconds"], line["late"], line["too_old"]) for line in lines(run)] == [(1e4, 1, 0), (1e3, 0, 1)]
+    return run, parts
+
+
+def test_a_state_that_is_made_anew_reads_each_part_as_before(late):
+    run, parts = late
+    before = content(run)
+    shutil.rmtree(run / "follow" / "state")
+    assert follow(run, parts, until_idle=True, late_seconds=0.0) == 0
+    assert content(run) == before
+
+
+def test_catching_up_hears_a_signal_after_each_part(late, monkeypatch):
+    run, parts = late
+    before = content(run)
+    shutil.rmtree(run / "follow" / "state")
+    end_part, ended = LogState.end_part, []
+
+    def stop(self: LogState, name: str, newest: float) -> None:
+        ended.append(name)
+        end_part(self, name, newest)
+        if len(ended) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LogState, "end_part", stop)
+    with pytest.raises(Interrupted):
+        follow(run, parts, until_idle=True)
+    assert ended == ["0.parquet"]
+    assert follow(run, parts, until_idle=True) == 0
+    assert ended == ["0.parquet", "1.parquet"] and content(run) == before
+
+
+def test_versions_are_of_the_last_part_where_a_part_is_refused(rows, run, tmp_path):
+    parts = tmp_path / "parts"
+    write_parts(parts, rows[KNOWN:], 2)
+    (parts / "x.parquet").write_bytes(b"half")
+    hook = Hook()
+    with pytest.raises(DataError, match="a damaged Parquet file"):
+        follow(run, parts, until_idle=True, checkpoint_seconds=1e6, hook=lambda _: hook)
+    assert hook.calls == ["part-0000.parquet", "part-0001.parquet", "close"]
+    assert len(lines(run)) == 2
+
+
+def test_a_signal_between_parts_leaves_all_of_them_in_a_checkpoint(rows, run, tmp_path):
+    write_parts(tmp_path / "parts", rows[KNOWN:], 3)
+    hook = Hook(stop_at=2)
+    with pytest.raises(Interrupted):
+        follow(run, tmp_path / "parts", checkpoint_seconds=1e6, hook=lambda _: hook)
+    assert hook.calls == ["part-0000.parquet", "part-0001.parquet", "close"]
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
+
+
+def test_a_picture_is_drawn_now_and_then(rows, run, tmp_path, monkeypatch):
+    drawn, seconds = [], iter(range(0, 10**6, 25))
+    monkeypatch.setattr("jfi.follow.plot.draw_windows", lambda log, *_: drawn.append(log.read_bytes().count(b"part-")))
+    write_parts(tmp_path / "parts", rows[KNOWN:], 8)
+    assert follow(run, tmp_path / "parts", until_idle=True, clock=lambda: float(next(seconds))) == 8
+    assert 2 < len(drawn) <= 9 and drawn[0] < 8 and drawn[-1] == 8
+
+
+def test_names_of_parts_that_are_gone_are_forgotten(tmp_path):
+    parts = PartFolder(tmp_path)
+    for name in ("a.parquet", "b.parquet"):
+        (tmp_path / name).touch()
+    parts.check([parts.part("a.parquet")])
+    assert parts.next("a.parquet") == "b.parquet" and parts.next("b.parquet") is None
+    (tmp_path / "a.parquet").unlink()
+    assert parts.next("b.parquet") is None
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(DataError, match=r"a\.parquet: its name sorts before b\.parquet, which was trained on"):
+        parts.next("b.parquet")
