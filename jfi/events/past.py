@@ -213,7 +213,7 @@ class Past:
             age = np.diff(seconds[codes % self.moments], prepend=0.0)
             sums, step = np.array(values(self.order[before:end]), np.float64), 1
             factors = np.exp2(np.where(is_first, -np.inf, -age / half_life))
-            while step < _BEFORE:
+            while step < min(_BEFORE, len(sums)):
                 sums[step:] += factors[step:] * sums[:-step]
                 factors[step:] *= factors[:-step]
                 step *= 2

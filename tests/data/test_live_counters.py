@@ -9,8 +9,7 @@ from jfi.events.counters import counters_of
 from jfi.events.events import Events
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
-from jfi.events.live_index import LiveQuestion, as_matrix
-from jfi.events.live_records import LiveEvent
+from jfi.events.live_index import LiveRows
 from jfi.events.point_in_time import Column, PastIndex, Questions
 from jfi.events.statistics import Columns, Statistics
 
@@ -18,8 +17,8 @@ USERS, ITEMS, WINDOW = 5, 12, 8
 HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
 
 
-def digest(kind: bytes, number: int) -> bytes:
-    return kind + int(number).to_bytes(7, "big")
+def digests(kind: bytes, numbers: np.ndarray) -> np.ndarray:
+    return np.uint64(kind[0] << 56) + numbers.astype(np.uint64)
 
 
 @dataclass
@@ -48,19 +47,20 @@ class Log:
         order = np.lexsort((item, time))  # of a time in the order of items, as training sorts them
         return cls(user[order], item[order], time, label[order], in_history[order], tags, is_implicit)
 
-    def events(self, rows: np.ndarray) -> list[LiveEvent]:
-        return [
-            LiveEvent(
-                digest(b"u", self.user[i]),
-                digest(b"i", self.item[i]),
-                float(self.time[i]),
-                float(self.label[i]),
-                bool(self.in_history[i]),
-                order=int(self.item[i]),
-                values={"tags": [digest(b"t", tag) for tag in self.tags[self.item[i]] if tag]},
-            )
-            for i in rows
-        ]
+    def events(self, rows: np.ndarray) -> LiveRows:
+        item = self.item[rows]
+        return LiveRows(
+            digests(b"u", self.user[rows]),
+            digests(b"i", item),
+            self.time[rows],
+            {"tags": self.values(item)},
+            self.label[rows],
+            self.in_history[rows],
+            item.astype(np.uint64),
+        )
+
+    def values(self, item: np.ndarray) -> np.ndarray:
+        return np.where(self.tags[item] > 0, digests(b"t", self.tags[item]), np.uint64(0))
 
     def index(self, rows: np.ndarray) -> tuple[PastIndex, np.ndarray]:
         """The index of rows, and the number of each user in it, -1 for one without rows."""
@@ -82,9 +82,10 @@ class Log:
         )
         return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
 
-    def question(self, user: int, now: float) -> LiveQuestion:
-        tags = [[digest(b"t", tag) for tag in own if tag] for own in self.tags]
-        return LiveQuestion(digest(b"u", user), [digest(b"i", item) for item in range(ITEMS)], now, {"tags": tags})
+    def question(self, user: int, now: float) -> LiveRows:
+        items = np.arange(ITEMS)
+        of = digests(b"u", np.full(ITEMS, user)), digests(b"i", items), np.full(ITEMS, now)
+        return LiveRows(*of, {"tags": self.values(items)})
 
 
 class Counted:
@@ -97,7 +98,7 @@ class Counted:
     def get(self, keys) -> list[bytes | None]:
         return [self.records.get(key) for key in keys]
 
-    def add(self, events: list[LiveEvent]) -> None:
+    def add(self, events: LiveRows) -> None:
         self.records |= self.live.add(self.get, events)
 
 
@@ -117,12 +118,10 @@ def test_events_one_by_one(is_implicit, seed):
     for row in range(len(log.user)):
         counted.add(log.events(np.array([row])))
         if row % 23 == 5:
-            questions = []
             for now in (log.time[row], log.time[row] + 0.5, log.time[row] + 2000.0):  # at its own time it is not older
-                questions.append((int(rng.integers(0, USERS + 1)), float(now)))
-            found = counted.live.answers(counted.get, [log.question(*one) for one in questions])
-            for one, own in zip(questions, found, strict=True):
-                check(own, log.answers(np.arange(row + 1), *one))
+                user = int(rng.integers(0, USERS + 1))
+                found = counted.live.answers(counted.get, log.question(user, float(now)))
+                check(found, log.answers(np.arange(row + 1), user, float(now)))
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
@@ -135,17 +134,16 @@ def test_a_log_and_the_events_after_it(is_implicit):
     asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
     Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
     sizes = {"user": USERS, "item": ITEMS, "column tags": 6}
-    digests = {
-        part: as_matrix(digest(part.removeprefix("column ")[:1].encode(), number) for number in range(size))
-        for part, size in sizes.items()
+    by_part = {
+        part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()
     }
     counted = Counted(log)
-    counted.records |= counted.live.records_of(counters_of(index), index.sets, digests)
+    counted.records |= counted.live.records_of(counters_of(index), index.sets, by_part)
     for rows in (first, np.arange(300)):
         counted.add(log.events(rows[200:]))
         for user in range(USERS):
             now = float(log.time[rows[-1]] + 60)
-            (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+            found = counted.live.answers(counted.get, log.question(user, now))
             check(found, log.answers(rows, user, now))
 
 
@@ -159,7 +157,7 @@ def test_late_events_count_from_their_own_time_on(is_implicit):
         counted.add(log.events(np.array([row])))
     for user in range(USERS + 1):
         now = float(log.time[-1] + 60)
-        (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+        found = counted.live.answers(counted.get, log.question(user, now))
         wanted = log.answers(np.arange(300), user, now)
         # The surprise in labels, and the pairs of items, are of what was known when an event came.
         check(found, wanted, but=("past_user_newest", "past_agreement", "past_similar", "past_session"))
