@@ -18,7 +18,7 @@ from jfi.events.statistics import Columns, Statistics
 from jfi.utils.jagged import blocks
 
 #: Rows that are answered or counted together, which bounds memory.
-_AT_ONCE = 1 << 14
+_AT_ONCE = 1 << 13
 #: Keys of a log whose records are made together.
 _KEYS_AT_ONCE = 1 << 16
 

@@ -112,11 +112,11 @@ class LiveIndex:
         if USER_ROWS in counted.names:
             self._read({USER_ROWS: np.arange(len(self._digests["user"]))})
             others = self._old[USER_ROWS]["item"]
-        self._digests["item"] = np.unique(np.append(rows.item, others))
+        self._digests["item"] = _distinct(rows.item, others)
         item, ids = np.searchsorted(self._digests["item"], rows.item), {}
         for name, slots in counted.columns.items():
             given = rows.values.get(name, np.zeros((len(rows), slots), np.uint64))
-            self._digests[f"column {name}"] = np.unique(np.append(given, np.uint64(0)))
+            self._digests[f"column {name}"] = _distinct(given.ravel(), np.zeros(1, np.uint64))
             ids[f"column {name}"] = np.searchsorted(self._digests[f"column {name}"], given)
         #: The rows as questions.
         self.questions = Questions(user, rows.time, item, ids=ids)
@@ -125,8 +125,7 @@ class LiveIndex:
         if USER_ROWS in counted.names:
             window = self._read_windows()
         self._read_others(window)
-        times = np.concatenate([rows.time, [np.inf], *(own["time"] for own in self._old.values())])
-        self._times = np.unique(times)
+        self._times = _distinct(rows.time, [np.inf], *(own["time"] for own in self._old.values()))
         #: By name of sorted rows the entries, and the indices of the added rows that they are, or -1.
         self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         if self._columns and not counted.is_implicit and set(SURPRISES) <= counted.names.keys():
@@ -173,7 +172,7 @@ class LiveIndex:
         What is counted by pairs of items needs all pairs of a row's item and one of these.
         """
         name = self._counted.names[USER_ROWS]
-        self._times = np.unique(np.concatenate([self._rows.time, self._old[USER_ROWS]["time"], [np.inf]]))
+        self._times = _distinct(self._rows.time, self._old[USER_ROWS]["time"], [np.inf])
         entries, source = self._added_to(USER_ROWS)
         if self._columns:
             at, is_new = self._added_rows(name)[0], source >= 0
@@ -192,7 +191,7 @@ class LiveIndex:
         items = np.searchsorted(self._digests["item"], rows["item"])
         one, other = self.questions.item[self._pair_row], items[self._pair_event]
         self._pair_number = np.minimum(one, other) * len(self._digests["item"]) + np.maximum(one, other)
-        return np.unique(other)
+        return _distinct(other)
 
     def _read_others(self, window: np.ndarray) -> None:
         """Reads all records but those of users' events.
@@ -203,10 +202,9 @@ class LiveIndex:
         numbers = {}
         for text, name in self._counted.names.items():
             if name is self._pairs:
-                numbers[text] = np.unique(self._pair_number)
+                numbers[text] = _distinct(self._pair_number)
             elif text != USER_ROWS:
-                own = np.unique(self._row_keys(name))
-                own = np.union1d(own, window) if text == "history by item" else own
+                own = _distinct(self._row_keys(name).ravel(), window[: len(window) if text == "history by item" else 0])
                 numbers[text] = own[own >= 0]
         self._read(numbers)
 
@@ -297,6 +295,12 @@ def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
         "order": events.order,
         "item": events.item,
     }
+
+
+def _distinct(*values: np.ndarray) -> np.ndarray:
+    """Returns the distinct values of arrays, ascending; a sort is faster than the hash table of np.unique."""
+    ordered = np.sort(np.concatenate(values))
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
 
 
 def _codes(entries: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
