@@ -164,6 +164,8 @@ class LiveCounters:
                     found["own label"][is_row] = arrays["event label"][at]
                     if "rounded surprise" in arrays:
                         found["surprise"][is_row] = arrays["rounded surprise"][at]
+                    if "event session" in arrays:
+                        found["session_id"][is_row] = arrays["event session"][at]
                     found["item"][is_row] = digests["item"][arrays["event item"][at]]
                 if name.has_sessions:
                     since = found["time"][is_row]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from jfi.events import live_counters
 from jfi.events.counters import counters_of
 from jfi.events.events import Events
 from jfi.events.groups import GROUPS
@@ -32,6 +33,7 @@ class Log:
     in_history: np.ndarray
     tags: np.ndarray
     is_implicit: bool
+    session: np.ndarray | None = None
 
     @classmethod
     def draw(cls, is_implicit: bool, seed: int, count: int = 300) -> "Log":
@@ -57,6 +59,7 @@ class Log:
             self.label[rows],
             self.in_history[rows],
             item.astype(np.uint64),
+            None if self.session is None else self.session[rows].astype(np.uint64),
         )
 
     def values(self, item: np.ndarray) -> np.ndarray:
@@ -72,7 +75,8 @@ class Log:
         label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
         events = Events(user, self.item[rows], self.time[rows], label, split, histories)
         columns = {"column tags": Column("item", self.tags, 6, "tags")}
-        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit), known
+        session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
+        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session), known
 
     def answers(self, rows: np.ndarray, user: int, now: float) -> Columns:
         """What training computes for all items."""
@@ -122,6 +126,39 @@ def test_events_one_by_one(is_implicit, seed):
                 user = int(rng.integers(0, USERS + 1))
                 found = counted.live.answers(counted.get, log.question(user, float(now)))
                 check(found, log.answers(np.arange(row + 1), user, float(now)))
+
+
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+@pytest.mark.parametrize("size", [1, 7, 300])
+def test_events_are_answered_as_of_their_own_times(is_implicit, size, monkeypatch):
+    """Each block of them counts in the next one."""
+    monkeypatch.setattr(live_counters, "_AT_ONCE", size)
+    log = Log.draw(is_implicit, 7)
+    counted, rows = Counted(log), np.arange(300)
+    found, changes = counted.live.answer_and_add(counted.get, log.events(rows))
+    order = np.lexsort((log.item, log.time, log.user))
+    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES).of(rows)
+    check({name: one[order] for name, one in found.items()}, wanted)
+    one_by_one = Counted(log)
+    for row in rows:
+        one_by_one.add(log.events(row[None]))
+    assert changes.keys() == one_by_one.records.keys()
+    assert {key: len(one) for key, one in changes.items()} == {key: len(one) for key, one in one_by_one.records.items()}
+
+
+@pytest.mark.parametrize("size", [1, 3, 60])
+def test_an_event_without_a_session_is_one_of_its_own(size):
+    log, rng = Log.draw(False, 6), np.random.default_rng(6)
+    log.session = np.where(rng.random(300) < 0.3, 0, 1 + (log.time // 9000 % 50).astype(np.int64))
+    counted, longest = Counted(log), 0.0
+    for begin in range(0, 300, size):
+        counted.add(log.events(np.arange(begin, begin + size)))
+        now = float(log.time[begin + size - 1] + 0.5)
+        for user in np.unique(log.user[begin : begin + size]).tolist():
+            found = counted.live.answers(counted.get, log.question(user, now))
+            check(found, log.answers(np.arange(begin + size), user, now))
+            longest = max(longest, found["past_session_count"].max())
+    assert longest > 0.0
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
