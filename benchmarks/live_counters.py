@@ -3,13 +3,15 @@
 python -m benchmarks.live_counters
 
 The groups that a table with labels has by default, a window of 32 events, 200 users and 5,000 items by a Zipf law, in
-LMDB without fsync. Events are counted 1,000 in a write. Results go to `benchmarks/results/cpu/live_counters.json`.
+LMDB without fsync. `jfi train --follow` answers and counts the events of a part together. Results go to
+`benchmarks/results/cpu/live_counters.json`.
 """
 
 import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -23,7 +25,7 @@ from jfi.events.groups import AUTO, WINDOW
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 
-USERS, ITEMS, GENRES, AT_ONCE = 200, 5000, 20, 1000
+USERS, ITEMS, GENRES = 200, 5000, 20
 HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
 
 
@@ -44,24 +46,36 @@ def events(draw: np.random.Generator, count: int) -> LiveRows:
     return LiveRows(*of, label, is_event, order=ids("i", item))
 
 
+def microseconds(count: Callable, environment: lmdb.Environment, log: LiveRows, size: int) -> list[float]:
+    """The time per event of writes of so many events each, one after the other."""
+    spent = []
+    for begin in range(0, len(log), size):
+        start = time.perf_counter()
+        with environment.begin(write=True) as transaction:
+            read: Get = lambda keys, transaction=transaction: [transaction.get(key) for key in keys]  # noqa: E731
+            for key, value in count(read, log.take(slice(begin, begin + size))).items():
+                transaction.put(key, value)
+        spent.append((time.perf_counter() - start) / size * 1e6)
+    return spent
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.live_counters", description=__doc__.splitlines()[0])
-    parser.add_argument("--writes", type=int, default=6, help="of 1,000 events; the first is not timed")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/cpu")
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     options = parser.parse_args()
     draw, rows = np.random.default_rng(0), []
     counters = LiveCounters(AUTO[0], ["genres"], {"genres": 2}, WINDOW, HALF_LIVES, is_implicit=False, num_known=ITEMS)
-    log, spent = events(draw, options.writes * AT_ONCE), []
+    log = events(draw, 26_200)
+
+    def follow(get: Get, part: LiveRows) -> dict[bytes, bytes]:
+        return counters.answer_and_add(get, part)[1]
+
     with tempfile.TemporaryDirectory() as folder, lmdb.open(folder, map_size=2**34, sync=False) as environment:
-        for begin in range(0, len(log), AT_ONCE):
-            start = time.perf_counter()
-            with environment.begin(write=True) as transaction:
-                read: Get = lambda keys, transaction=transaction: [transaction.get(key) for key in keys]  # noqa: E731
-                for key, value in counters.add(read, log.take(slice(begin, begin + AT_ONCE))).items():
-                    transaction.put(key, value)
-            spent.append((time.perf_counter() - start) / AT_ONCE * 1e6)
-        rows.append({"case": "an event counted", **percentiles(spent[1:])})
+        spent = microseconds(counters.add, environment, log.take(slice(6000)), 1000)
+        rows.append({"case": "an event counted, 1,000 in a write", **percentiles(spent[1:])})
+        spent = microseconds(counters.add, environment, log.take(slice(6000, 6200)), 1)
+        rows.append({"case": "an event counted alone", **percentiles(spent[1:])})
 
         def get(keys: list[bytes]) -> list[bytes | None]:
             with environment.begin() as transaction:
@@ -73,10 +87,12 @@ def main() -> int:
             question = LiveRows(*of, genres(draw, candidates))
             measured = timed(lambda _, question=question: counters.answers(get, question), 1.0)
             rows.append({"case": f"a request of {candidates} candidates", **measured})
+        spent = microseconds(follow, environment, log.take(slice(6200, None)), 4000)
+        rows.append({"case": "an event answered and counted, 4,000", **percentiles(spent[1:])})
     where = report.environment(torch.device("cpu"), Rates(), options.commit)
     report.write(options.out, "live_counters", where, [{"suite": "live_counters", **row} for row in rows])
     for row in rows:
-        print(f"{row['case']:36s}{row['p50_us'] / 1e3:10.2f} ms p50")
+        print(f"{row['case']:40s}{row['p50_us'] / 1e3:10.2f} ms p50")
     return 0
 
 

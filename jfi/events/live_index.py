@@ -107,6 +107,7 @@ class LiveIndex:
         self._old: dict[str, np.ndarray] = {}
         #: By key the numbers of those of the rows.
         self._of_rows: dict[Key, np.ndarray] = {}
+        self._columns = {} if rows.label is None else _columns_of(rows, counted.is_implicit)
         self._digests["user"], user = np.unique(rows.user, return_inverse=True)
         others = np.zeros(0, np.uint64)
         if USER_ROWS in counted.names:
@@ -120,7 +121,6 @@ class LiveIndex:
             ids[f"column {name}"] = np.searchsorted(self._digests[f"column {name}"], given)
         #: The rows as questions.
         self.questions = Questions(user, rows.time, item, ids=ids)
-        self._columns = {} if rows.label is None else _columns_of(rows, counted.is_implicit)
         self._pairs, window = None, np.zeros(0, np.int64)
         if USER_ROWS in counted.names:
             window = self._read_windows()
@@ -154,22 +154,26 @@ class LiveIndex:
                 begin = end
         return found
 
-    def _read(self, numbers: Mapping[str, np.ndarray]) -> None:
+    def _read(self, numbers: dict[str, np.ndarray]) -> None:
         """Reads the records of keys, whose numbers `[K]` are given by name of sorted rows."""
         keys = {text: keys_of(self._counted.names[text], own, self._digests) for text, own in numbers.items()}
-        values = iter(self._get([key for own in keys.values() for key in own]))
+        values = self._get([key for own in keys.values() for key in own])
+        begin = 0
         for text, own in keys.items():
-            dtype = self._counted.names[text].dtype
+            found, begin, dtype = values[begin : begin + len(own)], begin + len(own), self._counted.names[text].dtype
+            if not self._columns and text != USER_ROWS:  # what is not there answers no question
+                there = [number for number, value in enumerate(found) if value is not None]
+                found, numbers[text] = [found[number] for number in there], numbers[text][there]
             none = empty_record(dtype).tobytes()
-            found = [none if value is None else value for _, value in zip(own, values, strict=False)]
-            self._old[text] = np.frombuffer(b"".join(found), dtype)
+            self._old[text] = np.frombuffer(b"".join(none if value is None else value for value in found), dtype)
         self._numbers |= numbers
         self._keys |= keys
 
     def _read_windows(self) -> np.ndarray:
-        """Finds the sessions of events, and the newest events before each row; returns the items of these, as numbers.
+        """Finds the sessions of events, and the pairs of a row's item and those of the newest events before it.
 
-        What is counted by pairs of items needs all pairs of a row's item and one of these.
+        Returns:
+            The numbers of the items of these events, where pairs are counted.
         """
         name = self._counted.names[USER_ROWS]
         self._times = _distinct(self._rows.time, self._old[USER_ROWS]["time"], [np.inf])

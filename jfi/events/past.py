@@ -35,6 +35,18 @@ _MANY_KEYS = 1 << 21
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Positives among rows, `[B]` float64 each."""
+
+    positives: np.ndarray
+    count: np.ndarray
+
+    def rate(self, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
+        """`[B]`, the share of positives as if there were `smoothing` more rows, of the rate `expected`."""
+        return (self.positives + smoothing * expected) / (self.count + smoothing)
+
+
+@dataclass(frozen=True)
 class Older:
     """Ranges of sorted rows, one for each of B questions.
 

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from jfi.events.events import Events, index_type
-from jfi.events.past import New, Older, Past, moments_of
+from jfi.events.past import New, Older, Past, Tally, moments_of
 from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
@@ -35,18 +35,6 @@ Key = tuple[str, ...]
 _SMOOTHING = 10.0
 _HOURS = 24
 _AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Positives among rows, `[B]` float64 each."""
-
-    positives: np.ndarray
-    count: np.ndarray
-
-    def rate(self, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
-        """`[B]`, the share of positives as if there were `smoothing` more rows, of the rate `expected`."""
-        return (self.positives + smoothing * expected) / (self.count + smoothing)
 
 
 @dataclass(frozen=True)
