@@ -14,7 +14,8 @@ from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.data.features.past_index import past_index
 from jfi.events.co_occurrence import CoOccurrence, co_occurrence, window_of
-from jfi.events.point_in_time import Tallies, Tally
+from jfi.events.past import Tally
+from jfi.events.point_in_time import Tallies
 from jfi.utils.encoding import UNKNOWN
 
 #: The weight of the user's own rate next to the similarities of labeled events, which are at most about 1 each.

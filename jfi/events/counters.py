@@ -4,6 +4,8 @@ Of the rows of a key the oldest one, the newest ones and those of the user's las
 among all of them, so that the same code answers with the same numbers.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jfi.events.events import Events
@@ -49,8 +51,13 @@ def index_of_counters(
     return PastIndex(events, columns, num_items, num_known, is_implicit, arrays=arrays, new=refuse, sets=sets)
 
 
-def counters_of(index: PastIndex) -> dict[str, np.ndarray]:
-    """Returns the arrays for `index_of_counters` from those that an index has made for its questions."""
+def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """Returns the arrays for `index_of_counters` from those that an index has made for its questions.
+
+    Args:
+        index: of the log.
+        sessions: gives ids of the sessions of events `[n]`, for a log that grows; None without a column of them.
+    """
     index.past("history", ("user",))
     times, arrays, events = index.times, index.arrays, index.events
     last_session = _last_sessions(index) if "session starts" in arrays else None
@@ -70,6 +77,8 @@ def counters_of(index: PastIndex) -> dict[str, np.ndarray]:
                 found[other] = values[position if len(values) > len(codes) else rows]
     rows = events.rows_at(kept[_OF_USER])
     found |= {f"event {name}": np.asarray(getattr(events, name)[rows]) for name in _EVENTS}
+    if sessions is not None:
+        found["event session"] = sessions(rows)
     if "rounded surprise" in arrays:
         found["rounded surprise"] = arrays["rounded surprise"][rows]
     if last_session is not None:

@@ -6,33 +6,19 @@ of events that came before it, and the pairs of items that these made, stay as t
 of its key, so a question of a time before more than `NEWER_ROWS` of them is answered by those that are left.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jfi.events.events import Events
-from jfi.events.live_index import SETS, Counted, Gathered, LiveQuestion, keys_of, sort_keys
-from jfi.events.live_records import (
-    DIGEST_BYTES,
-    HOURS,
-    PAIRS,
-    PREFIX_BYTES,
-    USER_ROWS,
-    LiveEvent,
-    SortedRows,
-    append_row,
-    empty_record,
-    records_with_ends,
-    session_of,
-)
-from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows, Tally
+from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
+from jfi.events.live_records import HOURS, PAIRS, USER_ROWS, SortedRows, records_with_ends
+from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
 from jfi.events.statistics import Columns, Statistics
 from jfi.utils.jagged import blocks
 
-Get = Callable[[Sequence[bytes]], list[bytes | None]]
-
-_OVERALL, _ITEM, _USERS_OWN = "labeled by nothing", "labeled by item", "labeled history by user"
-_SMOOTHING = 10.0
+#: Rows that are answered or counted together, which bounds memory.
+_AT_ONCE = 1 << 13
 #: Keys of a log whose records are made together.
 _KEYS_AT_ONCE = 1 << 16
 
@@ -52,10 +38,11 @@ class LiveCounters:
     Example:
         >>> counters, store = LiveCounters(["item"], [], {}, 8, [], False, num_known=2), {}
         >>> get = lambda keys: [store.get(key) for key in keys]
-        >>> for time, label in ((1.0, 1.0), (5.0, 0.0), (9.0, 1.0)):
-        ...     store |= counters.add(get, [LiveEvent(b"user 001", b"item 001", time, label)])
-        >>> (found,) = counters.answers(get, [LiveQuestion(b"user 002", [b"item 001", b"item 002"], 9.0)])
-        >>> np.exp(found["past_item_count"]) - 1
+        >>> id, is_event = np.full(3, 7, np.uint64), np.ones(3, bool)
+        >>> label, time = np.array([1.0, 0.0, 1.0]), np.array([1.0, 5.0, 9.0])
+        >>> store |= counters.add(get, LiveRows(id, id, time, label=label, in_history=is_event, order=id))
+        >>> asked = LiveRows(np.full(2, 3, np.uint64), np.array([7, 8], np.uint64), np.full(2, 9.0))
+        >>> np.exp(counters.answers(get, asked)["past_item_count"]) - 1
         array([2., 0.])
     """
 
@@ -89,12 +76,12 @@ class LiveCounters:
         if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in needed):
             needed.add(USER_ROWS)
         if any(name.endswith((": item surprise", ": products")) for name in index.arrays):
-            needed |= {_OVERALL, _ITEM, _USERS_OWN}
+            needed |= {*SURPRISES}
         found = []
         for text in sorted(needed):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
             sums = [one for one in parts if one in ("label", "has label", "item surprise", "products")]
-            if text in (_OVERALL, _ITEM, _USERS_OWN) and "label" not in sums and not self._counted.is_implicit:
+            if text in SURPRISES and "label" not in sums and not self._counted.is_implicit:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by "))]
             rows, _, key = text.partition(" by ")
@@ -105,41 +92,42 @@ class LiveCounters:
     def _statistics(self, index: PastIndex) -> Statistics:
         return Statistics(index, self._groups, self._categories, self._counted.window, self._half_lives)
 
-    @property
-    def _pairs(self) -> SortedRows | None:
-        return next((one for text, one in self.names.items() if text.startswith(PAIRS)), None)
-
-    def answers(self, get: Get, questions: Sequence[LiveQuestion]) -> list[Columns]:
-        """Returns by column the statistics `[R]` of each question's candidates; the store is read twice for all.
+    def answers(self, get: Get, questions: LiveRows) -> Columns:
+        """Returns by column the statistics `[N]` of questions.
 
         Args:
             get: reads records by key.
-            questions: their users, candidates and times.
+            questions: users, candidates and times.
         """
-        users = [None] * len(questions)
-        if USER_ROWS in self.names:
-            users = get([self._key(USER_ROWS, [one.user]) for one in questions])
-        gathered = [Gathered(self._counted, one, value) for one, value in zip(questions, users, strict=True)]
-        keys = list(dict.fromkeys(key for one in gathered for key in one.keys))
-        found = {key: value for key, value in zip(keys, get(keys), strict=True) if value is not None}
-        return [self._statistics(one.index(found)).answers(one.questions) for one in gathered]
+        return _joined([self._answers(index) for index in self._indices(get, questions, {})])
 
-    def add(self, get: Get, events: Sequence[LiveEvent]) -> dict[bytes, bytes]:
-        """Counts events, in the order of their times, and returns the records that have changed, by key."""
-        records: dict[bytes, np.ndarray] = {}
-        by_name = {name.prefix: name for name in self.names.values()}
+    def add(self, get: Get, events: LiveRows) -> dict[bytes, bytes]:
+        """Counts events, and returns the records that have changed, by key."""
+        changes: dict[bytes, bytes] = {}
+        for index in self._indices(get, events, changes):
+            changes |= index.changes()
+        return changes
 
-        def load(keys: Sequence[bytes]) -> None:
-            absent = [key for key in dict.fromkeys(keys) if key not in records]
-            for key, value in zip(absent, get(absent) if absent else [], strict=True):
-                dtype = by_name[key[:PREFIX_BYTES]].dtype
-                records[key] = empty_record(dtype) if value is None else np.frombuffer(value, dtype)
+    def answer_and_add(self, get: Get, events: LiveRows) -> tuple[Columns, dict[bytes, bytes]]:
+        """Counts events in the order of their times; returns the statistics of each as of its own time, and changes."""
+        answers, changes = [], {}
+        for index in self._indices(get, events, changes):
+            answers.append(self._answers(index))
+            changes |= index.changes()
+        return _joined(answers), changes
 
-        events = sorted(events, key=lambda one: (one.time, one.order))
-        load([key for one in events for _, key in self._keys_of(one)])
-        for one in events:
-            self._count(one, records, load)
-        return {key: value.tobytes() for key, value in records.items() if len(value) > 1}
+    def _answers(self, index: LiveIndex) -> Columns:
+        return self._statistics(index.index()).answers(index.questions)
+
+    def _indices(self, get: Get, rows: LiveRows, changes: dict[bytes, bytes]) -> Iterator[LiveIndex]:
+        """Yields the index of a block of rows after the other; `changes` has what the blocks before have changed."""
+
+        def read(keys: Sequence[bytes]) -> list[bytes | None]:
+            found = get(keys)
+            return [changes.get(key, value) for key, value in zip(keys, found, strict=True)] if changes else found
+
+        for begin, end in blocks(max(len(rows), 1), _AT_ONCE):
+            yield LiveIndex(self._counted, read, rows.take(slice(begin, end)))
 
     def records_of(
         self,
@@ -152,8 +140,8 @@ class LiveCounters:
         Args:
             arrays: of `jfi.events.counters.counters_of`.
             sets: of the log's index.
-            digests: by part of a key, such as "user" and "column genres", those of its values `[N, 8]`, by number; the
-                first of a column is not used.
+            digests: by part of a key, such as "user" and "column genres", those of its values `[N]` uint64, by number;
+                the first of a column is not used.
         """
         times, last = arrays["times"], None
         if USER_ROWS in self.names and "session starts" in arrays:
@@ -176,7 +164,9 @@ class LiveCounters:
                     found["own label"][is_row] = arrays["event label"][at]
                     if "rounded surprise" in arrays:
                         found["surprise"][is_row] = arrays["rounded surprise"][at]
-                    found["item"][is_row] = digests["item"][arrays["event item"][at]].view(f"V{DIGEST_BYTES}")[:, 0]
+                    if "event session" in arrays:
+                        found["session_id"][is_row] = arrays["event session"][at]
+                    found["item"][is_row] = digests["item"][arrays["event item"][at]]
                 if name.has_sessions:
                     since = found["time"][is_row]
                     if last is not None:
@@ -192,74 +182,6 @@ class LiveCounters:
         """The number of keys of these parts."""
         return int(np.prod([HOURS if part == "hour" else len(digests[part]) for part in key], dtype=np.int64))
 
-    def _count(self, one: LiveEvent, records: dict[bytes, np.ndarray], load: Callable[[Sequence[bytes]], None]) -> None:
-        """Adds an event to its keys."""
-        has_label = self._counted.is_implicit or one.label == one.label
-        surprises = self._surprises(one, records) if has_label else (0.0, 0.0)
-        values = {"label": one.label if has_label else 0.0, "has label": float(has_label)}
-        values |= {"item surprise": surprises[0], "surprise": surprises[1], "own label": one.label}
-        session = None
-        if one.in_history and USER_ROWS in self.names:
-            own = records[self._key(USER_ROWS, [one.user])]
-            session = session_of(one, own)
-            if (pairs := self._pairs) is not None:
-                older = own[: np.searchsorted(own["time"][:-1], one.time)][-self._counted.window :]
-                keys = [self._pair_key(pairs, one.item, item.tobytes()) for item in older["item"]]
-                load(keys)
-                for key, other in zip(keys, older["surprise"], strict=True):
-                    records[key] = append_row(pairs, records[key], one.time, {"products": surprises[1] * other})
-        values |= {"session": session, "session_id": one.session, "order": one.order, "item": one.item}
-        for name, key in self._keys_of(one):
-            records[key] = append_row(name, records[key], one.time, values)
 
-    def _surprises(self, one: LiveEvent, records: dict[bytes, np.ndarray]) -> tuple[float, float]:
-        """Returns how far the label is above the item's rate, and above what item and user let expect, rounded."""
-        if self._counted.is_implicit or _OVERALL not in self.names:
-            return 0.0, 0.0
-
-        def older(name: str, parts: list[bytes]) -> Tally:
-            record = records[self._key(name, parts)]
-            entry = record[np.searchsorted(record["time"][:-1], one.time)]
-            return Tally(np.float64(entry["label"]), np.float64(entry["position"]))
-
-        overall = older(_OVERALL, []).rate(0.5, 1.0)
-        item = older(_ITEM, [one.item]).rate(overall, _SMOOTHING)
-        user = overall
-        if one.in_history and _USERS_OWN in self.names:  # of other events nobody reads it
-            user = older(_USERS_OWN, [one.user]).rate(overall, _SMOOTHING)
-        surprise = one.label - np.clip(item + user - overall, 0.0, 1.0)
-        return float(one.label - item), float(np.rint(surprise * 1024) / 1024)
-
-    def _keys_of(self, one: LiveEvent) -> list[tuple[SortedRows, bytes]]:
-        """The names and keys that an event is a row of, without pairs; a key twice for a value that it has twice."""
-        has_label, found = self._counted.is_implicit or one.label == one.label, []
-        for name in self.names.values():
-            is_row = {
-                "labeled": has_label,
-                "history": one.in_history,
-                "labeled history": has_label and one.in_history,
-            }.get(name.rows, False)
-            if not is_row:
-                continue
-            keys = [b""]
-            for part in name.key:
-                keys = [key + own for key in keys for own in self._parts(part, one)]
-            found += [(name, name.prefix + key) for key in keys]
-        return found
-
-    def _parts(self, part: str, one: LiveEvent) -> list[bytes]:
-        if part == "user":
-            return [one.user]
-        if part == "item":
-            return [one.item]
-        if part == "hour":
-            return [bytes([int(one.time // 3600 % HOURS)])]
-        name = part.removeprefix("column ")
-        return one.values.get(name, [])[: self._counted.columns[name]]
-
-    def _key(self, name: str, parts: Sequence[bytes]) -> bytes:
-        return self.names[name].prefix + b"".join(parts)
-
-    @staticmethod
-    def _pair_key(pairs: SortedRows, one: bytes, other: bytes) -> bytes:
-        return pairs.prefix + min(one, other) + max(one, other)
+def _joined(parts: list[Columns]) -> Columns:
+    return parts[0] if len(parts) == 1 else {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

@@ -1,38 +1,72 @@
-"""The records of a question, as the arrays of a PastIndex, so that training's functions answer it."""
+"""Rows of a log that grows, and the records of their keys as the arrays of a PastIndex.
 
-from collections.abc import Iterable, Mapping
+So training's functions answer questions, and say how surprising the labels of events are. The rows that are given are
+read together; those that are events count in all questions that are later than they.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jfi.events.counters import index_of_counters
-from jfi.events.live_records import DIGEST_BYTES, HOURS, NEWER_ROWS, PAIRS, USER_ROWS, SortedRows, empty_record
-from jfi.events.point_in_time import PastIndex, Questions, Rows
-from jfi.utils.jagged import blocks
+from jfi.events.live_records import (
+    DIGEST_BYTES,
+    HOURS,
+    PAIRS,
+    USER_ROWS,
+    Added,
+    SortedRows,
+    add_rows,
+    empty_record,
+    entries_that_stay,
+    keys_of_entries,
+    sessions_of,
+)
+from jfi.events.past import Past
+from jfi.events.point_in_time import Key, PastIndex, Questions, Rows, Tallies
+from jfi.utils.jagged import blocks, ranges
 
+Get = Callable[[Sequence[bytes]], list[bytes | None]]
+
+#: The sorted rows that labels are compared with, to tell how surprising they are.
+SURPRISES = ("labeled by nothing", "labeled by item", "labeled history by user")
 #: Keys whose bytes are made together.
 _KEYS_AT_ONCE = 1 << 20
-#: The digest of no value.
-_NONE = bytes(DIGEST_BYTES)
 #: No two sets of rows share an array.
 SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history", "labeled history")}
 
 
 @dataclass(frozen=True)
-class LiveQuestion:
-    """A user's candidates, whose statistics are asked for.
+class LiveRows:
+    """N users, items and times: questions, or events, which have labels. Ids are digests of texts, uint64, not 0.
 
     Args:
-        user: digest of the user's id.
-        items: `[R]` digests of the candidates' ids.
-        time: in seconds.
-        values: by categorical column of the item the digests `[R]` of each candidate's values.
+        user, item: `[N]` ids.
+        time: `[N]` seconds.
+        values: by categorical column of the item the ids `[N, K]` of its values, 0 for none.
+        label: `[N]` 0 or 1, NaN for none; None for questions.
+        in_history: `[N]` bool, whether they are events of histories.
+        order: `[N]` uint64, by which a user's events of one time are sorted.
+        session: `[N]` ids, 0 for none; None without a column of sessions.
     """
 
-    user: bytes
-    items: list[bytes]
-    time: float
-    values: dict[str, list[list[bytes]]] = field(default_factory=dict)
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    label: np.ndarray | None = None
+    in_history: np.ndarray | None = None
+    order: np.ndarray | None = None
+    session: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def take(self, rows: np.ndarray | slice) -> "LiveRows":
+        """Returns some of the rows."""
+        own = {name: None if one is None else one[rows] for name, one in vars(self).items() if name != "values"}
+        return LiveRows(**own, values={name: ids[rows] for name, ids in self.values.items()})
 
 
 @dataclass(frozen=True)
@@ -54,100 +88,230 @@ class Counted:
     num_known: int
 
 
-class Gathered:
-    """The keys of a question, and their records as the arrays of an index.
-
-    Items and values get numbers from their first occurrence on: of the candidates, then of the user's events.
+class LiveIndex:
+    """The records of the keys of some rows, with the rows themselves if these are events.
 
     Args:
         counted: settings of the counters.
-        question: the candidates.
-        user: the user's record of `history by user`, or None.
+        get: reads records by key; it is called twice.
+        rows: questions or events.
     """
 
-    def __init__(self, counted: Counted, question: LiveQuestion, user: bytes | None) -> None:
-        self._counted, own = counted, None
+    def __init__(self, counted: Counted, get: Get, rows: LiveRows) -> None:
+        self._counted, self._get, self._rows = counted, get, rows
+        #: By part of a key the digests of its values, by number.
+        self._digests: dict[str, np.ndarray] = {}
+        #: By name of sorted rows the numbers of keys, ascending, the keys, and the entries of their records.
+        self._numbers: dict[str, np.ndarray] = {}
+        self._keys: dict[str, list[bytes]] = {}
+        self._old: dict[str, np.ndarray] = {}
+        #: By key the numbers of those of the rows.
+        self._of_rows: dict[Key, np.ndarray] = {}
+        self._columns = {} if rows.label is None else _columns_of(rows, counted.is_implicit)
+        self._digests["user"], user = np.unique(rows.user, return_inverse=True)
+        others = np.zeros(0, np.uint64)
         if USER_ROWS in counted.names:
-            dtype = counted.names[USER_ROWS].dtype
-            own = empty_record(dtype) if user is None else np.frombuffer(user, dtype)
-        self._user_record = own
-        self._items: dict[bytes, int] = {}
-        item = np.array([self._items.setdefault(one, len(self._items)) for one in question.items], np.int64)
-        others = [] if own is None else [one.tobytes() for one in own["item"][:-1]]
-        self._others = np.array([self._items.setdefault(one, len(self._items)) for one in others], np.int64)
-        self._values: dict[str, dict[bytes, int]] = {}
-        ids = {}
+            self._read({USER_ROWS: np.arange(len(self._digests["user"]))})
+            others = self._old[USER_ROWS]["item"]
+        self._digests["item"] = _distinct(rows.item, others)
+        item, ids = np.searchsorted(self._digests["item"], rows.item), {}
         for name, slots in counted.columns.items():
-            known = self._values.setdefault(f"column {name}", {})
-            ids[f"column {name}"] = matrix = np.zeros((len(item), slots), np.int64)
-            for row, values in enumerate(question.values.get(name, [[]] * len(item))):
-                for slot, value in enumerate(values[:slots]):
-                    matrix[row, slot] = 1 + known.setdefault(value, len(known))
-        count = len(item)
-        self.questions = Questions(np.zeros(count, np.int64), np.full(count, question.time), item, ids=ids)
-        self._sizes = {name: len(known) + 1 for name, known in self._values.items()}
-        self._digests = {"user": as_matrix([question.user]), "item": as_matrix(self._items)}
-        self._digests |= {part: as_matrix([_NONE, *known]) for part, known in self._values.items()}
-        self._empty = self._index({"times": np.zeros(0), **_no_events()})
-        #: By name the numbers and the keys of the records that it has.
-        self._of_names = {name: self._find_keys(name) for name in counted.names.values()}
+            given = rows.values.get(name, np.zeros((len(rows), slots), np.uint64))
+            self._digests[f"column {name}"] = _distinct(given.ravel(), np.zeros(1, np.uint64))
+            ids[f"column {name}"] = np.searchsorted(self._digests[f"column {name}"], given)
+        #: The rows as questions.
+        self.questions = Questions(user, rows.time, item, ids=ids)
+        self._pairs, window = None, np.zeros(0, np.int64)
+        if USER_ROWS in counted.names:
+            window = self._read_windows()
+        self._read_others(window)
+        self._times = _distinct(rows.time, [np.inf], *(own["time"] for own in self._old.values()))
+        #: By name of sorted rows the entries, and the indices of the added rows that they are, or -1.
+        self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        if self._columns and not counted.is_implicit and set(SURPRISES) <= counted.names.keys():
+            self._find_surprises()
+        for text, name in counted.names.items():
+            if name is not self._pairs and text not in self._entries:
+                self._entries[text] = self._added_to(text)
+        if self._pairs is not None:
+            self._entries[self._pairs.text] = self._added_pairs()
 
-    @property
-    def keys(self) -> list[bytes]:
-        """The keys of all records but the user's own."""
-        return [key for name, (_, keys) in self._of_names.items() if name.text != USER_ROWS for key in keys]
+    def index(self) -> PastIndex:
+        """Returns the index of the records and the events."""
+        return self._index_of({text: entries for text, (entries, _) in self._entries.items()})
 
-    def _find_keys(self, name: SortedRows) -> tuple[np.ndarray, list[bytes]]:
-        if name.text.startswith(PAIRS):
-            window = self._others[max(0, len(self._others) - self._counted.window - NEWER_ROWS) :]
-            one, other = (found.ravel() for found in np.meshgrid(self.questions.item, window))
-            numbers = np.unique(np.minimum(one, other) * len(self._items) + np.maximum(one, other))
-        else:
-            numbers = np.unique(self._empty.keys(name.key, self.questions))
-            if name.text == "history by item":
-                numbers = np.union1d(numbers, self._others)
-        numbers = numbers[numbers >= 0]
-        return numbers, keys_of(name, numbers, self._digests)
+    def changes(self) -> dict[bytes, bytes]:
+        """Returns the records that events have changed, by key."""
+        found: dict[bytes, bytes] = {}
+        for text, (entries, source) in self._entries.items():
+            key = keys_of_entries(entries)
+            changed = np.unique(key[source >= 0])
+            stays = entries_that_stay(self._counted.names[text], entries) & np.isin(key, changed)
+            whole, size, begin = entries[stays].tobytes(), entries.itemsize, 0
+            ends = size * np.cumsum(np.bincount(key[stays], minlength=len(self._keys[text])))[changed]
+            for number, end in zip(changed.tolist(), ends.tolist(), strict=True):
+                found[self._keys[text][number]] = whole[begin:end]
+                begin = end
+        return found
 
-    def index(self, found: dict[bytes, bytes]) -> PastIndex:
-        """Returns the index of the records, by key."""
-        records = {name: self._records(name, found) for name in self._of_names}
-        times = [own["time"] for _, own in records.values()]
-        times = np.unique(np.concatenate([np.zeros(0), *times]))
-        arrays = {"times": times[np.isfinite(times)], **_no_events()}
-        for name, (numbers, own) in records.items():
-            _add_arrays(arrays, name, numbers, own)
-        if USER_ROWS in self._counted.names:
-            self._add_events(arrays)
-        return self._index(arrays)
+    def _read(self, numbers: dict[str, np.ndarray]) -> None:
+        """Reads the records of keys, whose numbers `[K]` are given by name of sorted rows."""
+        keys = {text: keys_of(self._counted.names[text], own, self._digests) for text, own in numbers.items()}
+        values = self._get([key for own in keys.values() for key in own])
+        begin = 0
+        for text, own in keys.items():
+            found, begin, dtype = values[begin : begin + len(own)], begin + len(own), self._counted.names[text].dtype
+            if not self._columns and text != USER_ROWS:  # what is not there answers no question
+                there = [number for number, value in enumerate(found) if value is not None]
+                found, numbers[text] = [found[number] for number in there], numbers[text][there]
+            none = empty_record(dtype).tobytes()
+            self._old[text] = np.frombuffer(b"".join(none if value is None else value for value in found), dtype)
+        self._numbers |= numbers
+        self._keys |= keys
 
-    def _records(self, name: SortedRows, found: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers `[K]` of the keys that have a record, and the entries of these, one after the other."""
-        if name.text == USER_ROWS:
-            own = self._user_record if len(self._user_record) > 1 else self._user_record[:0]
-            return np.zeros(min(len(own), 1), np.int64), own
-        numbers, keys = self._of_names[name]
-        values = [found.get(key) for key in keys]
-        there = np.array([value is not None for value in values], bool)
-        return numbers[there], np.frombuffer(b"".join(value for value in values if value is not None), name.dtype)
+    def _read_windows(self) -> np.ndarray:
+        """Finds the sessions of events, and the pairs of a row's item and those of the newest events before it.
 
-    def _add_events(self, arrays: dict[str, np.ndarray]) -> None:
-        """Adds what is known of the user's events."""
-        rows = self._user_record[:-1]
-        arrays |= {"event user": np.zeros(len(rows), np.int64), "event item": self._others}
-        arrays |= {"event time": np.array(rows["time"]), "event label": np.array(rows["own label"])}
-        arrays["rounded surprise"] = np.array(rows["surprise"])
-        arrays["session starts"] = np.searchsorted(rows["time"], rows["session"])
+        Returns:
+            The numbers of the items of these events, where pairs are counted.
+        """
+        name = self._counted.names[USER_ROWS]
+        self._times = _distinct(self._rows.time, self._old[USER_ROWS]["time"], [np.inf])
+        entries, source = self._added_to(USER_ROWS)
+        if self._columns:
+            at, is_new = self._added_rows(name)[0], source >= 0
+            sessions = sessions_of(entries, is_new, self._rows.session is not None)
+            self._columns["session"][at[source[is_new]]] = sessions[is_new]
+        self._pairs = next((one for text, one in self._counted.names.items() if text.startswith(PAIRS)), None)
+        if self._pairs is None:
+            return np.zeros(0, np.int64)
+        codes, rows = _codes(entries, self._times)
+        moment = np.searchsorted(self._times, self._rows.time)
+        past = Past(codes, len(self._times), np.zeros(0, np.int64))
+        newest = past.older(self.questions.user, moment).newest(self._counted.window)
+        #: Of each pair the row, and the index of the other event among all of the users.
+        self._pair_row = np.repeat(np.arange(len(moment)), newest.count)
+        self._pair_event = ranges(newest.first, newest.count)
+        items = np.searchsorted(self._digests["item"], rows["item"])
+        one, other = self.questions.item[self._pair_row], items[self._pair_event]
+        self._pair_number = np.minimum(one, other) * len(self._digests["item"]) + np.maximum(one, other)
+        return _distinct(other)
 
-    def _index(self, arrays: dict[str, np.ndarray]) -> PastIndex:
-        counted = self._counted
-        known = max(len(self._items), 1), counted.num_known, self._sizes, counted.is_implicit
+    def _read_others(self, window: np.ndarray) -> None:
+        """Reads all records but those of users' events.
+
+        Args:
+            window: the items of the events that rows are compared with.
+        """
+        numbers = {}
+        for text, name in self._counted.names.items():
+            if name is self._pairs:
+                numbers[text] = _distinct(self._pair_number)
+            elif text != USER_ROWS:
+                own = _distinct(self._row_keys(name).ravel(), window[: len(window) if text == "history by item" else 0])
+                numbers[text] = own[own >= 0]
+        self._read(numbers)
+
+    def _find_surprises(self) -> None:
+        """Finds how far labels are above what the rows before them let expect."""
+        self._entries = {text: self._added_to(text) for text in SURPRISES}
+        asked = Tallies(self._index_of({text: one for text, (one, _) in self._entries.items()}), self.questions)
+        self._columns["item surprise"] = np.nan_to_num(self._rows.label - asked.item_rate)
+        self._columns["surprise"] = np.nan_to_num(np.rint((self._rows.label - asked.expected) * 1024) / 1024)
+        for text in SURPRISES:
+            if "item surprise" in self._counted.names[text].sums:  # it is made again, with them
+                del self._entries[text]
+
+    def _row_keys(self, name: SortedRows) -> np.ndarray:
+        """`[N, K]` int64, the numbers of the keys of the rows, -1 for none."""
+        if name.key not in self._of_rows:
+            self._of_rows[name.key] = self._index_of({}).keys(name.key, self.questions)
+        return self._of_rows[name.key]
+
+    def _added_rows(self, name: SortedRows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the events `[n]` that are rows of a set, and the index of the key of each; twice for two values."""
+        is_row = self._columns["has label"] > 0
+        if name.rows != "labeled":
+            is_row = self._rows.in_history & (is_row | (name.rows == "history"))
+        keys = self._row_keys(name)
+        at, slot = np.nonzero((keys >= 0) & is_row[:, None])
+        return at, np.searchsorted(self._numbers[name.text], keys[at, slot])
+
+    def _added_to(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the entries of sorted rows with those that are added, and the indices of these; see `add_rows`."""
+        name, at, key = self._counted.names[text], np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if self._columns:
+            at, key = self._added_rows(name)
+        added = Added(key, self._rows.time[at], lambda one: self._columns[one][at])
+        return add_rows(name, self._old[text], added, self._times)
+
+    def _added_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `_added_to` does, of pairs of items."""
+        at, key, event = (np.zeros(0, np.int64) for _ in range(3))
+        if self._columns:
+            is_event = self._rows.in_history[self._pair_row]
+            at, event = self._pair_row[is_event], self._pair_event[is_event]
+            key = np.searchsorted(self._numbers[self._pairs.text], self._pair_number[is_event])
+        entries = self._entries[USER_ROWS][0]
+        surprise = entries["surprise"][np.isfinite(entries["time"])]
+        products = Added(key, self._rows.time[at], lambda _: self._columns["surprise"][at] * surprise[event])
+        return add_rows(self._pairs, self._old[self._pairs.text], products, self._times)
+
+    def _index_of(self, entries: Mapping[str, np.ndarray]) -> PastIndex:
+        """Returns the index of the entries of records, by name of sorted rows."""
+        arrays = {"times": self._times if entries else np.zeros(0)}
+        arrays |= {f"event {name}": np.zeros(0, kind) for name, kind in _EVENTS.items()}
+        for text, own in entries.items():
+            codes, rows = _codes(own, self._times)
+            numbers, ends = self._numbers[text], np.flatnonzero(np.isinf(own["time"]))
+            are_all = not len(numbers) or numbers[-1] == len(numbers) - 1  # the index of a key is its number then
+            arrays |= {f"{text}: codes": codes, f"{text}: keys": numbers[:0] if are_all else numbers}
+            for one in ("position", *self._counted.names[text].sums):
+                before = np.append(0, np.cumsum(own[one][ends]))  # all rows of the keys before
+                key = codes // len(self._times)
+                arrays[f"{text}: {one}"] = np.append(rows[one] + before[key], before[-1])
+            arrays |= {f"{text}: {one}": np.array(rows[one]) for one in self._counted.names[text].decays}
+            if text == USER_ROWS:
+                key, since = codes // len(self._times), np.searchsorted(self._times, rows["session"])
+                arrays["session starts"] = np.searchsorted(codes, key * len(self._times) + since)
+                arrays |= {"event user": key, "event item": np.searchsorted(self._digests["item"], rows["item"])}
+                arrays |= {"event time": np.array(rows["time"]), "event label": np.array(rows["own label"])}
+                arrays["rounded surprise"] = np.array(rows["surprise"])
+        counted, sizes = self._counted, {part: len(own) for part, own in self._digests.items() if " " in part}
+        known = max(len(self._digests["item"]), 1), counted.num_known, sizes, counted.is_implicit
         return index_of_counters(arrays, *known, SETS)
 
 
-def as_matrix(digests: Iterable[bytes]) -> np.ndarray:
-    """Returns digests as `[N, 8]` uint8."""
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+_EVENTS = {"user": np.int64, "item": np.int64, "time": np.float64, "label": np.float32}
+
+
+def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
+    """Returns what events add to records, `[N]` each; surprises and sessions are found later."""
+    none, has_label = np.zeros(len(events)), is_implicit | ~np.isnan(events.label)
+    return {
+        "label": np.nan_to_num(events.label),
+        "has label": has_label.astype(np.float64),
+        "item surprise": none,
+        "surprise": none,
+        "own label": events.label,
+        "session": np.array(events.time, np.float64),
+        "session_id": np.zeros(len(events), np.uint64) if events.session is None else events.session,
+        "order": events.order,
+        "item": events.item,
+    }
+
+
+def _distinct(*values: np.ndarray) -> np.ndarray:
+    """Returns the distinct values of arrays, ascending; a sort is faster than the hash table of np.unique."""
+    ordered = np.sort(np.concatenate(values))
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+
+
+def _codes(entries: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns of entries the rows `[n]`, without the ends, and their codes by the indices of their keys."""
+    is_row = np.isfinite(entries["time"])
+    rows = entries[is_row]
+    return keys_of_entries(entries)[is_row] * len(times) + np.searchsorted(times, rows["time"]), rows
 
 
 def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> list[bytes]:
@@ -156,7 +320,7 @@ def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndar
     Args:
         name: of the rows.
         numbers: `[K]` int64, keys as `PastIndex.keys` makes them.
-        digests: by part of a key those of its values `[N, 8]`, by number.
+        digests: by part of a key those of its values `[N]` uint64, by number.
     """
     whole = _key_matrix(name, numbers, digests)
     joined, size = whole.tobytes(), whole.shape[1]
@@ -176,42 +340,18 @@ def _key_matrix(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.
     """The keys as `[K, bytes]` uint8."""
     if name.text.startswith(PAIRS):
         items = digests["item"]
-        low, high = numbers // max(len(items), 1), numbers % max(len(items), 1)
-        order = items.view(">u8")[:, 0]
-        swapped = order[low] > order[high]
-        parts = [items[np.where(swapped, high, low)], items[np.where(swapped, low, high)]]
+        low, high = (items[own] for own in np.divmod(numbers, max(len(items), 1)))
+        parts = [_as_bytes(np.minimum(low, high)), _as_bytes(np.maximum(low, high))]
     else:
         parts, left = [], numbers
         for part in reversed(name.key):
-            known = np.arange(HOURS, dtype=np.uint8)[:, None] if part == "hour" else digests[part]
+            known = np.arange(HOURS, dtype=np.uint8)[:, None] if part == "hour" else _as_bytes(digests[part])
             parts.insert(0, known[left if part == "user" else left % max(len(known), 1)])
             left = left // max(len(known), 1)
     prefix = np.broadcast_to(np.frombuffer(name.prefix, np.uint8), (len(numbers), len(name.prefix)))
     return np.concatenate([prefix, *parts], axis=1)
 
 
-def _no_events() -> dict[str, np.ndarray]:
-    kinds = {"user": np.int64, "item": np.int64, "time": np.float64, "label": np.float32}
-    return {f"event {name}": np.zeros(0, kind) for name, kind in kinds.items()}
-
-
-def _add_arrays(arrays: dict[str, np.ndarray], name: SortedRows, numbers: np.ndarray, records: np.ndarray) -> None:
-    """Adds the arrays of sorted rows, as `jfi.events.counters` has them.
-
-    Args:
-        arrays: gets them.
-        name: of the rows.
-        numbers: `[K]` int64, the keys.
-        records: the entries of their records.
-    """
-    is_end = np.isinf(records["time"])
-    rows, ends, times = records[~is_end], np.flatnonzero(is_end), arrays["times"]
-    lengths = np.diff(ends, prepend=-1) - 1
-    arrays[f"{name.text}: codes"] = np.repeat(numbers, lengths) * len(times) + np.searchsorted(times, rows["time"])
-    arrays[f"{name.text}: keys"] = np.zeros(0, np.int64)
-    for one in ("position", *name.sums):
-        before = np.append(0, np.cumsum(records[one][ends]))  # all rows of the keys before
-        values = np.append(rows[one] + np.repeat(before[:-1], lengths), before[-1])
-        arrays[f"{name.text}: {one}"] = values
-    for one in name.decays:
-        arrays[f"{name.text}: {one}"] = np.array(rows[one])
+def _as_bytes(digests: np.ndarray) -> np.ndarray:
+    """Returns digests `[N]` as `[N, 8]` uint8."""
+    return digests.astype(">u8").view(np.uint8).reshape(-1, DIGEST_BYTES)

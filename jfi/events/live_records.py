@@ -7,12 +7,14 @@ the rows before a moment is the difference of two entries.
 """
 
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from jfi.events.groups import WINDOW
+from jfi.events.past import Past
 from jfi.events.point_in_time import Key
 from jfi.events.sessions import PAUSE
 from jfi.utils.jagged import ranges
@@ -28,30 +30,6 @@ NEWER_ROWS = 8
 #: The newest rows of a key that stay: of a user, of a user and an item, of a pair, of an item, and of all rows.
 _KEPT = {"user": WINDOW + NEWER_ROWS, "user x item": 3 + NEWER_ROWS, "pairs": NEWER_ROWS, "item": NEWER_ROWS}
 _KEPT_OF_ALL = 64
-
-
-@dataclass(frozen=True)
-class LiveEvent:
-    """An event of a log that grows.
-
-    Args:
-        user, item: digests of their ids.
-        time: in seconds.
-        label: 0 or 1, NaN for none.
-        in_history: whether it is an event of histories.
-        order: what events of one user and time are sorted by.
-        session: of a column of sessions, not 0; or 0.
-        values: by categorical column of the item the digests of its values.
-    """
-
-    user: bytes
-    item: bytes
-    time: float
-    label: float = np.nan
-    in_history: bool = True
-    order: int = 0
-    session: int = 0
-    values: dict[str, list[bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +60,7 @@ class SortedRows:
         """The type of an entry of a record."""
         own = [("time", "<f8"), ("position", "<i8"), *((name, "<f8") for name in (*self.sums, *self.decays))]
         if self.text == USER_ROWS:
-            own += [("own label", "<f4"), ("surprise", "<f8"), ("session_id", "<u8"), ("item", f"V{DIGEST_BYTES}")]
+            own += [("own label", "<f4"), ("surprise", "<f8"), ("session_id", "<u8"), ("item", ">u8")]
         own += [("session", "<f8")] if self.has_sessions else []
         return np.dtype([*own, ("order", "<u8")] if self.key == ("user",) else own)
 
@@ -107,60 +85,131 @@ def empty_record(dtype: np.dtype) -> np.ndarray:
     return record
 
 
-def append_row(name: SortedRows, record: np.ndarray, time: float, values: dict) -> np.ndarray:
-    """Returns a record with a further row.
+@dataclass(frozen=True)
+class Added:
+    """Rows that are added to the records of K keys.
+
+    Args:
+        key: `[n]` int64, the number of each row's record, from 0.
+        time: `[n]` seconds.
+        values: gives by name what is summed, and what a row has else, `[n]`.
+    """
+
+    key: np.ndarray
+    time: np.ndarray
+    values: Callable[[str], np.ndarray]
+
+
+def add_rows(name: SortedRows, old: np.ndarray, added: Added, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the entries of K records with further rows, none of them dropped, and where they are from.
+
+    Of equal times the old rows come first; in a user's records all are in the order of items.
 
     Args:
         name: of the rows.
-        record: of the key.
-        time: of the row, in seconds.
-        values: what is summed, and what the row has else.
+        old: the entries of the records, one after the other.
+        added: the rows.
+        times: ascending, all times of both, and infinity.
+
+    Returns:
+        The entries `[N]`, and for each the index of the row that was added `[N]` int64, -1 for an old one.
     """
-    times = record["time"][:-1]
-    at = int(np.searchsorted(times, time, side="right"))
-    if "order" in name.dtype.names:  # of equal times in the order of items
-        first = int(np.searchsorted(times, time))
-        at = first + int(np.searchsorted(record["order"][first:at], values["order"], side="right"))
-    found = np.empty(len(record) + 1, record.dtype)
-    found[:at], found[at], found[at + 1 :] = record[:at], record[at], record[at:]
-    row, after = found[at], found[at + 1 :]
-    row["time"] = time
-    after["position"] += 1
-    for one in name.sums:
-        after[one] += values[one]
+    if not len(added.key):
+        return old, np.full(len(old), -1)
+    old_key, moment = keys_of_entries(old), np.searchsorted(times, np.append(old["time"], added.time))
+    code = np.append(old_key, added.key) * len(times) + moment
+    if "order" in name.dtype.names:
+        order = np.lexsort((np.append(old["order"], added.values("order")), code))
+    else:
+        order = np.argsort(code, kind="stable")
+    source = np.maximum(order - len(old), -1)
+    is_new = source >= 0
+    own, following = source[is_new], np.cumsum(~is_new) - ~is_new
+    found, key = old[following], old_key[following]  # before a new row the sums are those before the old one after it
+    found["time"][is_new] = added.time[own]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    for one in ("position", *name.sums):
+        values = np.zeros(len(order), found[one].dtype)
+        values[is_new] = 1 if one == "position" else added.values(one)[own]
+        before = np.cumsum(values) - values
+        found[one] += before - before[first][key]
+    if name.decays:
+        _add_decayed(name, old, added, (source, following, key), found)
+    for one in ("own label", "surprise", "session_id", "item", "session", "order"):
+        if one in name.dtype.names:
+            found[one][is_new] = added.values(one)[own]
+    return found, source
+
+
+def _add_decayed(
+    name: SortedRows,
+    old: np.ndarray,
+    added: Added,
+    merged: tuple[np.ndarray, np.ndarray, np.ndarray],
+    found: np.ndarray,
+) -> None:
+    """Writes to entries the sums of the rows up to each of them, which are halved by half-life of their age.
+
+    Args:
+        name, old, added: see `add_rows`.
+        merged: of the entries the source, the index of the old one that it is or that follows it, and the key.
+        found: the entries.
+    """
+    (source, following, key), time = merged, found["time"]
+    is_new, is_row = source >= 0, np.isfinite(time)
+    # At an old row the sum of old ones is known; at a new one it is that at the old one before it.
+    before = following - is_new
+    has_old = is_row & (before >= 0) & (keys_of_entries(old)[before] == key)
+    before, rows = before[has_old], np.arange(int(is_new.sum()))
+    # To it come the new rows, whose sums are made apart.
+    last, own = np.cumsum(is_new) - 1, source[is_new]
+    has_new = is_row & (last >= 0) & (key[is_new][last] == key)
+    last, times = last[has_new], added.time[own]
+    past = Past(key[is_new] * len(own) + rows, len(own), np.zeros(0, np.int64), rows)
+    ages = time[has_old] - old["time"][before], time[has_new] - times[last]
+    label = np.asarray(added.values("label")[own], np.float64)
     for one in name.decays:
         what, _, half_life = one.partition(" by ")
-        added = values["label"] if what == "labels" else 1.0
-        half_life = float(half_life)
-        row[one] = added + (record[one][at - 1] * np.exp2((times[at - 1] - time) / half_life) if at else 0.0)
-        after[one][:-1] += added * np.exp2((time - after["time"][:-1]) / half_life)
-    for one in ("own label", "surprise", "session_id", "session", "order"):
-        if one in name.dtype.names:
-            row[one] = values[one]
-    if "item" in name.dtype.names:
-        row["item"] = np.void(values["item"])
-    return _trimmed(name, found)
+        sums = past.decayed((label if what == "labels" else np.ones(len(own))).take, times, float(half_life))
+        values, decays = np.zeros(len(time)), [np.exp2(-age / float(half_life)) for age in ages]
+        values[has_old] = old[one][before] * decays[0]
+        values[has_new] += sums[last] * decays[1]
+        found[one] = values
 
 
-def _trimmed(name: SortedRows, record: np.ndarray) -> np.ndarray:
-    count = len(record) - 1
-    if count <= name.kept + 2:
-        return record
-    stays = np.arange(count + 1) >= count - name.kept
-    stays[0] = True
+def keys_of_entries(entries: np.ndarray) -> np.ndarray:
+    """Returns for each entry the number of its record `[N]` int64, of records that follow each other."""
+    is_end = np.isinf(entries["time"])
+    return np.cumsum(is_end) - is_end
+
+
+def entries_that_stay(name: SortedRows, entries: np.ndarray) -> np.ndarray:
+    """Returns which entries of records stay in the store `[N]` bool."""
+    ends, key = np.flatnonzero(np.isinf(entries["time"])), keys_of_entries(entries)
+    stays = np.arange(len(entries)) >= ends[key] - name.kept
+    stays[np.diff(key, prepend=-1) != 0] = True
     if name.has_sessions:
-        stays[int(np.argmax(record["session"][:-1] == record["session"][-2]))] = True
-    return record[stays]
+        session = entries["session"]
+        in_last = np.flatnonzero(session == session[np.maximum(ends - 1, 0)][key])
+        stays[in_last[np.diff(key[in_last], prepend=-1) != 0]] = True
+    return stays
 
 
-def session_of(one: LiveEvent, own: np.ndarray) -> float:
-    """Returns the time of the first event of an event's session, given its user's record."""
-    at = int(np.searchsorted(own["time"][:-1], one.time, side="right"))
-    if not at:
-        return one.time
-    last = own[at - 1]
-    is_first = one.time - last["time"] > PAUSE or one.session != last["session_id"]
-    return one.time if is_first else float(last["session"])
+def sessions_of(entries: np.ndarray, is_new: np.ndarray, has_column: bool) -> np.ndarray:
+    """Returns the time of the first event of each event's session, of users' records.
+
+    Args:
+        entries: of the records; of the new rows `session` does not count.
+        is_new: `[N]` bool, which of them are new.
+        has_column: whether sessions have ids; an event without one is a session of its own then.
+    """
+    time, session, key = entries["time"], entries["session_id"], keys_of_entries(entries)
+    begins, since = np.diff(key, prepend=-1) != 0, np.diff(np.where(np.isinf(time), 0.0, time))
+    begins[1:] |= (since > PAUSE) | (session[1:] != session[:-1])
+    if has_column:
+        begins |= session == 0
+    known = np.where(is_new, time, entries["session"])
+    return known[np.maximum.accumulate(np.where(begins | ~is_new, np.arange(len(entries)), 0))]
 
 
 def records_with_ends(

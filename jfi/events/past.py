@@ -35,6 +35,18 @@ _MANY_KEYS = 1 << 21
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Positives among rows, `[B]` float64 each."""
+
+    positives: np.ndarray
+    count: np.ndarray
+
+    def rate(self, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
+        """`[B]`, the share of positives as if there were `smoothing` more rows, of the rate `expected`."""
+        return (self.positives + smoothing * expected) / (self.count + smoothing)
+
+
+@dataclass(frozen=True)
 class Older:
     """Ranges of sorted rows, one for each of B questions.
 
@@ -213,7 +225,7 @@ class Past:
             age = np.diff(seconds[codes % self.moments], prepend=0.0)
             sums, step = np.array(values(self.order[before:end]), np.float64), 1
             factors = np.exp2(np.where(is_first, -np.inf, -age / half_life))
-            while step < _BEFORE:
+            while step < min(_BEFORE, len(sums)):
                 sums[step:] += factors[step:] * sums[:-step]
                 factors[step:] *= factors[:-step]
                 step *= 2

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from jfi.events.events import Events, index_type
-from jfi.events.past import New, Older, Past, moments_of
+from jfi.events.past import New, Older, Past, Tally, moments_of
 from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
@@ -35,18 +35,6 @@ Key = tuple[str, ...]
 _SMOOTHING = 10.0
 _HOURS = 24
 _AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Positives among rows, `[B]` float64 each."""
-
-    positives: np.ndarray
-    count: np.ndarray
-
-    def rate(self, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
-        """`[B]`, the share of positives as if there were `smoothing` more rows, of the rate `expected`."""
-        return (self.positives + smoothing * expected) / (self.count + smoothing)
 
 
 @dataclass(frozen=True)
@@ -225,12 +213,12 @@ class PastIndex:
     @property
     def surprise(self) -> np.ndarray:
         """`[E]`, how far each event's label is above what its item's and its user's past let expect; 0 without one."""
-        return self.array("surprise", lambda: self._differences(self._expected))
+        return self.array("surprise", lambda: self._differences(lambda one: one.expected))
 
     @property
     def item_surprise(self) -> np.ndarray:
         """`[E]`, how far each event's label is above the rate of its item; 0 without one."""
-        return self.array("item surprise", lambda: self._differences(lambda one: one.item.rate(one.overall, 10.0)))
+        return self.array("item surprise", lambda: self._differences(lambda one: one.item_rate))
 
     def _differences(self, expected: Callable[["Tallies"], np.ndarray]) -> np.ndarray:
         found = self.new(len(self.events), np.float64)
@@ -238,11 +226,6 @@ class PastIndex:
         for events in self.rows("labeled"):
             found[events] = self.events.label[events] - expected(Tallies(self, self.questions(events)))
         return found
-
-    @staticmethod
-    def _expected(one: "Tallies") -> np.ndarray:
-        item, user = (tally.rate(one.overall, _SMOOTHING) for tally in (one.item, one.user))
-        return np.clip(item + user - one.overall, 0.0, 1.0)
 
     def questions(self, events: np.ndarray, item: np.ndarray | None = None) -> Questions:
         """Returns the questions of events, `[B]` int64, with other targets `[B]` int64 or None for their own items."""
@@ -344,6 +327,16 @@ class Tallies:
     def user(self) -> Tally:
         """Labeled events of the user."""
         return self.tally("labeled history", ("user",))
+
+    @cached_property
+    def item_rate(self) -> np.ndarray:
+        """`[B]`, the rate of the target, smoothed."""
+        return self.item.rate(self.overall, _SMOOTHING)
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """`[B]`, the rate that the pasts of target and user let expect."""
+        return np.clip(self.item_rate + self.user.rate(self.overall, _SMOOTHING) - self.overall, 0.0, 1.0)
 
     def user_share(self, part: str) -> tuple[Tally, np.ndarray]:
         """The user's events that share a value with the target, among all of the user's; and the share of all users.

@@ -90,7 +90,7 @@ class Statistics:
         count = {"past_item_count": np.log1p(asked.item.count)}
         if self.index.is_implicit:
             return {"past_item_share": np.log(self._item_share(asked))} | count
-        return {"past_item_rate": _item_rate(asked)} | count
+        return {"past_item_rate": asked.item_rate} | count
 
     def _user(self, asked: Tallies) -> Columns:
         count = {"past_user_count": np.log1p(asked.user.count)}
@@ -110,7 +110,7 @@ class Statistics:
             count = {"past_user_item_count": np.log1p(tally.positives)}
             return {"past_user_item_share": share} | count | self._user_item_pause(asked)
         tally = asked.tally("labeled history", key)
-        rate = tally.rate(_item_rate(asked), _OF_FEW)
+        rate = tally.rate(asked.item_rate, _OF_FEW)
         return {
             "past_user_item_rate": rate,
             "past_user_item_count": np.log1p(tally.count),
@@ -139,7 +139,7 @@ class Statistics:
         tally = asked.tally("labeled", ("item", "hour"))
         count = {"past_item_hour_count": np.log1p(tally.count)}
         if not self.index.is_implicit:
-            return {"past_item_hour_rate": tally.rate(_item_rate(asked), _SMOOTHING)} | count
+            return {"past_item_hour_rate": tally.rate(asked.item_rate, _SMOOTHING)} | count
         # The item's share of the rows of this hour, as if there were as many rows as items of its share at any hour.
         items = float(self.index.num_known)
         of_hour = asked.num_rows("labeled", ("hour",))
@@ -187,10 +187,6 @@ class Statistics:
     def _item_share(self, asked: Tallies) -> np.ndarray:
         share = (asked.num_rows("labeled", ("item",)) + _SMOOTHING / self.index.num_known).astype(np.float64)
         return share / (asked.num_rows("labeled") + _SMOOTHING)
-
-
-def _item_rate(asked: Tallies) -> np.ndarray:
-    return asked.item.rate(asked.overall, _SMOOTHING)
 
 
 def _user_rate(asked: Tallies) -> np.ndarray:

@@ -121,7 +121,7 @@ class PartRows:
         if config.history is not None:
             config = replace(config, history=f"'{IN_HISTORY}' == 1")
         if state.counters is not None:
-            past = CountedRows(state.overlay, state.counters, state.layout, reading.schema)
+            past = CountedRows(state.overlay, state.counters, reading.schema)
         sources = Sources(rows, history, config.users, config.items, config.semantic_ids)
         options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
         found = ScoringRows(sources, folder, reading.schema, config, **options)

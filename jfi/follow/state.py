@@ -89,14 +89,11 @@ class LogState:
     Args:
         store: of `open_state`.
         records: of the run.
-        layout: of the records of events that counters read, or None.
         counters: of the run, or None without `data.statistics`.
     """
 
-    def __init__(
-        self, store: Store, records: Records, layout: EventLayout | None, counters: StateCounters | None
-    ) -> None:
-        self._store, self.records, self.layout, self.counters = store, records, layout, counters
+    def __init__(self, store: Store, records: Records, counters: StateCounters | None) -> None:
+        self._store, self.records, self.counters = store, records, counters
         self.overlay = Overlay(store)
         (found,) = store.get([_PLACE])
         try:
@@ -130,23 +127,23 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
         DataError: the run's interactions are missing or malformed.
     """
     settings = column_settings(config)
-    records, layout, counters = Records(settings, schema), *_counters(settings, schema)
+    records, counters = Records(settings, schema), _counters(settings, schema)
     if not folder.exists():
         with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
             _fill(store, records, counters, config, schema)
-    return LogState(LmdbStore(folder), records, layout, counters)
+    return LogState(LmdbStore(folder), records, counters)
 
 
-def _counters(config: DataConfig, schema: DataSchema) -> tuple[EventLayout | None, StateCounters | None]:
+def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
     if not config.statistics_groups():
-        return None, None
+        return None
     past = past_fields(config, schema)
     try:
         # Whatever the model reads, statistics are counted by the columns of items that events have.
         layout = EventLayout(replace(schema_of(config, schema, True, False), past=past), schema.max_history)
     except ValueError as error:
         raise ConfigError(f"--follow: {error}") from None
-    return layout, StateCounters(past, layout)
+    return StateCounters(past, layout)
 
 
 def _fill(

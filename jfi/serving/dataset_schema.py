@@ -2,8 +2,6 @@
 
 from dataclasses import asdict, replace
 
-import pyarrow as pa
-
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
 from jfi.data.prepared.add_statistics import read_log
@@ -12,6 +10,7 @@ from jfi.data.prepared.stages.engagement import SECONDS
 from jfi.events.counters import counters_of
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
 from jfi.serving.schema import Field, ItemColumn, PastFields, PolicyFields, Schema
+from jfi.serving.user_state.layout import hashes
 
 
 def schema_of(
@@ -75,11 +74,15 @@ def read_counters(config: DataConfig, schema: DataSchema) -> LogCounters:
     Raises:
         DataError: the log is missing or malformed.
     """
-    with read_log(config, schema) as (made, users, items):
-        index = made.index
-        fields = replace(past_fields(config, schema), until=float(index.times[-1]), sets=index.sets)
-        texts = (ids.cast(pa.large_string()).to_pylist() for ids in (users, items))
-        counters = LogCounters(fields, PastIds(*texts), counters_of(index))
+    with read_log(config, schema) as (made, log):
+        index, fields, sessions = made.index, past_fields(config, schema), None
+        if fields.session is not None:
+            column = log.categories(fields.session, "event")
+            ids = hashes([*column.values.to_pylist(), None])  # the code of none is -1
+            sessions = lambda events: ids[column.codes[events]]  # noqa: E731
+        texts = (log.categories(*key).values.to_pylist() for key in ((fields.user, "user"), (fields.item, "item")))
+        fields = replace(fields, until=float(index.times[-1]), sets=index.sets)
+        counters = LogCounters(fields, PastIds(*texts), counters_of(index, sessions))
     RequestStatistics(counters)  # a fault shows at the export
     return counters
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from jfi.events import live_counters
 from jfi.events.counters import counters_of
 from jfi.events.events import Events
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
-from jfi.events.live_index import LiveQuestion, as_matrix
-from jfi.events.live_records import LiveEvent
+from jfi.events.live_index import LiveRows
 from jfi.events.point_in_time import Column, PastIndex, Questions
 from jfi.events.statistics import Columns, Statistics
 
@@ -18,8 +18,8 @@ USERS, ITEMS, WINDOW = 5, 12, 8
 HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
 
 
-def digest(kind: bytes, number: int) -> bytes:
-    return kind + int(number).to_bytes(7, "big")
+def digests(kind: bytes, numbers: np.ndarray) -> np.ndarray:
+    return np.uint64(kind[0] << 56) + numbers.astype(np.uint64)
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Log:
     in_history: np.ndarray
     tags: np.ndarray
     is_implicit: bool
+    session: np.ndarray | None = None
 
     @classmethod
     def draw(cls, is_implicit: bool, seed: int, count: int = 300) -> "Log":
@@ -48,19 +49,21 @@ class Log:
         order = np.lexsort((item, time))  # of a time in the order of items, as training sorts them
         return cls(user[order], item[order], time, label[order], in_history[order], tags, is_implicit)
 
-    def events(self, rows: np.ndarray) -> list[LiveEvent]:
-        return [
-            LiveEvent(
-                digest(b"u", self.user[i]),
-                digest(b"i", self.item[i]),
-                float(self.time[i]),
-                float(self.label[i]),
-                bool(self.in_history[i]),
-                order=int(self.item[i]),
-                values={"tags": [digest(b"t", tag) for tag in self.tags[self.item[i]] if tag]},
-            )
-            for i in rows
-        ]
+    def events(self, rows: np.ndarray) -> LiveRows:
+        item = self.item[rows]
+        return LiveRows(
+            digests(b"u", self.user[rows]),
+            digests(b"i", item),
+            self.time[rows],
+            {"tags": self.values(item)},
+            self.label[rows],
+            self.in_history[rows],
+            item.astype(np.uint64),
+            None if self.session is None else self.session[rows].astype(np.uint64),
+        )
+
+    def values(self, item: np.ndarray) -> np.ndarray:
+        return np.where(self.tags[item] > 0, digests(b"t", self.tags[item]), np.uint64(0))
 
     def index(self, rows: np.ndarray) -> tuple[PastIndex, np.ndarray]:
         """The index of rows, and the number of each user in it, -1 for one without rows."""
@@ -72,7 +75,8 @@ class Log:
         label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
         events = Events(user, self.item[rows], self.time[rows], label, split, histories)
         columns = {"column tags": Column("item", self.tags, 6, "tags")}
-        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit), known
+        session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
+        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session), known
 
     def answers(self, rows: np.ndarray, user: int, now: float) -> Columns:
         """What training computes for all items."""
@@ -82,9 +86,10 @@ class Log:
         )
         return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
 
-    def question(self, user: int, now: float) -> LiveQuestion:
-        tags = [[digest(b"t", tag) for tag in own if tag] for own in self.tags]
-        return LiveQuestion(digest(b"u", user), [digest(b"i", item) for item in range(ITEMS)], now, {"tags": tags})
+    def question(self, user: int, now: float) -> LiveRows:
+        items = np.arange(ITEMS)
+        of = digests(b"u", np.full(ITEMS, user)), digests(b"i", items), np.full(ITEMS, now)
+        return LiveRows(*of, {"tags": self.values(items)})
 
 
 class Counted:
@@ -97,7 +102,7 @@ class Counted:
     def get(self, keys) -> list[bytes | None]:
         return [self.records.get(key) for key in keys]
 
-    def add(self, events: list[LiveEvent]) -> None:
+    def add(self, events: LiveRows) -> None:
         self.records |= self.live.add(self.get, events)
 
 
@@ -117,12 +122,43 @@ def test_events_one_by_one(is_implicit, seed):
     for row in range(len(log.user)):
         counted.add(log.events(np.array([row])))
         if row % 23 == 5:
-            questions = []
             for now in (log.time[row], log.time[row] + 0.5, log.time[row] + 2000.0):  # at its own time it is not older
-                questions.append((int(rng.integers(0, USERS + 1)), float(now)))
-            found = counted.live.answers(counted.get, [log.question(*one) for one in questions])
-            for one, own in zip(questions, found, strict=True):
-                check(own, log.answers(np.arange(row + 1), *one))
+                user = int(rng.integers(0, USERS + 1))
+                found = counted.live.answers(counted.get, log.question(user, float(now)))
+                check(found, log.answers(np.arange(row + 1), user, float(now)))
+
+
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+@pytest.mark.parametrize("size", [1, 7, 300])
+def test_events_are_answered_as_of_their_own_times(is_implicit, size, monkeypatch):
+    """Each block of them counts in the next one."""
+    monkeypatch.setattr(live_counters, "_AT_ONCE", size)
+    log = Log.draw(is_implicit, 7)
+    counted, rows = Counted(log), np.arange(300)
+    found, changes = counted.live.answer_and_add(counted.get, log.events(rows))
+    order = np.lexsort((log.item, log.time, log.user))
+    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES).of(rows)
+    check({name: one[order] for name, one in found.items()}, wanted)
+    one_by_one = Counted(log)
+    for row in rows:
+        one_by_one.add(log.events(row[None]))
+    assert changes.keys() == one_by_one.records.keys()
+    assert {key: len(one) for key, one in changes.items()} == {key: len(one) for key, one in one_by_one.records.items()}
+
+
+@pytest.mark.parametrize("size", [1, 3, 60])
+def test_an_event_without_a_session_is_one_of_its_own(size):
+    log, rng = Log.draw(False, 6), np.random.default_rng(6)
+    log.session = np.where(rng.random(300) < 0.3, 0, 1 + (log.time // 9000 % 50).astype(np.int64))
+    counted, longest = Counted(log), 0.0
+    for begin in range(0, 300, size):
+        counted.add(log.events(np.arange(begin, begin + size)))
+        now = float(log.time[begin + size - 1] + 0.5)
+        for user in np.unique(log.user[begin : begin + size]).tolist():
+            found = counted.live.answers(counted.get, log.question(user, now))
+            check(found, log.answers(np.arange(begin + size), user, now))
+            longest = max(longest, found["past_session_count"].max())
+    assert longest > 0.0
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
@@ -135,17 +171,16 @@ def test_a_log_and_the_events_after_it(is_implicit):
     asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
     Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
     sizes = {"user": USERS, "item": ITEMS, "column tags": 6}
-    digests = {
-        part: as_matrix(digest(part.removeprefix("column ")[:1].encode(), number) for number in range(size))
-        for part, size in sizes.items()
+    by_part = {
+        part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()
     }
     counted = Counted(log)
-    counted.records |= counted.live.records_of(counters_of(index), index.sets, digests)
+    counted.records |= counted.live.records_of(counters_of(index), index.sets, by_part)
     for rows in (first, np.arange(300)):
         counted.add(log.events(rows[200:]))
         for user in range(USERS):
             now = float(log.time[rows[-1]] + 60)
-            (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+            found = counted.live.answers(counted.get, log.question(user, now))
             check(found, log.answers(rows, user, now))
 
 
@@ -159,7 +194,7 @@ def test_late_events_count_from_their_own_time_on(is_implicit):
         counted.add(log.events(np.array([row])))
     for user in range(USERS + 1):
         now = float(log.time[-1] + 60)
-        (found,) = counted.live.answers(counted.get, [log.question(user, now)])
+        found = counted.live.answers(counted.get, log.question(user, now))
         wanted = log.answers(np.arange(300), user, now)
         # The surprise in labels, and the pairs of items, are of what was known when an event came.
         check(found, wanted, but=("past_user_newest", "past_agreement", "past_similar", "past_session"))

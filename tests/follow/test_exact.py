@@ -22,8 +22,8 @@ from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import open_state
 from jfi.history_policies import Policy, fit
 
-#: The parts begin with a visit.
-BEGIN, BATCH = START + 6 * VISIT, 16
+#: The parts begin within a visit.
+BEGIN, BATCH = START + 6 * VISIT + VISIT // 2, 16
 CASES = {
     "plain": {},
     "statistics": {"statistics": list(GROUPS), "max_history": 6},

@@ -19,7 +19,7 @@ from jfi.data.prepared.stages.column_files import read_columns
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.fit_schema import learn_schema
-from jfi.data.prepared.stages.sort import ROW, read_ids
+from jfi.data.prepared.stages.sort import ROW
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.schema import DataSchema
 from jfi.events.statistics import DenseStatistics, Statistics
@@ -66,8 +66,8 @@ def add_statistics(table: pa.Table | Iterable[Table], config: DataConfig, schema
 
 
 @contextmanager
-def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistics, pa.Array, pa.Array]]:
-    """Yields what makes statistics of a log, and the ids of its users and items; all is gone afterwards.
+def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistics, Columns]]:
+    """Yields what makes statistics of a log, and its columns; all is gone afterwards.
 
     Args:
         config: the section `data` of a run, whose interactions are the log.
@@ -78,8 +78,8 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
     """
     given = _tables(config, name_of(config), None)
     with temporary_folder("jfi-log-") as folder:
-        _, made = _sorted_log(given, folder, schema, np.zeros(0, np.int64))
-        yield made.statistics, read_ids(folder / "rows", "user"), read_ids(folder / "rows", "item")
+        columns, made = _sorted_log(given, folder, schema, np.zeros(0, np.int64))
+        yield made.statistics, columns
 
 
 def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:

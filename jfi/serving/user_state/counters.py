@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from jfi.events.live_counters import Get, LiveCounters
-from jfi.events.live_index import LiveQuestion, as_matrix
-from jfi.events.live_records import LiveEvent
+from jfi.events.live_counters import LiveCounters
+from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import Columns
 from jfi.serving.counters import LogCounters
 from jfi.serving.schema import PastFields
 from jfi.serving.user_state.events import Events
-from jfi.serving.user_state.layout import TIME, EventLayout, digest
+from jfi.serving.user_state.layout import TIME, EventLayout, hashes
 from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.user_state.stores import StateError
 
@@ -58,64 +57,69 @@ class StateCounters:
         if lacking := next((name for name, own in self._columns.items() if not own), None):
             raise StateError(f"events have no field '{lacking}', which statistics of the past count by")
         known = past.window, past.half_lives, past.is_implicit, past.num_known
-        self._live = LiveCounters(past.groups, past.categories, slots, *known)
-        self._digests: dict[tuple[str, int], bytes] = {}
+        #: The counters, by digests.
+        self.live = LiveCounters(past.groups, past.categories, slots, *known)
+        self._digests: dict[tuple[str, int], int] = {}
 
-    def changes(self, get: Get, events: Events, records: np.ndarray, rows: Sequence[int]) -> dict[bytes, bytes]:
-        """Returns what the events at `rows` of a body change, whose values are in `records`."""
-        found = []
-        for row in rows:
-            record, item = records[row], events.items[row]
-            values = {
-                name: [self._value(name, int(record[one])) for one in own if record[one] > 0]
-                for name, own in self._columns.items()
-            }
-            found.append(
-                LiveEvent(
-                    digest(events.users[row]),
-                    digest(item),
-                    float(record[TIME]),
-                    float(events.labels[row]),
-                    bool(events.in_history[row]),
-                    self._order(item),
-                    int(events.sessions[row]),
-                    values,
-                )
-            )
-        return self._live.add(get, found)
+    def changes(self, get: Get, bodies: Sequence[tuple[Events, np.ndarray, np.ndarray]]) -> dict[bytes, bytes]:
+        """Returns what events change: of each body these, their records, and the rows `[N]` of those that count."""
+        users, items = ([getattr(one, of)[row] for one, _, rows in bodies for row in rows] for of in ("users", "items"))
+        records = np.concatenate([records[rows] for _, records, rows in bodies])
+        labels, in_history, sessions = (
+            np.concatenate([getattr(one, of)[rows] for one, _, rows in bodies])
+            for of in ("labels", "in_history", "sessions")
+        )
+        values = {
+            name: self.digests(name, np.stack([records[one] for one in own], axis=1))
+            for name, own in self._columns.items()
+        }
+        sessions = None if self.past.session is None else sessions
+        own = values, labels, in_history, self.orders(items), sessions
+        return self.live.add(get, LiveRows(hashes(users), hashes(items), records[TIME], *own))
 
     def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[Columns]:
-        """Returns by column the statistics `[R]` of the candidates of requests; the store is read twice for all."""
-        return self._live.answers(get, [self._question(one) for one in asked])
+        """Returns by column the statistics `[R]` of the candidates of requests."""
+        lengths = [len(one.items) for one in asked]
+        users, times = hashes([one.user for one in asked]), np.array([one.now for one in asked])
+        values = {
+            name: self.digests(name, np.concatenate([one.column_ids[column.key] for one in asked]))
+            for name, column in self.past.columns.items()
+        }
+        items = hashes([item for one in asked for item in one.items])
+        rows = LiveRows(np.repeat(users, lengths), items, np.repeat(times, lengths), values)
+        found, ends = self.live.answers(get, rows), np.cumsum(lengths)
+        return [
+            {name: one[end - own : end] for name, one in found.items()} for own, end in zip(lengths, ends, strict=True)
+        ]
 
     def records_of(self, counters: LogCounters) -> Iterator[tuple[bytes, bytes]]:
         """Yields the keys and the records of a log."""
-        digests = {
-            "user": as_matrix(map(digest, counters.ids.users)),
-            "item": as_matrix(map(digest, counters.ids.items)),
-        }
+        digests = {"user": hashes(counters.ids.users), "item": hashes(counters.ids.items)}
         for name, column in counters.fields.columns.items():
-            digests[f"column {name}"] = as_matrix(self._value(name, number) for number in range(column.size))
-        yield from self._live.records_of(counters.arrays, counters.fields.sets, digests)
+            digests[f"column {name}"] = self.digests(name, np.arange(column.size))
+        yield from self.live.records_of(counters.arrays, counters.fields.sets, digests)
 
-    def _question(self, one: StoredHistory) -> LiveQuestion:
-        items = [digest(item or "") for item in one.items]
-        values = {}
-        for name, column in self.past.columns.items():
-            ids = one.column_ids[column.key].tolist()
-            values[name] = [[self._value(name, own) for own in row if own] for row in ids]
-        return LiveQuestion(digest(one.user), items, one.now, values)
+    def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Returns digests of values, by their texts or of a bucket by its number; 0 for none and for unknown ones.
 
-    def _value(self, name: str, number: int) -> bytes:
-        """The digest of a value, by its text, or of a bucket by its number."""
-        if (name, number) not in self._digests:
-            known = self._layout.schema.vocabularies.get(name)
-            text = known[number - 1] if known and 0 < number <= len(known) else f"\0{number}"
-            self._digests[name, number] = digest(text)
-        return self._digests[name, number]
+        Args:
+            name: of a categorical column of the item.
+            ids: of the values, of any shape.
+        """
+        distinct, index = np.unique(ids, return_inverse=True)
+        known = self._layout.schema.vocabularies.get(name)
+        for number in distinct[distinct > 0].tolist():
+            if (name, number) not in self._digests:
+                text = known[number - 1] if known and number <= len(known) else f"\0{number}"
+                self._digests[name, number] = int(hashes([text])[0])
+        found = [self._digests[name, number] if number > 0 else 0 for number in distinct.tolist()]
+        return np.array(found, np.uint64)[index].reshape(ids.shape)
+
+    def orders(self, items: Sequence[str]) -> np.ndarray:
+        """Returns the sort keys of events of one time `[N]` uint64: numbers of items, or first bytes of their texts."""
+        return np.fromiter(map(self._order, items), np.uint64, len(items))
 
     def _order(self, item: str) -> int:
-        """Returns the sort key of events of one time: the number of an item, or the first bytes of its text."""
         if self._layout.is_numbered(item):
             return min(max(int(item) + _NUMBERS, 0), 2 * _NUMBERS - 1)
         return int.from_bytes(item.encode()[:8].ljust(8, b"\0"), "big")

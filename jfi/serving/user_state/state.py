@@ -137,6 +137,7 @@ class UserState:
             now = dict(zip(users, map(self.layout.records, values), strict=True))
             before = dict(now)
             names, counted = Dictionaries(get, self._numbers, self._texts), _Changed(get)
+            added: list[tuple[Events, np.ndarray, np.ndarray]] = []
             for events in bodies:
                 try:
                     rows_of = self._new_rows_of(events, now, counted)
@@ -147,8 +148,10 @@ class UserState:
                 now |= self._merged(events, records, rows_of, now, names)
                 if self.counters is not None:
                     counted.keep_ids(events, rows)
-                    counted.changes |= self.counters.changes(counted, events, records, rows.tolist())
+                    added.append((events, records, rows))
                 results.append(Added(len(rows), len(events) - len(rows)))
+            if added:
+                counted.changes |= self.counters.changes(get, added)
             new.update(names.new)
             changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
             return changed | names.changes() | counted.changes

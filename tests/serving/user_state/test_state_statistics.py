@@ -32,7 +32,7 @@ def log() -> list[dict]:
     time = np.sort(rng.integers(0, 40_000, COUNT)) * 5.0 + START
     rows = [
         {"user_id": f"u{rng.integers(0, 12)}", "item_id": int(item), "timestamp": float(one), "brand": f"b{item % 5}"}
-        | {"rating": int(rng.integers(1, 6)), "tags": tags[item]}
+        | {"rating": int(rng.integers(1, 6)), "tags": tags[item], "visit": f"v{one // 7000}" if item % 4 else None}
         for item, one in zip(rng.integers(0, ITEMS, COUNT), time, strict=True)
     ]
     return sorted(rows, key=lambda row: (row["timestamp"], row["item_id"]))
@@ -46,6 +46,7 @@ KINDS = pa.schema(
         ("rating", pa.int64()),
         ("tags", pa.list_(pa.string())),
         ("brand", pa.string()),
+        ("visit", pa.string()),
     ]
 )
 FEATURES = [FeatureConfig("tags", "item"), FeatureConfig("brand", "item"), FeatureConfig("rating", "event")]
@@ -57,6 +58,7 @@ CASES = {
         "features": [FeatureConfig("tags", "item", hash_buckets=7), FeatureConfig("brand", "item", default="b1")],
     },
     "history": {"label": "rating >= 4", "statistics": list(GROUPS), "history": "rating >= 3"},
+    "session": {"label": "rating >= 4", "statistics": ["session", "user"], "session": "visit"},
 }
 
 
@@ -108,7 +110,7 @@ class Replay:
             {"rating": None, "user_id": request["user"], "timestamp": request["time"]} | one
             for one in request["candidates"]
         ]
-        rows = [{"tags": None, "brand": None} | row for row in rows]
+        rows = [{"tags": None, "brand": None, "visit": None} | row for row in rows]
         (folder := self.folder / f"{len(known)}-{request['time']}-{request['user']}").mkdir()
         sources = Sources(pa.Table.from_pylist(rows, KINDS), pa.Table.from_pylist(known, KINDS))
         scoring = ScoringRows(sources, folder, self.schema, column_settings(self.config))
@@ -125,6 +127,8 @@ class Replay:
 )
 def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_store):
     """Bit for bit, at the time of the newest event, right after it and later."""
+    if case == "session":  # with less time between the events of a user
+        log = [row | {"timestamp": START + (row["timestamp"] - START) / 10} for row in log]
     replay, rng = Replay(log, CASES[case], tmp_path, new_store(), known), np.random.default_rng(1)
     for begin in range(known, known + 150, 30):
         part = log[begin : begin + 30]
@@ -133,9 +137,10 @@ def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_stor
         assert (added.added, added.repeated) == (0, 30)
         newest = part[-1]["timestamp"]
         for now in (newest, newest + 0.5, newest + 1e5):
-            request = replay.request(f"u{rng.integers(0, 13)}", now)
-            (filled,) = replay.state.fill([replay.reader(request)], replay.reader)
-            np.testing.assert_array_equal(filled.dense, replay.wanted(request, log[: begin + 30]))
+            for user in {f"u{rng.integers(0, 13)}", part[-1]["user_id"]}:
+                request = replay.request(user, now)
+                (filled,) = replay.state.fill([replay.reader(request)], replay.reader)
+                np.testing.assert_array_equal(filled.dense, replay.wanted(request, log[: begin + 30]))
     assert filled.dense.std() > 0.1
 
 
