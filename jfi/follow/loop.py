@@ -57,7 +57,7 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
     log_sha256: str = ""
 
     def named(self) -> dict:
-        """Returns what others are told of it."""
+        """Returns the fields that hooks and published versions get."""
         return {"part": self.part, "sha256": self.sha256, "newest": self.newest}
 
 
