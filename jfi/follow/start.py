@@ -32,7 +32,7 @@ from jfi.utils.errors import InputError
 from jfi.utils.files import temporary_folder
 
 #: Seconds between two looks at the folder, and between two looks for a signal meanwhile.
-_POLL, _TICK = 1.0, 0.1
+_POLL, _TICK = 0.2, 0.1
 #: Least seconds between two pictures.
 _PICTURE = 60.0
 
@@ -147,21 +147,27 @@ class _Following:
         begins = not last_progress(self.run)[1].follow
         trainer.restore(self.run, best=begins)
         trainer.progress.files = learnt_files(self.run)
-        hook = hook or publishing(self.run, trainer.config, self._reading.schema, self._reading.policy)
-        trainer.hook = None if hook is None else hook(trainer)
         place = self._saved = trainer.place
         self._folder.mkdir(exist_ok=True)
         trained = _read_log(self._log, place)
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
+        with closing(open_state(state_folder, self._config.data, self._reading.schema)) as state:
+            hook = hook or publishing(self.run, trainer.config, self._reading.schema, self._reading.policy)
+            trainer.hook = None if hook is None else hook(trainer)
+            self._follow(state, trained, until_idle)
+        return (trainer.place.parts if trainer.place else 0) - count
+
+    def _follow(self, state: LogState, trained: list[dict], until_idle: bool) -> None:
+        """Adds to the state what it lacks, and follows the log from the place of the run on."""
+        trainer, place = self.trainer, self.trainer.place
         with (
-            closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
             closing(LineFile(self._log, place.log_length if place else 0)) as trainer.lines,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
             self._catch_up(state, trained, stop)
-            del trained  # it is as long as the log
+            trained.clear()  # it is as long as the log
             try:
                 while (is_trained := self._go_on(state, stop)) or not until_idle:
                     if not is_trained:
@@ -175,7 +181,6 @@ class _Following:
                 self._end(state)
             finally:
                 self._draw()
-        return (trainer.place.parts if trainer.place else 0) - count
 
     def _go_on(self, state: LogState, stop: StopRequest) -> bool:
         """Trains on the next part; returns whether there was one."""

@@ -108,6 +108,8 @@ class VersionChain:
             if not newer and self.broken is None:
                 return None
             if newer:
+                if newer[0] != self._at.number + 1 and (step := self._whole(newer)) is not None:
+                    return step  # those between have been removed
                 try:
                     return self._following(newer[0])
                 except PublishedError as fault:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -291,10 +290,9 @@ def test_a_signal_ends_it_at_the_last_checkpoint(rows, followed, monkeypatch):
     assert follow(run, parts, until_idle=True) == 1
 
 
-def test_it_waits_for_parts(rows, followed, monkeypatch):
+def test_it_waits_for_parts(rows, followed):
     """A part that comes while it waits is trained on, and a signal ends the waiting."""
     run, parts = followed
-    monkeypatch.setattr("jfi.follow.start._POLL", 0.2)
     places, waited, closed = [], [], []
 
     class Hook:
@@ -303,16 +301,17 @@ def test_it_waits_for_parts(rows, followed, monkeypatch):
 
         def after_part(self, place: dict) -> None:
             places.append(place["part"])
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
         def while_waiting(self) -> None:
             waited.append((len(places), *sorted(one.name for one in (run / "checkpoints").iterdir())))
+            if not places:
+                write(parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100])
+            else:
+                os.kill(os.getpid(), signal.SIGINT)
 
         def close(self) -> None:
             closed.append(waited[-1])
 
-    timer = threading.Timer(0.5, write, (parts / "part-0002.parquet", rows[KNOWN + 80 : KNOWN + 100]))
-    timer.start()
     with pytest.raises(Interrupted, match="stopped by SIGINT"):
         follow(run, parts, checkpoint_seconds=1e6, hook=lambda _: Hook())
     assert places == ["part-0002.parquet"] and len(lines(run)) == 3

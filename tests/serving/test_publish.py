@@ -123,6 +123,17 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
     assert scorer.version == 6 and scores(scorer) == published.fresh[6] and chain.broken is None and len(reasons) == 1
 
 
+def test_one_that_lags_behind_goes_on_with_a_snapshot(published, tmp_path):
+    folder = tmp_path / "copy"
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    chain = VersionChain(folder, Scorer, refused=pytest.fail)
+    scorer = chain.take_scorer()
+    for number in (5, 6):
+        add(folder, published.folder, number)
+    assert scores(follow(chain, scorer)) == published.fresh[6] and chain.broken is None
+
+
 def test_a_damaged_snapshot_is_not_started_from(published, tmp_path):
     shutil.copytree(published.folder, tmp_path / "copy")
     damage(path_of(tmp_path / "copy", 5) / TABLES)
