@@ -17,7 +17,7 @@ from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
 from jfi.events.statistics import Columns, Statistics
 from jfi.utils.jagged import blocks
 
-#: Rows that are answered or counted together, which bounds memory.
+#: Rows that are answered or counted together, which bounds memory; rows of one time are answered together.
 _AT_ONCE = 1 << 13
 #: Keys of a log whose records are made together.
 _KEYS_AT_ONCE = 1 << 16
@@ -109,7 +109,12 @@ class LiveCounters:
         return changes
 
     def answer_and_add(self, get: Get, events: LiveRows) -> tuple[Columns, dict[bytes, bytes]]:
-        """Counts events in the order of their times; returns the statistics of each as of its own time, and changes."""
+        """Counts events; returns the statistics of each as of its own time, and the records that have changed.
+
+        Args:
+            get: reads records by key.
+            events: in the order of their times.
+        """
         answers, changes = [], {}
         for index in self._indices(get, events, changes):
             answers.append(self._answers(index))
@@ -126,8 +131,13 @@ class LiveCounters:
             found = get(keys)
             return [changes.get(key, value) for key, value in zip(keys, found, strict=True)] if changes else found
 
-        for begin, end in blocks(max(len(rows), 1), _AT_ONCE):
+        begin, count = 0, len(rows)
+        while begin < max(count, 1):
+            end = min(begin + _AT_ONCE, count)
+            if rows.label is not None and end < count:  # rows of one time do not see each other
+                end = max(end, int(np.searchsorted(rows.time, rows.time[end - 1], "right")))
             yield LiveIndex(self._counted, read, rows.take(slice(begin, end)))
+            begin = max(end, 1)
 
     def records_of(
         self,

@@ -1,6 +1,6 @@
 """Statistics of a log that grows are those of training's index of the same rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -144,6 +144,23 @@ def test_events_are_answered_as_of_their_own_times(is_implicit, size, monkeypatc
         one_by_one.add(log.events(row[None]))
     assert changes.keys() == one_by_one.records.keys()
     assert {key: len(one) for key, one in changes.items()} == {key: len(one) for key, one in one_by_one.records.items()}
+
+
+@pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
+def test_events_of_one_time_do_not_see_each_other(is_implicit, monkeypatch):
+    """A key has more of them than its record keeps newest rows, and they are more than are counted together."""
+    monkeypatch.setattr(live_counters, "_AT_ONCE", 50)
+    log, rows = Log.draw(is_implicit, 3), np.arange(300)
+    log.time[20:240] = log.time[20]
+    order = np.lexsort((log.item, log.time))
+    log = replace(
+        log, user=log.user[order], item=log.item[order], label=log.label[order], in_history=log.in_history[order]
+    )
+    counted = Counted(log)
+    found, _ = counted.live.answer_and_add(counted.get, log.events(rows))
+    order = np.lexsort((log.item, log.time, log.user))
+    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES).of(rows)
+    check({name: one[order] for name, one in found.items()}, wanted)
 
 
 @pytest.mark.parametrize("size", [1, 3, 60])
