@@ -137,7 +137,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def read_version(folder: Path, number: int) -> Version:
-    """Reads and verifies the manifest of a version, not what it brings.
+    """Reads and verifies the manifest of a version, and no other file of it.
 
     Raises:
         PublishedError: it is missing, damaged, or of another format.
