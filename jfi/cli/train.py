@@ -84,7 +84,7 @@ def _follow(options: SimpleNamespace, named: list[str]) -> None:
         raise ConfigError(f"--follow uses the config of its run; it takes no other option such as {other}")
     limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
     count = follow(options.resume, options.follow, until_idle=options.until_idle, **limits)
-    print(f"trained on {count} parts; run folder {options.resume}")
+    print(f"trained on {count} {'part' if count == 1 else 'parts'}; run folder {options.resume}")
 
 
 def _print_metrics(name: str, metrics: dict[str, float]) -> None:

@@ -122,6 +122,8 @@ class Follower(Steps):
         #: Gets the lines of metrics.
         self.lines: LineFile | None = None
         self.hook: Hook | None = None
+        #: What continues the run, after --resume.
+        self.resume: object = ""
         #: Whether the parameters and the state are those of the middle of a part.
         self.is_within_part = False
 
@@ -192,7 +194,7 @@ class Follower(Steps):
         with closing(self._outputs(SCORED, self.config.training.eval_batch_size, "score")) as outputs:
             for output in outputs:
                 predictions.add(*output)
-                stop.check(run.path, self.world)
+                stop.check(self.resume, self.world)
         predictions = predictions.on_cpu()
         weights = [one.weight for one in self.config.data.targets()]
         metrics = predictions.metrics(self._labels, weights)
@@ -216,7 +218,7 @@ class Follower(Steps):
                     self.admit()
                 if self.hook is not None:
                     self.hook.after_step()
-                stop.check(run.path, self.world)
+                stop.check(self.resume, self.world)
         if average is not None:
             average.flush()
         loss, _, samples = self.window.tolist()

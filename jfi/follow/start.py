@@ -138,6 +138,7 @@ class _Following:
         policy = load_policy(own_policy(run, config).data)
         self._reading = Reading(settings, schema, policy, late_seconds)
         self.trainer = Follower(config, schema, world, self._reading, clock)
+        self.trainer.resume = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
     def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
@@ -185,7 +186,7 @@ class _Following:
     def _go_on(self, state: LogState, stop: StopRequest) -> bool:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
-        stop.check(self.run.path, trainer.world)
+        stop.check(trainer.resume, trainer.world)
         name = self._parts.next(trainer.place.part if trainer.place else "")
         if name is not None:
             print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
@@ -216,7 +217,7 @@ class _Following:
     def _wait(self, stop: StopRequest) -> None:
         end = time.monotonic() + _POLL
         while time.monotonic() < end:
-            stop.check(self.run.path, self.trainer.world)
+            stop.check(self.trainer.resume, self.trainer.world)
             if self.trainer.hook is not None:
                 self.trainer.hook.while_waiting()
             time.sleep(_TICK)
@@ -232,7 +233,7 @@ class _Following:
         for line in trained:
             if line["part"] <= at:
                 continue
-            stop.check(self.run.path, self.trainer.world)
+            stop.check(self.trainer.resume, self.trainer.world)
             part = self._parts.part(line["part"])
             if part.sha256 != line["sha256"]:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
