@@ -417,8 +417,11 @@ def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind,
     pq.write_table(log(seed, count), folder / "log.parquet")
     config = replace(CONFIG, interactions=str(folder / "log.parquet"), max_history=40, **kind)
     schema = load_dataset(replace(config, interactions=log(0, 200))).schema
-    with read_log(config, schema) as (made, users, items):
+    with read_log(config, schema) as (made, columns):
         index, rng = made.index, np.random.default_rng(seed)
+        users, items = (
+            columns.categories(key, of).values for key, of in ((config.user, "user"), (config.item, "item"))
+        )
         user, item = (rng.integers(-1, len(of), 50) for of in (users, items))
         later = rng.choice([1e-3, 100.0, 1800.0, 50000.0], 50)
         asked = Questions(user, index.times[-1] + later, np.maximum(item, 0))

@@ -4,11 +4,11 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from followed_log import USERS
-
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.recorder import SPEED
+
+from .followed_log import USERS
 
 #: Of a checkpoint's progress, what differs between repetitions.
 OTHER = ("train_seconds", "config")

@@ -4,9 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from followed_log import KNOWN, config_of, make_rows, write
 
 from jfi.training import train
+
+from .followed_log import KNOWN, config_of, make_rows, write
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
 
 from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -21,6 +20,8 @@ from jfi.follow.parts import PartFolder
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import open_state
 from jfi.history_policies import Policy, fit
+
+from .followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, make_rows, write, write_parts
 
 #: The parts begin within a visit.
 BEGIN, BATCH = START + 6 * VISIT + VISIT // 2, 16

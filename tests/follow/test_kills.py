@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from comparing import assert_same, content
-from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 from training.forked_runs import ForkedRuns, forked_runs
 
 from jfi.training import train
 from jfi.training.config_parser import save_config
+
+from .comparing import assert_same, content
+from .followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from followed_log import FEATURES, KINDS, KNOWN, config_of, content, lines, write, write_parts
 
 import jfi
 from jfi.data import DataError, FeatureConfig
@@ -22,6 +21,8 @@ from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.run.interrupt import Interrupted
 from jfi.utils.encoding import HashedIds
+
+from .followed_log import FEATURES, KINDS, KNOWN, config_of, content, lines, write, write_parts
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

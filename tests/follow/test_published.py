@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparing import bodies
-from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 
 from jfi.cli.export import schema_of_run
 from jfi.follow.publishing import MAX_CANDIDATES
@@ -18,6 +16,9 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training import ConfigError, train
 from jfi.training.run.saved_run import load_run
+
+from .comparing import bodies
+from .followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from pathlib import Path
 import commands
 import pyarrow.parquet as pq
 import pytest
-from comparing import assert_same, bodies
-from followed_log import FEATURES, GROWING, config_of, make_rows, write
 
 from jfi.cli.export import schema_of_run
 from jfi.follow.publishing import MAX_CANDIDATES
@@ -32,6 +30,9 @@ from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import train
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.saved_run import load_run
+
+from .comparing import assert_same, bodies
+from .followed_log import FEATURES, GROWING, config_of, make_rows, write
 
 #: Rows that train the run, rows that it follows, and parts of a minute that have these.
 KNOWN, FOLLOWED, PARTS = 400, 1000, 60

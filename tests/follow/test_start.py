@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from followed_log import KNOWN, config_of, content, lines, write, write_parts
 
 from jfi.data import DataError
 from jfi.data.prepared.manifest import prepared_config
@@ -18,6 +17,8 @@ from jfi.follow.start import follow
 from jfi.follow.state import LogState
 from jfi.training import ConfigError, train
 from jfi.training.run.interrupt import Interrupted
+
+from .followed_log import KNOWN, config_of, content, lines, write, write_parts
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
