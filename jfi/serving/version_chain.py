@@ -93,7 +93,7 @@ class VersionChain:
             the step to it, a new scorer.
         """
         self._base: Version | None = None
-        self._needs_scorer = False
+        self._skipped, self._needs_scorer = set(), False
         step = self._whole(numbers(self._folder))
         if step is None:
             why = [*self._said, "it has none"][0]
