@@ -142,7 +142,7 @@ class Scorer:
         return example_request(self.reader.schema, self.inputs, 1, 1)
 
     def prepare(self, change: Change) -> Callable[[], None]:
-        """Does what takes long of a change, in any thread, beside calls of `score`.
+        """Does what takes long of a change, in any thread, while `score` runs.
 
         Returns:
             what makes the scorer that of the published version, in place; call it between two calls of `score`, and

@@ -168,7 +168,7 @@ class VersionChain:
         reason = f"{step.version.path}: {why}"
         self._unusable[step.version.name] = reason
         if step.scorer is not None and step.version.manifest.kind == "delta":
-            self._unusable[step.base.name] = reason  # of a new scorer; or each delta before it would be tried in turn
+            self._unusable[step.base.name] = reason  # of a new scorer; or the deltas before it would be tried, too
         self._break(reason)
 
     def fail(self, step: Step, error: Exception) -> None:
