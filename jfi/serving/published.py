@@ -28,7 +28,7 @@ from torch import Tensor
 
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.schema import Table
-from jfi.serving.tables import Tables, load_tables
+from jfi.serving.tables import FloatTables, Tables, load_tables
 from jfi.utils.errors import InputError
 from jfi.utils.files import SUMS, DamagedFileError, check_sum, naming, parse_sums
 from jfi.utils.json_files import read_json
@@ -184,9 +184,11 @@ def read_change(version: Version, base: Version, info: Info, tables_device: str 
     if version.manifest.kind == "snapshot":
         try:
             check_sum(path, TABLES, version.sums)
-            return Change(version.number, {}, load_tables(path / TABLES, info.quantization, info.tables, on), constants)
+            tables = load_tables(path / TABLES, info.quantization, info.tables, on)
         except (DamagedFileError, ArtifactError) as fault:
             raise PublishedError(str(fault)) from None
+        check_tables(path / TABLES, tables)
+        return Change(version.number, {}, tables, constants)
     rows = _rows(path / ROWS, _read_tensors(version, ROWS), info.tables)
     return Change(
         version.number,
@@ -225,9 +227,21 @@ def _rows(path: Path, tensors: dict[str, Tensor], tables: dict[str, Table]) -> d
     return found
 
 
+def check_tables(path: Path, tables: Tables) -> None:
+    """Checks that the values of tables are finite; only float32 tables are published.
+
+    Raises:
+        PublishedError: they are not.
+    """
+    if isinstance(tables, FloatTables):
+        _check_finite(path, tables.tensors)
+
+
 def _check_finite(path: Path, tensors: dict[str, Tensor]) -> None:
     for name, one in tensors.items():
-        if one.is_floating_point() and not bool(one.isfinite().all()):
+        if not one.is_floating_point() or not one.numel():
+            continue
+        if not all(bool(end.isfinite()) for end in one.aminmax()):  # NaN if one is; no copy
             raise PublishedError(f"{path}: {name} has values that are not finite")
 
 

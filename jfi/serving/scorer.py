@@ -1,7 +1,7 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,27 +134,51 @@ class Scorer:
         self.identity = artifact.identity(path)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
+        #: Whether a change has begun that has not ended: it runs, or has failed.
+        self._half_applied = False
 
     def example(self) -> Request:
         """A request of one event and one candidate, both unknown."""
         return example_request(self.reader.schema, self.inputs, 1, 1)
 
+    def prepare(self, change: Change) -> Callable[[], None]:
+        """Does what takes long of a change, in any thread, while `score` runs.
+
+        Returns:
+            what makes the scorer that of the published version, in place; call it between two calls of `score`, and
+            before another change is prepared. If it raises, the scorer answers no more.
+        """
+        rows_of_ids = {
+            table: self.tables.rows[table].changed(rows, ids)
+            for table, (rows, _, ids) in change.rows.items()
+            if ids is not None
+        }
+
+        def apply() -> None:
+            self._half_applied = True
+            if change.constants:  # first, since a fault of theirs is the likeliest
+                self.package.load_constants(change.constants, check_full_update=False)
+            if change.tables is not None:
+                self.tables = change.tables
+            for table, (rows, values, _) in change.rows.items():
+                self.tables.write_rows(table, rows, values, rows_of_ids.get(table))
+            self.version, self._half_applied = change.version, False
+
+        return apply
+
     def apply(self, change: Change) -> None:
-        """Makes the scorer that of a published version, in place; call it between two calls of `score`."""
-        if change.tables is not None:
-            self.tables = change.tables
-        for table, parts in change.rows.items():
-            self.tables.write_rows(table, *parts)
-        if change.constants:
-            self.package.load_constants(change.constants, check_full_update=False)
-        self.version = change.version
+        """Makes the scorer that of a published version, see `prepare`."""
+        self.prepare(change)()
 
     def score(self, requests: list[Request]) -> list[Answer]:
         """The scores of each request's candidates, as `output` says; of several labels by name.
 
         Raises:
             StoreUnavailableError: the store of the users' events does not answer.
+            RuntimeError: a published version could not be applied whole; another scorer has to take its place.
         """
+        if self._half_applied:
+            raise RuntimeError(f"a change of version {self.version} has failed; its model answers no more")
         for request in requests:
             request.version = self.version
         requests = self._with_stored(requests)

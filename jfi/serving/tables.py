@@ -35,17 +35,17 @@ class RowsOfIds:
     """
 
     def __init__(self, ids: Tensor) -> None:
-        self._set(ids)
-
-    def change(self, rows: Tensor, ids: Tensor) -> None:
-        """Gives rows [M] the ids [M], 0 for none."""
-        own = self.ids.clone()
-        own[rows.to(own.device)] = ids.to(own.device)
-        self._set(own)
-
-    def _set(self, ids: Tensor) -> None:
         self.ids = ids
         self._sorted, self._rows = ids.sort(stable=True)  # of ids 0 the first is row 0
+
+    def changed(self, rows: Tensor, ids: Tensor) -> "RowsOfIds":
+        """Returns the rows of ids after rows [M] have got the ids [M], 0 for none; itself if they have them already."""
+        rows, ids = rows.to(self.ids.device), ids.to(self.ids.device)
+        if torch.equal(self.ids[rows], ids):
+            return self
+        own = self.ids.clone()
+        own[rows] = ids
+        return RowsOfIds(own)
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self._sorted.device)
@@ -66,22 +66,22 @@ class FloatTables:
         self, weights: dict[str, Tensor], table_of: dict[str, str], ids: dict[str, Tensor] | None = None
     ) -> None:
         self.weights = {key: weights[table] for key, table in table_of.items()}
-        self._tables = weights
-        #: By table that grows the rows of its ids; and these by key.
+        self.tensors, self._table_of = weights, table_of
+        #: By table that grows the rows of its ids.
         self.rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
-        self._rows_of_key = {key: self.rows[table] for key, table in table_of.items() if table in self.rows}
 
-    def write_rows(self, table: str, rows: Tensor, values: Tensor, ids: Tensor | None = None) -> None:
-        """Replaces rows [n] of a table by values [n, D], in place, and their raw ids [n] in a table that grows."""
-        self._tables[table].index_copy_(0, rows, values)
-        if ids is not None:
-            self.rows[table].change(rows, ids)
+    def write_rows(self, table: str, rows: Tensor, values: Tensor, rows_of_ids: RowsOfIds | None = None) -> None:
+        """Replaces rows [n] of a table by values [n, D], in place, and the rows of all ids in a table that grows."""
+        self.tensors[table].index_copy_(0, rows, values)
+        if rows_of_ids is not None:
+            self.rows[table] = rows_of_ids
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for key, values in ids.items():
             weight = self.weights[key]
-            rows = self._rows_of_key[key](values) if key in self._rows_of_key else values.to(weight.device)
+            rows_of_ids = self.rows.get(self._table_of[key])
+            rows = values.to(weight.device) if rows_of_ids is None else rows_of_ids(values)
             found[key] = F.embedding(rows, weight).to(values.device)
         return found
 

@@ -1,5 +1,6 @@
 """The versions of a folder in the order in which a server applies them."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,12 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.published import (
     ARTIFACT,
+    TABLES,
     Change,
     Manifest,
     PublishedError,
     Version,
+    check_tables,
     numbers,
     path_of,
     read_change,
@@ -40,9 +43,11 @@ class Step:
 class VersionChain:
     """Follows a folder of published versions.
 
-    `next` reads and verifies a step, which the caller applies and then reports by `done`. A version that is missing,
-    damaged, or made from another state than the one here breaks the chain: the current version stays until a whole one
-    can be loaded that is newer, or that is in a folder without the current one.
+    `next` reads and verifies a step, which the caller applies and then reports by `done`, or by `fail` if applying
+    raises. A version that is missing, damaged, or made from another state than the one here breaks the chain: the
+    current version stays until a whole one can be loaded that is newer, or that is in a folder without the current one,
+    or until one that was missing appears. After a version that failed while it was applied, the next step is a new
+    scorer, of the newest version that is reached without it.
 
     Args:
         folder: of the versions.
@@ -72,20 +77,39 @@ class VersionChain:
         self._folder, self._load, self._tables_device, self._refused = folder, load, tables_device, refused
         #: Why the next version cannot be applied, or None.
         self.broken: str | None = None
-        #: Versions that are not looked at again: deltas behind a break, and whole ones that could not be loaded.
+        #: Versions that are not looked at again until another is applied: a following one that was refused; and, when
+        #: a whole one is looked for, deltas, and whole ones that could not be loaded.
         self._skipped: set[int] = set()
-        self._base: Version | None = None
+        #: By name of a version that could be read, but not used, the reason: it is not used again.
+        self._unusable: dict[str, str] = {}
         #: All reasons that were given.
         self._said: dict[str, None] = {}
-        step = self._whole(numbers(folder))
+        self._scorer = self._open().scorer
+
+    def _open(self) -> Step:
+        """Takes the newest whole version that can be loaded, and what follows it, as the current version.
+
+        Returns:
+            the step to it, a new scorer.
+        """
+        self._base: Version | None = None
+        self._skipped, self._needs_scorer = set(), False
+        step = self._whole(numbers(self._folder))
         if step is None:
             why = [*self._said, "it has none"][0]
-            raise ArtifactError(f"{folder} has no whole version to start from: {why}")
-        self._scorer, self._skipped = step.scorer, set()
+            raise ArtifactError(f"{self._folder} has no whole version to start from: {why}")
+        scorer = step.scorer
         self.done(step)
         while (step := self.next()) is not None:
-            self._scorer = step.apply_to(self._scorer)
-            self.done(step)
+            try:
+                scorer = step.apply_to(scorer)
+            except Exception as error:
+                self.fail(step, error)
+            else:
+                self.done(step)
+        if self._needs_scorer:
+            raise ArtifactError(f"{self._folder} has no version that can be applied: {self.broken}")
+        return Step(self._at, self._base, scorer=scorer)
 
     def take_scorer(self) -> Scorer:
         """Returns the scorer of the version at the start, once: it may be large, and another may take its place."""
@@ -100,33 +124,57 @@ class VersionChain:
 
     def next(self) -> Step | None:
         """Reads the step to the next version; None where there is none that can be used."""
-        found = numbers(self._folder)
-        newer = [number for number in found if number > self._at.number]
-        if self.broken is None:
-            if not newer and found and found[-1] < self._at.number:
-                self._break(f"{self._folder} ends with version {found[-1]}, older than the current {self._at.number}")
-            if not newer and self.broken is None:
+        if self._needs_scorer:
+            return self._again()
+        found, at = numbers(self._folder), self._at.number
+        newer = [number for number in found if number > at]
+        if not newer:
+            if not found or found[-1] >= at:
                 return None
-            if newer:
-                if newer[0] != self._at.number + 1 and (step := self._whole(newer)) is not None:
-                    return step  # those between have been removed
-                try:
-                    return self._following(newer[0])
-                except PublishedError as fault:
-                    self._break(str(fault))
-                    self._skipped |= {newer[0]} & {self._at.number + 1}  # behind a gap it may be a whole one
-        return self._whole(newer or [number for number in found if found[-1] < self._at.number])
+            if self.broken is None:
+                self._break(f"{self._folder} ends with version {found[-1]}, older than the current {at}")
+            return self._whole(found)
+        if newer[0] != at + 1:
+            step = self._whole(newer)  # those between may have been removed
+            if step is None and self.broken is None:
+                self._break(f"{path_of(self._folder, at + 1)} is missing")
+            return step
+        if newer[0] not in self._skipped:
+            try:
+                return self._following(newer[0])
+            except PublishedError as fault:
+                self._break(str(fault))
+                self._skipped.add(newer[0])
+        return self._whole(newer)
+
+    def _again(self) -> Step | None:
+        """Reads a step to a new scorer, as a chain that starts now; None where there is no whole version for it."""
+        other = copy.copy(self)  # what it goes through is not the current version of this one
+        try:
+            return other._open()
+        except ArtifactError as fault:
+            self._say(str(fault))
+            return None
 
     def done(self, step: Step) -> None:
         """Takes a step that was applied: its version is the current one."""
         self._at, self._base, self.broken, self._skipped = step.version, step.base, None, set()
+        self._needs_scorer = False
         if step.scorer is not None:
             self._info = step.scorer.info
 
     def refuse(self, step: Step, why: str) -> None:
-        """Takes a step that could not be applied."""
-        self._break(f"{step.version.path}: {why}")
-        self._skipped.add(step.version.number)
+        """Takes a step that is not to be applied; the current scorer stays."""
+        reason = f"{step.version.path}: {why}"
+        self._unusable[step.version.name] = reason
+        if step.scorer is not None and step.version.manifest.kind == "delta":
+            self._unusable[step.base.name] = reason  # of a new scorer; or the deltas before it would be tried, too
+        self._break(reason)
+
+    def fail(self, step: Step, error: Exception) -> None:
+        """Takes a step that has failed while it was applied: the scorer is of no version, a new one takes its place."""
+        self.refuse(step, _not_applied(error))
+        self._needs_scorer = True
 
     def _break(self, reason: str) -> None:
         self.broken = reason
@@ -139,10 +187,7 @@ class VersionChain:
 
     def _following(self, number: int) -> Step:
         """Reads the step to the version that follows the current one."""
-        at = self._at
-        if number != at.number + 1:
-            raise PublishedError(f"{path_of(self._folder, at.number + 1)} is missing")
-        version = read_version(self._folder, number)
+        at, version = self._at, self._read(number)
         manifest = version.manifest
         if manifest.before != at.name:
             if manifest.kind == "delta":
@@ -162,7 +207,7 @@ class VersionChain:
             if number in self._skipped:
                 continue
             try:
-                version = read_version(self._folder, number)
+                version = self._read(number)
                 if version.manifest.kind != "delta":
                     return self._load_whole(version)
             except PublishedError as fault:
@@ -170,18 +215,30 @@ class VersionChain:
             self._skipped.add(number)
         return None
 
+    def _read(self, number: int) -> Version:
+        version = read_version(self._folder, number)
+        if version.name in self._unusable:
+            raise PublishedError(self._unusable[version.name])
+        return version
+
     def _load_whole(self, version: Version) -> Step:
         manifest = version.manifest
         if manifest.kind == "artifact":
-            return Step(version, version, scorer=self._load_base(version, version.number))
+            scorer = self._load_base(version, version.number)
+            check_tables(version.path / ARTIFACT / TABLES, scorer.tables)
+            return Step(version, version, scorer=scorer)
         base = self._base
         if base is not None and base.manifest.base == manifest.base:
             return Step(version, base, read_change(version, base, self._info, self._tables_device))
-        base = read_version(self._folder, manifest.base_version)
+        base = self._read(manifest.base_version)
         if base.manifest.kind != "artifact" or base.manifest.base != manifest.base:
             raise PublishedError(f"{version.path} is of another base, {manifest.base}, than {base.path} has")
         scorer = self._load_base(base, version.number)
-        scorer.apply(read_change(version, base, scorer.info, self._tables_device))
+        change = read_change(version, base, scorer.info, self._tables_device)
+        try:
+            scorer.apply(change)
+        except Exception as error:
+            raise PublishedError(f"{version.path}: {_not_applied(error)}") from error
         return Step(version, base, scorer=scorer)
 
     def _load_base(self, base: Version, number: int) -> Scorer:
@@ -199,3 +256,7 @@ class VersionChain:
             raise PublishedError(f"{path} cannot follow versions: its compiled part has no constant '{absent[0]}'")
         scorer.version = number
         return scorer
+
+
+def _not_applied(error: Exception) -> str:
+    return f"it could not be applied: {error!r}"

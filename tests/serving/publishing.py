@@ -4,9 +4,11 @@ import copy
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from jfi.data import load_dataset
@@ -14,7 +16,7 @@ from jfi.models import SequenceDLRM
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.publish import Publisher
-from jfi.serving.published import MANIFEST, path_of
+from jfi.serving.published import MANIFEST, Change, path_of
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
@@ -141,3 +143,15 @@ def rewrite(path: Path, content: str | None = None, **changes: object) -> None:
     manifest = path / MANIFEST
     manifest.write_text(content or json.dumps(json.loads(manifest.read_text()) | changes))
     write_sums(path, {one.name: sha256_of(one) for one in path.iterdir() if one.is_file() and one.name != SUMS})
+
+
+def half_applied(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Makes applying a version fail, after its constants and some of its rows have been written."""
+    prepare = Scorer.prepare
+
+    def other(self: Scorer, change: Change) -> Callable[[], None]:
+        if change.version != number:
+            return prepare(self, change)
+        return prepare(self, replace(change, rows=change.rows | {"no table": next(iter(change.rows.values()))}))
+
+    monkeypatch.setattr(Scorer, "prepare", other)

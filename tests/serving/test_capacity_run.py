@@ -15,6 +15,7 @@ import jfi
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
+from jfi.serving.published import Change
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema, Table
 from jfi.serving.scorer import Scorer, StateSettings
@@ -209,7 +210,30 @@ def test_tables_that_grow_without_their_ids_are_refused(tmp_path, ids, message):
 
 
 def test_rows_of_ids_follow_other_ids():
-    rows = RowsOfIds(torch.tensor([0, 8, 3, 0, 5]))
-    rows.change(torch.tensor([1, 3, 4]), torch.tensor([9, 8, 0]))
+    first = RowsOfIds(torch.tensor([0, 8, 3, 0, 5]))
+    rows = first.changed(torch.tensor([1, 3, 4]), torch.tensor([9, 8, 0]))
+    assert first.ids.tolist() == [0, 8, 3, 0, 5] and first(torch.tensor([8, 9])).tolist() == [1, 0]
     assert rows.ids.tolist() == [0, 9, 3, 8, 0]
     assert rows(torch.tensor([8, 9, 3, 0, 4, 5])).tolist() == [3, 1, 2, 0, 0, 0]
+
+
+def test_ids_that_have_not_moved_are_not_sorted_again():
+    rows = RowsOfIds(torch.tensor([0, 8, 3, 0, 5]))
+    assert rows.changed(torch.tensor([4, 1, 3]), torch.tensor([5, 8, 0])) is rows
+
+
+def test_ids_are_sorted_before_a_change_is_applied(run, tmp_path, monkeypatch):
+    export(tmp_path / "artifact", run.model, schema(run), Limits(10, MAX_HISTORY))
+    scorer = Scorer(tmp_path / "artifact")
+    table = next(iter(scorer.tables.rows))
+    width = scorer.tables.tensors[table].shape[1]
+    change = Change(2, {table: (torch.tensor([1, 2]), torch.zeros(2, width), torch.tensor([2**61, 2**61 + 1]))})
+    before = scorer.tables.rows[table]
+    apply = scorer.prepare(change)
+    assert scorer.tables.rows[table] is before and scorer.version is None
+    with monkeypatch.context() as patch:
+        patch.setattr(RowsOfIds, "__init__", lambda *_: pytest.fail("sorts between two calls"))
+        apply()
+    assert scorer.version == 2 and scorer.tables.rows[table](torch.tensor([2**61 + 1, 2**61])).tolist() == [2, 1]
+    found = scorer.tables({scorer.info.tables[table].keys[0]: torch.tensor([2**61 + 1])})
+    assert not any(one.any() for one in found.values())

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from jfi.serving.server.follow import Follower
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
 from .conftest import as_sent
-from .publishing import add, bodies, damage, rewrite
+from .publishing import add, bodies, damage, half_applied, rewrite
 from .test_server import samples, serve
 
 
@@ -114,6 +115,63 @@ def test_a_broken_chain_is_said_once_and_the_next_whole_version_goes_on(publishe
     assert found['jfi_versions_total{result="refused"}'] == after['jfi_versions_total{result="refused"}'] == 1
     assert log().count("version 2 answers on: ") == 1
     assert whole["version_refused"] is None and after["jfi_version_chain_broken"] == 0
+
+
+def test_a_version_that_fails_half_way_is_answered_from_by_nobody(published, tmp_path, log, monkeypatch):
+    wanted, folder = expected(published.folder, tmp_path, range(1, 6)), tmp_path / "copy"
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    follower, asked = Follower(folder, Scorer), bodies()
+    half_applied(monkeypatch, 3)
+
+    async def talk(client):
+        add(folder, published.folder, 3)
+        answers = []
+        for _ in range(2000):
+            answer = await client.post("/score", json=asked[3])
+            answers.append((answer.status, await answer.json()))
+            if "the artifact" in log():  # another scorer has taken the place
+                break
+            await asyncio.sleep(0.01)
+        again = await (await client.post("/score", json=asked[3])).json()
+        health, found = await until(client, 2), await samples(client)
+        add(folder, published.folder, 5)
+        return (
+            answers,
+            again,
+            health,
+            found,
+            await until(client, 5),
+            await (await client.post("/score", json=asked[3])).json(),
+        )
+
+    answers, again, health, found, whole, last = serve(follower.first(), talk, follower=follower)
+    second = {"scores": as_sent(wanted[2][3]), "version": 2}
+    assert all(status == 500 or answer == second for status, answer in answers) and again == second
+    assert "0000000003: it could not be applied: KeyError" in health["version_refused"]
+    assert found['jfi_versions_total{result="refused"}'] == 1 and found["jfi_version_chain_broken"] == 1
+    assert whole["version_refused"] is None and last == {"scores": as_sent(wanted[5][3]), "version": 5}
+
+
+def test_what_takes_long_of_a_version_is_not_done_between_calls_of_the_model(published, tmp_path, monkeypatch):
+    for number in (1, 2):
+        add(tmp_path / "copy", published.folder, number)
+    follower, threads, prepare = Follower(tmp_path / "copy", Scorer), [], Scorer.prepare
+
+    def named(self, change):
+        threads.append(threading.current_thread().name)
+        apply = prepare(self, change)
+        return lambda: (threads.append(threading.current_thread().name), apply())
+
+    monkeypatch.setattr(Scorer, "prepare", named)
+
+    async def talk(client):
+        add(tmp_path / "copy", published.folder, 3)
+        return await until(client, 3)
+
+    serve(follower.first(), talk, follower=follower)
+    prepared, applied = threads
+    assert applied.startswith("score") and not prepared.startswith("score") and prepared != "MainThread"
 
 
 def new_base(folder: Path, source: Path, number: int, **info: object) -> None:

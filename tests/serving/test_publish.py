@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.published import CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
+from jfi.serving.published import ARTIFACT, CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
-from jfi.utils.files import SUMS
+from jfi.utils.files import SUMS, sha256_of, write_sums
 
-from .publishing import Trainee, add, damage, follow, rewrite, scores
+from .publishing import Trainee, add, damage, follow, half_applied, rewrite, scores
 
 
 def test_each_version_scores_as_a_fresh_export_of_its_model(published, tmp_path):
@@ -51,6 +52,18 @@ def nan(path: Path) -> None:
     tensors = load_file(path / CONSTANTS)
     tensors[min(tensors)][:] = float("nan")
     save_file(tensors, path / CONSTANTS)
+
+
+def nan_in_tables(path: Path) -> None:
+    """Changes one number of rows or tables; the checksums are right."""
+    tensors = load_file(path)
+    name = max(name for name, one in tensors.items() if one.is_floating_point())
+    tensors[name][-1, -1] = float("inf" if path.name == ROWS else "nan")
+    save_file(tensors, path)
+    if path.parent.name != ARTIFACT:
+        return rewrite(path.parent)
+    write_sums(path.parent, {one.name: sha256_of(one) for one in path.parent.iterdir() if one.name != SUMS})
+    return rewrite(path.parent.parent, base=artifact.sha256_of(path.parent))
 
 
 def narrower(path: Path) -> None:
@@ -90,6 +103,7 @@ FAULTS = {
     "of another format": (lambda path: rewrite(path, format=2), "has format 2"),
     "no manifest": (lambda path: rewrite(path, content="[]"), "manifest.json is damaged: expected `object`"),
     "not finite": (lambda path: (nan(path), rewrite(path)), "has values that are not finite"),
+    "not finite rows": (lambda path: nan_in_tables(path / ROWS), "has values that are not finite"),
     "narrower": (lambda path: (narrower(path), rewrite(path)), "values must be torch.float32 of shape"),
     "row outside": (lambda path: (row_outside(path), rewrite(path)), ".rows must be from 0 to"),
     "other constants": (lambda path: (other_constants(path), rewrite(path)), "does not fit its base"),
@@ -121,6 +135,88 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
         add(folder, published.folder, number)
     scorer = follow(chain, scorer)
     assert scorer.version == 6 and scores(scorer) == published.fresh[6] and chain.broken is None and len(reasons) == 1
+
+
+def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(published, tmp_path):
+    folder, reasons = tmp_path / "copy", []
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    scorer = chain.take_scorer()
+    before = scores(scorer)
+    for number in (3, 5):
+        add(folder, published.folder, number)
+    nan_in_tables(path_of(folder, 3) / ROWS)
+    nan_in_tables(path_of(folder, 5) / TABLES)
+    assert scores(follow(chain, scorer)) == before and chain.manifest.version == 2
+    assert len(reasons) == 2 and all("has values that are not finite" in one for one in reasons)
+    at_start: list[str] = []
+    other = VersionChain(folder, Scorer, refused=at_start.append)
+    assert other.manifest.version == 2 and scores(other.take_scorer()) == before and sorted(at_start) == sorted(reasons)
+
+
+def test_an_artifact_that_is_not_finite_is_not_started_from(published, tmp_path):
+    add(tmp_path / "copy", published.folder, 1)
+    nan_in_tables(path_of(tmp_path / "copy", 1) / ARTIFACT / artifact.TABLES)
+    with pytest.raises(ArtifactError, match=r"whole version to start from: .*tables.* has values that are not finite"):
+        VersionChain(tmp_path / "copy", Scorer)
+
+
+def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
+    folder, reasons = tmp_path / "copy", []
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    scorer = chain.take_scorer()
+    before = scores(scorer)
+    add(folder, published.folder, 4)
+    for _ in range(3):
+        assert scores(follow(chain, scorer)) == before
+    assert chain.broken is not None and "0000000003 is missing" in chain.broken
+    add(folder, published.folder, 3)
+    found = scores(follow(chain, scorer))
+    assert chain.manifest.version == 4 and chain.broken is None and len(reasons) == 1
+    assert found == scores(VersionChain(folder, Scorer).take_scorer()) != before
+
+
+def test_a_scorer_that_a_version_was_half_applied_to_answers_no_more(published, tmp_path, monkeypatch):
+    folder, reasons = tmp_path / "copy", []
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    first = chain.take_scorer()
+    before = scores(first)
+    half_applied(monkeypatch, 3)
+    for number in (3, 4):
+        add(folder, published.folder, number)
+    step = chain.next()
+    with pytest.raises(KeyError, match="no table") as error:
+        step.apply_to(first)
+    with pytest.raises(RuntimeError, match="a change of version 2 has failed; its model answers no more"):
+        first.score([first.example()])
+    chain.fail(step, error.value)
+    assert "0000000003: it could not be applied: KeyError('no table')" in chain.broken
+    again = follow(chain, first)
+    assert again is not first and again.version == chain.manifest.version == 2 and scores(again) == before
+    # So does one that starts now.
+    assert scores(VersionChain(folder, Scorer).take_scorer()) == before
+    assert chain.broken == reasons[0] and chain.next() is None and len(reasons) == 1
+    for number in (5, 6):
+        add(folder, published.folder, number)
+    assert scores(follow(chain, again)) == published.fresh[6] and chain.broken is None
+
+
+def test_constants_that_cannot_be_loaded_change_no_row(published, tmp_path, monkeypatch):
+    for number in (1, 2):
+        add(tmp_path / "copy", published.folder, number)
+    chain = VersionChain(tmp_path / "copy", Scorer)
+    scorer = chain.take_scorer()
+    before = {name: one.clone() for name, one in scorer.tables.tensors.items()}
+    add(tmp_path / "copy", published.folder, 3)
+    monkeypatch.setattr(scorer.package, "load_constants", lambda *_, **__: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        chain.next().apply_to(scorer)
+    assert all(torch.equal(one, scorer.tables.tensors[name]) for name, one in before.items())
 
 
 def test_one_that_lags_behind_goes_on_with_a_snapshot(published, tmp_path):

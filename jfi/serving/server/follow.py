@@ -63,7 +63,11 @@ class Follower:
 
     async def _apply(self, step: Step, live: Live, metrics: Metrics) -> None:
         if step.scorer is None:
-            await live.apply(step.change)
+            try:
+                await live.apply(step.change)
+            except Exception as error:
+                self._chain.fail(step, error)
+                return
         elif not await live.swap(lambda: step.scorer):
             self._chain.refuse(step, "the server keeps its artifact, see the line before")
             return

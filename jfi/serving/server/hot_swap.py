@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from jfi.serving.artifact import ArtifactError
@@ -119,9 +118,13 @@ class Live:
                 await loaded.batcher.score(loaded.scorer.example(), first=True)
 
     async def apply(self, change: Change) -> None:
-        """Changes the artifact that answers to that of a published version, between two calls of the model."""
+        """Changes the artifact that answers to that of a published version, between two calls of the model.
+
+        If it raises, the artifact answers no more, unless nothing was changed yet.
+        """
         async with self._swapping:
-            await self.now.batcher.between(partial(self.now.scorer.apply, change))
+            apply = await asyncio.to_thread(self.now.scorer.prepare, change)
+            await self.now.batcher.between(apply)
 
     async def swap(self, load: Callable[[], Scorer] | None = None) -> bool:
         """Loads an artifact and, if it can answer the same requests, lets it answer all that come from now on.
