@@ -63,8 +63,7 @@ class Publisher:
     Args:
         folder: of the versions.
         model: whose collections are fused ones.
-        schema, limits, device, impl, policy, calibration, past, run, trained: as of `jfi.serving.export.export`. Tables
-            are float32.
+        schema, limits, device, policy, past, run, trained: as of `jfi.serving.export.export`. Tables are float32.
         compact_every: deltas after which a snapshot is written, so that a server that starts reads few versions.
         compact_ratio: a snapshot comes sooner if the deltas since the last one have so many times its bytes.
         keep: whole versions that stay; what is older than these is removed, but for their base.
@@ -89,9 +88,7 @@ class Publisher:
         limits: Limits,
         *,
         device: str = "cpu",
-        impl: str | None = None,
         policy: Policy | None = None,
-        calibration: list[tuple[float, float]] | None = None,
         past: LogCounters | None = None,
         run: str | None = None,
         trained: dict[str, str | None] | None = None,
@@ -103,8 +100,8 @@ class Publisher:
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         self._changed = _changed_rows(model)
-        named = {"calibration": calibration, "run": run, "trained": trained}
-        self._export = Export(model, schema, limits, device, FLOAT, impl, policy, past, named)
+        named = {"calibration": None, "run": run, "trained": trained}  # that of a run ends when it follows a log
+        self._export = Export(model, schema, limits, device, FLOAT, None, policy, past, named)
         self._folder = folder
         self._compact_every, self._compact_ratio, self._keep = compact_every, compact_ratio, keep
         #: By growing table the raw ids of its rows, as the last version has them.
