@@ -6,14 +6,15 @@ from pathlib import Path
 from jfi.data import DataSchema
 from jfi.follow.loop import Follower
 from jfi.history_policies.policy import Policy
-from jfi.serving.dataset_schema import read_counters, schema_of
+from jfi.serving import MAX_CANDIDATES
+from jfi.serving.dataset_schema import read_counters, schema_of_model
 from jfi.serving.publish import Publisher, PublishHook
 from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
 from jfi.training.run.run_folder import RunFolder
 
-#: Folder of a run for the versions, without `training.publish_to`; and the limit of a request, as of `jfi export`.
-PUBLISHED, MAX_CANDIDATES = "published", 1000
+#: Folder of a run for the versions, without `training.publish_to`.
+PUBLISHED = "published"
 
 
 def publishing(
@@ -35,13 +36,11 @@ def publishing(
 
     def make(trainer: Follower) -> PublishHook:
         model, data = trainer.model, config.data
-        reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-        fields = schema_of(data, schema, config.model.pooling != "none", reads_age, config.model.item_id)
         try:
             publisher = Publisher(
                 Path(config.training.publish_to or run.path / PUBLISHED),
                 model,
-                fields,
+                schema_of_model(data, schema, config.model, model),
                 Limits(MAX_CANDIDATES, schema.max_history),
                 policy=policy,
                 past=read_counters(data, schema) if data.statistics_columns() else None,

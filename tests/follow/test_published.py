@@ -9,8 +9,8 @@ from comparing import bodies
 from followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
 
 from jfi.cli.export import schema_of_run
-from jfi.follow.publishing import MAX_CANDIDATES
 from jfi.follow.start import follow
+from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import export
 from jfi.serving.published import numbers, path_of, read_version
 from jfi.serving.schema import Limits

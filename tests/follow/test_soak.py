@@ -21,8 +21,8 @@ from comparing import assert_same, bodies
 from followed_log import FEATURES, GROWING, config_of, make_rows, write
 
 from jfi.cli.export import schema_of_run
-from jfi.follow.publishing import MAX_CANDIDATES
 from jfi.follow.start import follow
+from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import export
 from jfi.serving.published import numbers
 from jfi.serving.schema import Limits
