@@ -41,7 +41,7 @@ from jfi.serving.published import (
 )
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
-from jfi.utils.files import read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
+from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
 
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
@@ -129,6 +129,8 @@ class Publisher:
         except BaseException:
             for name, rows in taken.items():
                 self._changed[name].put_back(name, rows)
+            if whole:
+                self._last = None  # the next version is a whole one again
             raise
         self._ids = ids
         if self._deltas >= self._compact_every or self._delta_bytes > self._compact_ratio * self._whole_bytes():
@@ -223,16 +225,22 @@ class Publisher:
     def _write(self, place: object, before: str | None, fill: Callable[[Path], dict[str, Any]]) -> Version:
         """Writes the next version; `fill` writes its files and returns what the manifest says of them."""
         number = max(numbers(self._folder), default=0) + 1
-        path = path_of(self._folder, number)
-        with writing_folder(path) as unfinished:
-            about = fill(unfinished)
-            base = {} if self._base is None else {"base": self._base.manifest.base}
-            base["base_version"] = number if self._base is None else self._base.number
-            manifest = Manifest(FORMAT, number, before=before, time=time.time(), place=place, **base, **about)
-            write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
-            write_sums(unfinished, {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()})
-        self._last = read_version(self._folder, number)
-        return self._last
+        path, version = path_of(self._folder, number), None
+        try:
+            with writing_folder(path) as unfinished:
+                about = fill(unfinished)
+                base = {} if self._base is None else {"base": self._base.manifest.base}
+                base["base_version"] = number if self._base is None else self._base.number
+                manifest = Manifest(FORMAT, number, before=before, time=time.time(), place=place, **base, **about)
+                write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
+                sums = {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()}
+                write_sums(unfinished, sums)
+                version = Version(path, sha256_of(unfinished / SUMS), manifest, sums)
+        finally:
+            # Servers see a folder that has its name, whatever fails then.
+            if version is not None and path.exists():
+                self._last = version
+        return version
 
     def _remove_old(self) -> None:
         """Removes versions that no server needs any more, and what a killed process has left of them."""

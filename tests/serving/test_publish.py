@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -260,6 +261,33 @@ def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypat
     shutil.rmtree(path_of(folder, 9))
     both.append(scores(VersionChain(folder, Scorer).take_scorer()))
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(("fault", "whole"), [("read", False), ("sync", False), ("sync", True)])
+def test_a_version_follows_the_one_whose_writer_failed_when_it_had_its_name(
+    published, trainee, tmp_path, monkeypatch, fault, whole
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(published.folder, folder)
+    publisher = trainee.publisher(folder, compact_ratio=9.0)
+    assert publisher.publish() == 7
+    trainee.train(1)
+
+    def fail(path: Path, *number: int) -> None:
+        if path == folder:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.serving.publish.read_version" if fault == "read" else "jfi.utils.files.sync", fail)
+        with pytest.raises(OSError, match="error") if fault == "sync" else nullcontext():
+            publisher.publish(whole=whole)
+    assert numbers(folder)[-1] == 8
+    trainee.train(1)
+    assert publisher.publish() == 9
+    # A whole one may have what no row says, so another whole one follows it.
+    before = None if whole else read_version(folder, 8).name
+    assert read_version(folder, 9).manifest.before == before
+    assert VersionChain(folder, Scorer, refused=pytest.fail).manifest.version == 9
 
 
 def test_another_model_gets_an_artifact_of_its_own(published, trainee, tmp_path, monkeypatch):
