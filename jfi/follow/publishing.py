@@ -1,6 +1,7 @@
 """Publishes a run that follows a log, for `jfi serve --follow`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from jfi.data import DataSchema
@@ -8,7 +9,7 @@ from jfi.follow.loop import Follower
 from jfi.history_policies.policy import Policy
 from jfi.serving import MAX_CANDIDATES
 from jfi.serving.dataset_schema import read_counters, schema_of_model
-from jfi.serving.publish import Publisher, PublishHook
+from jfi.serving.publish import LockedFolderError, Publisher, PublishHook
 from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
 from jfi.training.run.run_folder import RunFolder
@@ -17,12 +18,13 @@ from jfi.training.run.run_folder import RunFolder
 PUBLISHED = "published"
 
 
+@contextmanager
 def publishing(
     run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None
-) -> Callable[[Follower], PublishHook] | None:
-    """Returns what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
+) -> Iterator[Callable[[Follower], PublishHook] | None]:
+    """Yields what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
 
-    It publishes a whole version at once, then every `training.publish_every` seconds.
+    It publishes a whole version at once, then every `training.publish_every` seconds, until the block ends.
 
     Args:
         run: the run.
@@ -30,9 +32,7 @@ def publishing(
         schema: of the batches.
         policy: which events of a history the model reads, or None for all.
     """
-    seconds = config.training.publish_every
-    if seconds is None:
-        return None
+    seconds, stack = config.training.publish_every, ExitStack()
 
     def make(trainer: Follower) -> PublishHook:
         model, data = trainer.model, config.data
@@ -47,10 +47,14 @@ def publishing(
                 run=run.path.resolve().name,
                 trained=run.read_versions(),
             )
+            stack.enter_context(closing(publisher))
             place = trainer.place and trainer.place.named()
             publisher.publish(place)
+        except LockedFolderError as fault:
+            raise ConfigError(f"training.publish_to: {fault}") from fault
         except ValueError as fault:
             raise ConfigError(f"training.publish_every: {fault}") from fault
         return PublishHook(publisher, seconds, place)
 
-    return make
+    with stack:
+        yield None if seconds is None else make

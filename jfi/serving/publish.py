@@ -8,6 +8,7 @@ import hashlib
 import math
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
 from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
+from jfi.utils.writer_lock import LockedError, acquire, release
 
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
 #: Fields of artifact.json that may differ between models of one compiled part.
@@ -51,12 +53,17 @@ _OWN = ("exported", "run", "trained")
 _REMOVED = ".removed-"
 
 
+class LockedFolderError(ValueError):
+    """Another publisher writes the folder."""
+
+
 class Publisher:
     """Publishes versions of a model that trains, in one process.
 
     Make it before the first step, and before steps are captured: from then on the model's collections mark the rows
     that steps change. Weights that are replaced otherwise, as by `load_state_dict`, need `publish(whole=True)`.
 
+    One publisher at a time writes a folder: it holds the lock until `close`, or until it or its process is gone.
     A publisher that continues a folder begins with a whole version, since nobody knows what the last one lacks; the
     compiled part is that of the folder if the model, its schema and its limits are the same.
 
@@ -69,7 +76,8 @@ class Publisher:
         keep: whole versions that stay; what is older than these is removed, but for their base.
 
     Raises:
-        ValueError: a model that cannot be published, by what it has.
+        ValueError: a model that cannot be published, by what it has; as LockedFolderError one whose folder
+            another publisher writes.
 
     Example::
 
@@ -110,6 +118,13 @@ class Publisher:
         self._last: Version | None = None
         self._base: Version | None = None
         self._deltas = self._delta_bytes = 0
+        try:
+            held = acquire(folder)
+        except LockedError as holder:
+            what = f"{folder}: {holder} publishes to this folder; each run needs one of its own"
+            raise LockedFolderError(what) from None
+        #: Releases the lock.
+        self.close = weakref.finalize(self, release, held)
 
     def publish(self, place: object = None, whole: bool = False) -> int:
         """Writes a version, complete or not at all; returns its number.

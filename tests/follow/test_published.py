@@ -18,6 +18,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training import ConfigError, train
 from jfi.training.run.saved_run import load_run
+from jfi.utils.writer_lock import acquire, release
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,16 @@ def test_a_run_that_goes_on_publishes_its_place_at_once(followed, tmp_path):
     assert follow(tmp_path / "run", followed.parent / "parts", until_idle=True) == 0
     (number,) = (one for one in numbers(folder) if one > before)
     assert read_version(folder, number).manifest.place == read_version(folder, before).manifest.place
+
+
+def test_a_folder_that_another_run_publishes_to_is_refused_by_name(followed, tmp_path):
+    shutil.copytree(followed, tmp_path / "run")
+    folder = tmp_path / "run" / "published"
+    before, held = numbers(folder), acquire(folder)
+    with pytest.raises(ConfigError, match=r"training\.publish_to: .*/published: process .* publishes to this folder"):
+        follow(tmp_path / "run", followed.parent / "parts", until_idle=True)
+    release(held)
+    assert numbers(folder) == before
 
 
 def test_settings_of_publishing_are_refused_by_name(followed, tmp_path):

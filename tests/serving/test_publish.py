@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.publish import LockedFolderError
 from jfi.serving.published import CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
@@ -219,13 +221,30 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     # What the process that was killed last has left goes with the next publisher's; the compiled part is used again.
     folder = tmp_path / str(count - 1)
     trainee.train(1)
+    publisher.close()  # the folder's lock is a link to that of `started`
     following = trainee.publisher(folder, compact_every=1, keep=1)
     first = following.publish()
     trainee.train(1)
     assert following.publish() == first + 2
-    assert sorted(one.name for one in folder.iterdir()) == ["0000000001", f"{first + 2:010d}"]
+    assert sorted(one.name for one in folder.iterdir()) == [".lock", "0000000001", f"{first + 2:010d}"]
     chain = VersionChain(folder, Scorer)
     assert chain.manifest.base_version == 1 and scores(chain.take_scorer()) != found[9][0]
+
+
+def test_a_second_publisher_of_a_folder_is_refused_while_the_first_lives(published, trainee, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(published.folder, folder)
+    first = trainee.publisher(folder)
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(LockedFolderError, match=f"copy: {holder} publishes to this folder; each run needs one of its"):
+        trainee.publisher(folder)
+    first.close()
+    second = trainee.publisher(folder)
+    first.close()
+    with pytest.raises(LockedFolderError):
+        trainee.publisher(folder)
+    del second
+    assert trainee.publisher(folder).publish() == 7
 
 
 def test_publishers_that_begin_again_and_again_leave_two_whole_versions(published, trainee, tmp_path):
