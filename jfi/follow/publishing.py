@@ -6,9 +6,10 @@ from pathlib import Path
 
 from jfi.data import DataSchema
 from jfi.follow.loop import Follower
+from jfi.follow.state import read_first_counters
 from jfi.history_policies.policy import Policy
 from jfi.serving import MAX_CANDIDATES
-from jfi.serving.dataset_schema import read_counters, schema_of_model
+from jfi.serving.dataset_schema import schema_of_model
 from jfi.serving.publish import LockedFolderError, Publisher, PublishHook
 from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
@@ -20,7 +21,7 @@ PUBLISHED = "published"
 
 @contextmanager
 def publishing(
-    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None
+    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None, state: Path
 ) -> Iterator[Callable[[Follower], PublishHook] | None]:
     """Yields what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
 
@@ -31,6 +32,7 @@ def publishing(
         config: of the run.
         schema: of the batches.
         policy: which events of a history the model reads, or None for all.
+        state: folder of `jfi.follow.state.open_state`.
     """
     seconds, stack = config.training.publish_every, ExitStack()
 
@@ -43,7 +45,7 @@ def publishing(
                 schema_of_model(data, schema, config.model, model),
                 Limits(MAX_CANDIDATES, schema.max_history),
                 policy=policy,
-                past=read_counters(data, schema) if data.statistics_columns() else None,
+                past=read_first_counters(state) if data.statistics_columns() else None,
                 run=run.path.resolve().name,
                 trained=run.read_versions(),
             )
