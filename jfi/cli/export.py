@@ -8,7 +8,7 @@ import torch
 
 from jfi.data import DataError
 from jfi.serving.counters import LogCounters
-from jfi.serving.dataset_schema import read_counters, schema_of
+from jfi.serving.dataset_schema import read_counters, schema_of_model
 from jfi.serving.export import export
 from jfi.serving.schema import Limits, Schema
 from jfi.training import ConfigError
@@ -60,9 +60,7 @@ def main(options: argparse.Namespace) -> None:
 
 def schema_of_run(run: SavedRun) -> Schema:
     """Returns the schema of the requests to a run's model."""
-    config = run.config
-    reads_age = any(feature.bias_key is not None for feature in run.model.sequence_arch.features)
-    return schema_of(config.data, run.schema, config.model.pooling != "none", reads_age, config.model.item_id)
+    return schema_of_model(run.config.data, run.schema, run.config.model, run.model)
 
 
 def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:

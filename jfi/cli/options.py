@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jfi.serving import MAX_CANDIDATES
 from jfi.utils.errors import InputError, suggest
 from jfi.utils.exit_codes import EXIT_CODES
 
@@ -193,7 +194,8 @@ def export() -> OptionParser:
     tables = {"choices": ["float32", "int8"], "default": "float32"}
     parser.add_argument("--tables", **tables, help="format of the embedding tables (default: float32)")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
-    parser.add_argument("--max-candidates", type=at_least_one, default=1000, help="limit per request (default: 1000)")
+    limit = f"limit per request (default: {MAX_CANDIDATES})"
+    parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help=limit)
     log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
     parser.add_argument("--history", help=log)
     return parser

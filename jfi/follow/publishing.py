@@ -1,57 +1,62 @@
 """Publishes a run that follows a log, for `jfi serve --follow`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from jfi.data import DataSchema
 from jfi.follow.loop import Follower
+from jfi.follow.state import read_first_counters
 from jfi.history_policies.policy import Policy
-from jfi.serving.dataset_schema import read_counters, schema_of
-from jfi.serving.publish import Publisher, PublishHook
+from jfi.serving import MAX_CANDIDATES
+from jfi.serving.dataset_schema import schema_of_model
+from jfi.serving.publish import LockedFolderError, Publisher, PublishHook
 from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
 from jfi.training.run.run_folder import RunFolder
 
-#: Folder of a run for the versions, without `training.publish_to`; and the limit of a request, as of `jfi export`.
-PUBLISHED, MAX_CANDIDATES = "published", 1000
+#: Folder of a run for the versions, without `training.publish_to`.
+PUBLISHED = "published"
 
 
+@contextmanager
 def publishing(
-    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None
-) -> Callable[[Follower], PublishHook] | None:
-    """Returns what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
+    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None, state: Path
+) -> Iterator[Callable[[Follower], PublishHook] | None]:
+    """Yields what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
 
-    It publishes a whole version at once, then every `training.publish_every` seconds.
+    It publishes a whole version at once, then every `training.publish_every` seconds, until the block ends.
 
     Args:
         run: the run.
         config: of the run.
         schema: of the batches.
         policy: which events of a history the model reads, or None for all.
+        state: folder of `jfi.follow.state.open_state`.
     """
-    seconds = config.training.publish_every
-    if seconds is None:
-        return None
+    seconds, stack = config.training.publish_every, ExitStack()
 
     def make(trainer: Follower) -> PublishHook:
-        model, data = trainer.model, config.data
-        reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-        fields = schema_of(data, schema, config.model.pooling != "none", reads_age, config.model.item_id)
+        model, data, folder = trainer.model, config.data, Path(config.training.publish_to or run.path / PUBLISHED)
         try:
             publisher = Publisher(
-                Path(config.training.publish_to or run.path / PUBLISHED),
+                folder,
                 model,
-                fields,
+                schema_of_model(data, schema, config.model, model),
                 Limits(MAX_CANDIDATES, schema.max_history),
                 policy=policy,
-                past=read_counters(data, schema) if data.statistics_columns() else None,
+                past=read_first_counters(state) if data.statistics_columns() else None,
                 run=run.path.resolve().name,
                 trained=run.read_versions(),
             )
+            stack.enter_context(closing(publisher))
             place = trainer.place and trainer.place.named()
-            publisher.publish(place)
+            print(f"published version {publisher.publish(place)}: {folder}", flush=True)
+        except LockedFolderError as fault:
+            raise ConfigError(f"training.publish_to: {fault}") from fault
         except ValueError as fault:
             raise ConfigError(f"training.publish_every: {fault}") from fault
         return PublishHook(publisher, seconds, place)
 
-    return make
+    with stack:
+        yield None if seconds is None else make

@@ -153,8 +153,11 @@ class _Following:
         trained = _read_log(self._log, place)
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
-        with closing(open_state(state_folder, self._config.data, self._reading.schema)) as state:
-            hook = hook or publishing(self.run, trainer.config, self._reading.schema, self._reading.policy)
+        with (
+            closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
+            publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
+        ):
+            hook = hook or own
             trainer.hook = None if hook is None else hook(trainer)
             self._follow(state, trained, until_idle)
         return (trainer.place.parts if trainer.place else 0) - count

@@ -16,14 +16,19 @@ import numpy as np
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.prepared.sources import column_settings, open_tables
 from jfi.follow.records import Records, number_users
+from jfi.serving.counters import CountersError, LogCounters
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
+from jfi.serving.schema import PastFields
 from jfi.serving.user_state.counters import StateCounters
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.stores import Changes, LmdbStore, Store
 from jfi.training import ConfigError
-from jfi.utils.files import writing_folder
+from jfi.utils.files import write_file, writing_folder
+from jfi.utils.json_files import read_json
 
 _PLACE = b"p"
+#: File beside those of `LogCounters`, with their fields.
+_FIELDS = "past_fields.json"
 
 
 class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
@@ -130,8 +135,25 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
     records, counters = Records(settings, schema), _counters(settings, schema)
     if not folder.exists():
         with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
-            _fill(store, records, counters, config, schema)
+            _fill(store, records, config)
+            if counters is not None:
+                found = read_counters(config, schema)
+                store.put(counters.records_of(found))
+                found.save(unfinished)
+                write_file(unfinished / _FIELDS, msgspec.json.encode(found.fields))
     return LogState(LmdbStore(folder), records, counters)
+
+
+def read_first_counters(folder: Path) -> LogCounters:
+    """Returns the counters of the run's own interactions, which `open_state` has made a state with statistics of.
+
+    Raises:
+        ConfigError: they are not there, or damaged.
+    """
+    try:
+        return LogCounters.load(folder, read_json(folder / _FIELDS, PastFields, CountersError))
+    except (CountersError, FileNotFoundError) as error:
+        raise ConfigError(f"the state of the log is damaged: {error}; remove its folder to make it anew") from None
 
 
 def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
@@ -146,10 +168,8 @@ def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
     return StateCounters(past, layout)
 
 
-def _fill(
-    store: Store, records: Records, counters: StateCounters | None, config: DataConfig, schema: DataSchema
-) -> None:
-    """Writes the newest rows of each user of the run's own log, in bounded memory, and its counters."""
+def _fill(store: Store, records: Records, config: DataConfig) -> None:
+    """Writes the newest rows of each user of the run's own log, in bounded memory, and the place."""
     if config.source == "table" and config.interactions is None:
         raise DataError("the run has no file of interactions, which the state of a log begins with")
     newest = -np.inf
@@ -159,8 +179,6 @@ def _fill(
             continue
         newest = max(newest, float(np.max(rows[column_settings(config).timestamp].to_numpy())))
         store.put(records.merged(users, records.of(store.get, users), (user, rows)))
-    if counters is not None:
-        store.put(counters.records_of(read_counters(config, schema)))
     store.put([(_PLACE, _encoded(StatePlace("", newest)))])
 
 

@@ -7,6 +7,9 @@ jfi only this package and `jfi.utils`, which needs no torch there. `export_modul
 
 __all__ = ["export_module"]
 
+#: The limit of candidates in a request, unless a command says another.
+MAX_CANDIDATES = 1000
+
 
 def __getattr__(name: str) -> object:
     if name == "export_module":  # imported when it is asked for, since a server needs no exporter

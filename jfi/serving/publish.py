@@ -8,6 +8,7 @@ import hashlib
 import math
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ from jfi.serving.published import (
 )
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
-from jfi.utils.files import read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
+from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
+from jfi.utils.writer_lock import LockedError, acquire, release
 
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
 #: Fields of artifact.json that may differ between models of one compiled part.
@@ -51,26 +53,31 @@ _OWN = ("exported", "run", "trained")
 _REMOVED = ".removed-"
 
 
+class LockedFolderError(ValueError):
+    """Another publisher writes the folder."""
+
+
 class Publisher:
     """Publishes versions of a model that trains, in one process.
 
     Make it before the first step, and before steps are captured: from then on the model's collections mark the rows
     that steps change. Weights that are replaced otherwise, as by `load_state_dict`, need `publish(whole=True)`.
 
+    One publisher at a time writes a folder: it holds the lock until `close`, or until it or its process is gone.
     A publisher that continues a folder begins with a whole version, since nobody knows what the last one lacks; the
     compiled part is that of the folder if the model, its schema and its limits are the same.
 
     Args:
         folder: of the versions.
         model: whose collections are fused ones.
-        schema, limits, device, impl, policy, calibration, past, run, trained: as of `jfi.serving.export.export`. Tables
-            are float32.
+        schema, limits, device, policy, past, run, trained: as of `jfi.serving.export.export`. Tables are float32.
         compact_every: deltas after which a snapshot is written, so that a server that starts reads few versions.
         compact_ratio: a snapshot comes sooner if the deltas since the last one have so many times its bytes.
         keep: whole versions that stay; what is older than these is removed, but for their base.
 
     Raises:
-        ValueError: a model that cannot be published, by what it has.
+        ValueError: a model that cannot be published, by what it has; as LockedFolderError one whose folder
+            another publisher writes.
 
     Example::
 
@@ -89,9 +96,7 @@ class Publisher:
         limits: Limits,
         *,
         device: str = "cpu",
-        impl: str | None = None,
         policy: Policy | None = None,
-        calibration: list[tuple[float, float]] | None = None,
         past: LogCounters | None = None,
         run: str | None = None,
         trained: dict[str, str | None] | None = None,
@@ -103,8 +108,8 @@ class Publisher:
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         self._changed = _changed_rows(model)
-        named = {"calibration": calibration, "run": run, "trained": trained}
-        self._export = Export(model, schema, limits, device, FLOAT, impl, policy, past, named)
+        named = {"calibration": None, "run": run, "trained": trained}  # that of a run ends when it follows a log
+        self._export = Export(model, schema, limits, device, FLOAT, None, policy, past, named)
         self._folder = folder
         self._compact_every, self._compact_ratio, self._keep = compact_every, compact_ratio, keep
         #: By growing table the raw ids of its rows, as the last version has them.
@@ -113,6 +118,13 @@ class Publisher:
         self._last: Version | None = None
         self._base: Version | None = None
         self._deltas = self._delta_bytes = 0
+        try:
+            held = acquire(folder)
+        except LockedError as holder:
+            what = f"{folder}: {holder} publishes to this folder; each run needs one of its own"
+            raise LockedFolderError(what) from None
+        #: Releases the lock.
+        self.close = weakref.finalize(self, release, held)
 
     def publish(self, place: object = None, whole: bool = False) -> int:
         """Writes a version, complete or not at all; returns its number.
@@ -132,6 +144,8 @@ class Publisher:
         except BaseException:
             for name, rows in taken.items():
                 self._changed[name].put_back(name, rows)
+            if whole:
+                self._last = None  # the next version is a whole one again
             raise
         self._ids = ids
         if self._deltas >= self._compact_every or self._delta_bytes > self._compact_ratio * self._whole_bytes():
@@ -226,16 +240,22 @@ class Publisher:
     def _write(self, place: object, before: str | None, fill: Callable[[Path], dict[str, Any]]) -> Version:
         """Writes the next version; `fill` writes its files and returns what the manifest says of them."""
         number = max(numbers(self._folder), default=0) + 1
-        path = path_of(self._folder, number)
-        with writing_folder(path) as unfinished:
-            about = fill(unfinished)
-            base = {} if self._base is None else {"base": self._base.manifest.base}
-            base["base_version"] = number if self._base is None else self._base.number
-            manifest = Manifest(FORMAT, number, before=before, time=time.time(), place=place, **base, **about)
-            write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
-            write_sums(unfinished, {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()})
-        self._last = read_version(self._folder, number)
-        return self._last
+        path, version = path_of(self._folder, number), None
+        try:
+            with writing_folder(path) as unfinished:
+                about = fill(unfinished)
+                base = {} if self._base is None else {"base": self._base.manifest.base}
+                base["base_version"] = number if self._base is None else self._base.number
+                manifest = Manifest(FORMAT, number, before=before, time=time.time(), place=place, **base, **about)
+                write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
+                sums = {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()}
+                write_sums(unfinished, sums)
+                version = Version(path, sha256_of(unfinished / SUMS), manifest, sums)
+        finally:
+            # Servers see a folder that has its name, whatever fails then.
+            if version is not None and path.exists():
+                self._last = version
+        return version
 
     def _remove_old(self) -> None:
         """Removes versions that no server needs any more, and what a killed process has left of them."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from jfi.cli.export import schema_of_run
-from jfi.follow.publishing import MAX_CANDIDATES
 from jfi.follow.start import follow
+from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import export
 from jfi.serving.published import numbers, path_of, read_version
 from jfi.serving.schema import Limits
@@ -16,6 +16,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training import ConfigError, train
 from jfi.training.run.saved_run import load_run
+from jfi.utils.writer_lock import acquire, release
 
 from .comparing import bodies
 from .followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
@@ -66,6 +67,42 @@ def test_a_run_that_goes_on_publishes_its_place_at_once(followed, tmp_path):
     assert follow(tmp_path / "run", followed.parent / "parts", until_idle=True) == 0
     (number,) = (one for one in numbers(folder) if one > before)
     assert read_version(folder, number).manifest.place == read_version(folder, before).manifest.place
+
+
+def test_versions_keep_the_statistics_of_the_start_whatever_becomes_of_the_interactions(tmp_path, monkeypatch):
+    """Compiling is left out."""
+    monkeypatch.setattr("jfi.serving.export.write_package", lambda program, path, metadata: path.write_bytes(b""))
+    monkeypatch.setattr("jfi.serving.artifact.read", lambda _: None)
+    log, run, rows = tmp_path / "log.parquet", tmp_path / "run", make_rows(400)
+    write(log, rows[:300])
+    config = config_of(log, run, statistics=["item", "user"])
+    config.optimizer.ema_decay = "auto"
+    train(config.with_training(publish_every=0.0))
+    write_parts(tmp_path / "parts", rows[300:360], 1)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
+    (base,) = {read_version(run / "published", number).manifest.base for number in numbers(run / "published")}
+    at = read_version(run / "published", numbers(run / "published")[-1]).manifest.base_version
+    kept = (path_of(run / "published", at) / "artifact" / "past.safetensors").read_bytes()
+    for change in (lambda: write(log, rows[:320]), log.unlink):
+        change()
+        before = numbers(run / "published")[-1]
+        assert follow(run, tmp_path / "parts", until_idle=True) == 0
+        last = read_version(run / "published", numbers(run / "published")[-1]).manifest
+        assert last.version > before and (last.kind, last.base, last.base_version) == ("snapshot", base, at)
+    assert (path_of(run / "published", at) / "artifact" / "past.safetensors").read_bytes() == kept
+    (run / "follow" / "state" / "past.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"the state of the log is damaged: .*past\.safetensors.*remove its folder"):
+        follow(run, tmp_path / "parts", until_idle=True)
+
+
+def test_a_folder_that_another_run_publishes_to_is_refused_by_name(followed, tmp_path):
+    shutil.copytree(followed, tmp_path / "run")
+    folder = tmp_path / "run" / "published"
+    before, held = numbers(folder), acquire(folder)
+    with pytest.raises(ConfigError, match=r"training\.publish_to: .*/published: process .* publishes to this folder"):
+        follow(tmp_path / "run", followed.parent / "parts", until_idle=True)
+    release(held)
+    assert numbers(folder) == before
 
 
 def test_settings_of_publishing_are_refused_by_name(followed, tmp_path):

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jfi.cli.export import schema_of_run
-from jfi.follow.publishing import MAX_CANDIDATES
 from jfi.follow.start import follow
+from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import export
 from jfi.serving.published import numbers
 from jfi.serving.schema import Limits

@@ -114,6 +114,7 @@ def test_a_broken_chain_is_said_once_and_the_next_whole_version_goes_on(publishe
     assert answer["version"] == broken["version"] == 2 and f"{ROWS} is damaged" in broken["version_refused"]
     assert found['jfi_versions_total{result="refused"}'] == after['jfi_versions_total{result="refused"}'] == 1
     assert log().count("version 2 answers on: ") == 1
+    assert log().count("version 5 answers: the chain of versions is whole again") == 1
     assert whole["version_refused"] is None and after["jfi_version_chain_broken"] == 0
 
 
@@ -225,7 +226,7 @@ def test_the_command_follows_and_refuses_by_name(published, tmp_path, capsys):
         return capsys.readouterr().err
 
     gone = tmp_path / "gone"
-    assert f"--follow {gone}: must be a folder of published versions" in refuse("--follow", gone)
+    assert f"--follow {gone}: no such folder" in refuse("--follow", gone)
     assert "has no whole version to start from" in refuse("--follow", tmp_path)
     assert "--jsonl takes --artifact" in refuse("--follow", tmp_path, "--jsonl")
     assert "--artifact" in refuse("--follow", tmp_path, "--artifact", tmp_path)

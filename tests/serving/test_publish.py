@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import socket
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.publish import LockedFolderError
 from jfi.serving.published import ARTIFACT, CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
@@ -314,13 +317,30 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     # What the process that was killed last has left goes with the next publisher's; the compiled part is used again.
     folder = tmp_path / str(count - 1)
     trainee.train(1)
+    publisher.close()  # the folder's lock is a link to that of `started`
     following = trainee.publisher(folder, compact_every=1, keep=1)
     first = following.publish()
     trainee.train(1)
     assert following.publish() == first + 2
-    assert sorted(one.name for one in folder.iterdir()) == ["0000000001", f"{first + 2:010d}"]
+    assert sorted(one.name for one in folder.iterdir()) == [".lock", "0000000001", f"{first + 2:010d}"]
     chain = VersionChain(folder, Scorer)
     assert chain.manifest.base_version == 1 and scores(chain.take_scorer()) != found[9][0]
+
+
+def test_a_second_publisher_of_a_folder_is_refused_while_the_first_lives(published, trainee, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(published.folder, folder)
+    first = trainee.publisher(folder)
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(LockedFolderError, match=f"copy: {holder} publishes to this folder; each run needs one of its"):
+        trainee.publisher(folder)
+    first.close()
+    second = trainee.publisher(folder)
+    first.close()
+    with pytest.raises(LockedFolderError):
+        trainee.publisher(folder)
+    del second
+    assert trainee.publisher(folder).publish() == 7
 
 
 def test_publishers_that_begin_again_and_again_leave_two_whole_versions(published, trainee, tmp_path):
@@ -356,6 +376,33 @@ def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypat
     shutil.rmtree(path_of(folder, 9))
     both.append(scores(VersionChain(folder, Scorer).take_scorer()))
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(("fault", "whole"), [("read", False), ("sync", False), ("sync", True)])
+def test_a_version_follows_the_one_whose_writer_failed_when_it_had_its_name(
+    published, trainee, tmp_path, monkeypatch, fault, whole
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(published.folder, folder)
+    publisher = trainee.publisher(folder, compact_ratio=9.0)
+    assert publisher.publish() == 7
+    trainee.train(1)
+
+    def fail(path: Path, *number: int) -> None:
+        if path == folder:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.serving.publish.read_version" if fault == "read" else "jfi.utils.files.sync", fail)
+        with pytest.raises(OSError, match="error") if fault == "sync" else nullcontext():
+            publisher.publish(whole=whole)
+    assert numbers(folder)[-1] == 8
+    trainee.train(1)
+    assert publisher.publish() == 9
+    # A whole one may have what no row says, so another whole one follows it.
+    before = None if whole else read_version(folder, 8).name
+    assert read_version(folder, 9).manifest.before == before
+    assert VersionChain(folder, Scorer, refused=pytest.fail).manifest.version == 9
 
 
 def test_another_model_gets_an_artifact_of_its_own(published, trainee, tmp_path, monkeypatch):

@@ -71,6 +71,8 @@ class Follower:
         elif not await live.swap(lambda: step.scorer):
             self._chain.refuse(step, "the server keeps its artifact, see the line before")
             return
+        if self._chain.broken is not None:
+            _log.warning("version %d answers: the chain of versions is whole again", step.version.number)
         self._chain.done(step)
         metrics.versions.labels("applied").inc()
 
@@ -92,5 +94,5 @@ class Follower:
 def open_follower(folder: Path, load: Callable[[Path], Scorer], tables_device: str | None) -> Follower:
     """Opens a folder of versions for a server; an ArtifactError names the folder."""
     if not folder.is_dir():
-        raise ArtifactError(f"--follow {folder}: must be a folder of published versions")
+        raise ArtifactError(f"--follow {folder}: no such folder")
     return Follower(folder, load, tables_device)

@@ -21,10 +21,10 @@ from pathlib import Path
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import settled_as
-from jfi.training.run.run_lock import LOCK
 from jfi.utils.files import unfinished_name, write_file
 from jfi.utils.json_files import read_json
 from jfi.utils.versions import versions
+from jfi.utils.writer_lock import LOCK
 
 
 class RunFolder:
