@@ -60,7 +60,8 @@ def main(options: argparse.Namespace) -> None:
 
 def schema_of_run(run: SavedRun) -> Schema:
     """Returns the schema of the requests to a run's model."""
-    return schema_of_model(run.config.data, run.schema, run.config.model, run.model)
+    own = run.config.model
+    return schema_of_model(run.config.data, run.schema, run.model, own.pooling != "none", own.item_id)
 
 
 def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:

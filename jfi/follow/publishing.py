@@ -42,7 +42,7 @@ def publishing(
             publisher = Publisher(
                 folder,
                 model,
-                schema_of_model(data, schema, config.model, model),
+                schema_of_model(data, schema, model, config.model.pooling != "none", config.model.item_id),
                 Limits(MAX_CANDIDATES, schema.max_history),
                 policy=policy,
                 past=read_first_counters(state) if data.statistics_columns() else None,

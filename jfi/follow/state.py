@@ -27,7 +27,7 @@ from jfi.utils.files import write_file, writing_folder
 from jfi.utils.json_files import read_json
 
 _PLACE = b"p"
-#: File beside those of `LogCounters`, with their fields.
+#: File with the fields of `LogCounters`, in their folder.
 _FIELDS = "past_fields.json"
 
 

@@ -1,7 +1,7 @@
 """The schema of requests to a model, and the counters of its log, from the data that it was trained on."""
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
@@ -17,29 +17,19 @@ if TYPE_CHECKING:
     from jfi.models import SequenceDLRM
 
 
-class ModelSettings(Protocol):
-    """The settings of a run's model that say what it reads."""
-
-    @property
-    def pooling(self) -> str:
-        """Kind of the pooling of histories, or "none"."""
-
-    @property
-    def item_id(self) -> bool:
-        """Whether the model reads the ids of items."""
-
-
-def schema_of_model(config: DataConfig, data: DataSchema, settings: ModelSettings, model: "SequenceDLRM") -> Schema:
+def schema_of_model(
+    config: DataConfig, data: DataSchema, model: "SequenceDLRM", reads_history: bool, reads_item: bool
+) -> Schema:
     """Returns the schema of the requests to a run's model.
 
     Args:
         config: the section `data` of the run.
         data: the schema of the run.
-        settings: the section `model` of the run.
         model: of the run.
+        reads_history, reads_item: whether it reads histories, and the ids of items.
     """
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    return schema_of(config, data, settings.pooling != "none", reads_age, settings.item_id)
+    return schema_of(config, data, reads_history, reads_age, reads_item)
 
 
 def schema_of(
