@@ -361,7 +361,7 @@ def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypat
         patch.setattr("jfi.serving.publish.write_sums", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
         with pytest.raises(OSError, match="no space"):
             publisher.publish()
-    assert [one.name for one in folder.iterdir() if one.name.startswith(".")] == [] and numbers(folder)[-1] == 7
+    assert [one.name for one in folder.iterdir() if one.name.endswith(".unfinished")] == [] and numbers(folder)[-1] == 7
     assert publisher.publish() == 8
     rows = load_file(path_of(folder, 8) / ROWS)
     for key, weight in trainee.model.state_dict().items():
