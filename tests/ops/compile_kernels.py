@@ -94,7 +94,7 @@ def recorded(device: Device, problem: str, found: list[Launch]) -> Iterator[None
 
 def _type_of(x: object) -> str | tuple:
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    names |= {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+    names |= {torch.bool: "i1", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
     if isinstance(x, tuple):
         return tuple(map(_type_of, x))
     if isinstance(x, TensorDescriptor):
