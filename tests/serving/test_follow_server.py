@@ -42,11 +42,11 @@ def expected(source: Path, tmp_path: Path, versions: range) -> dict[int, list]:
     return found
 
 
-async def until(client, version: int) -> dict:
-    """The health of a server once it has a version."""
+async def until(client, version: int, refuses: bool = False) -> dict:
+    """The health of a server once it has a version, and refuses the next one if asked for."""
     for _ in range(2000):
         health = await (await client.get("/health")).json()
-        if health["version"] == version:
+        if health["version"] == version and (not refuses or health["version_refused"] is not None):
             return health
         await asyncio.sleep(0.01)
     raise AssertionError(health)
@@ -135,7 +135,10 @@ def test_a_version_that_fails_half_way_is_answered_from_by_nobody(published, tmp
                 break
             await asyncio.sleep(0.01)
         again = await (await client.post("/score", json=asked[3])).json()
-        health, found = await until(client, 2), await samples(client)
+        # The new scorer is that of version 2; the server then refuses version 3 once more.
+        health = await until(client, 2, refuses=True)
+        while (found := await samples(client))["jfi_version_chain_broken"] == 0:
+            await asyncio.sleep(0.01)
         add(folder, published.folder, 5)
         return (
             answers,

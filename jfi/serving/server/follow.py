@@ -71,7 +71,7 @@ class Follower:
         elif not await live.swap(lambda: step.scorer):
             self._chain.refuse(step, "the server keeps its artifact, see the line before")
             return
-        if self._chain.broken is not None:
+        if self._chain.broken is not None and step.version.number > self._chain.manifest.version:
             _log.warning("version %d answers: the chain of versions is whole again", step.version.number)
         self._chain.done(step)
         metrics.versions.labels("applied").inc()
