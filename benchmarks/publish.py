@@ -4,7 +4,8 @@ python -m benchmarks.publish
 
 A SequenceDLRM with a table of 1,000,000 x 64 on a CPU, exported once. Before each delta 1 % of the rows are marked as
 stepped and get other values. Written is from the marks to the folder flushed to the disk; read is what a server does
-beside its answers, verify and check every number; applied is the time between two calls of the model. Results go to
+beside its answers, verify and check every number; applied is the time between two calls of the model. In a table that
+grows the raw ids of a delta's rows are sorted beside answers, too, unless none has moved. Results go to
 `benchmarks/results/cpu/publish.json`.
 """
 
@@ -13,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from jfi.serving.publish import Publisher
 from jfi.serving.published import path_of
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer
+from jfi.serving.tables import RowsOfIds
 from jfi.serving.version_chain import VersionChain
 
 WIDTH, CHANGED = 64, 0.01
@@ -48,6 +51,19 @@ def make_model(rows: int) -> SequenceDLRM:
 
 def size(path: Path) -> int:
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+
+def raw_ids(rows: int) -> Iterator[dict]:
+    """Seconds of the raw ids of a delta to a table that grows, of which none or some have moved."""
+    table, changed = RowsOfIds(torch.randperm(rows)), torch.randperm(rows)[: int(rows * CHANGED)]
+    for moved in (0, 100):
+        ids, seconds = table.ids[changed], []
+        ids[:moved] += rows
+        for _ in range(9):
+            begin = time.perf_counter()
+            table.changed(changed, ids)
+            seconds.append(time.perf_counter() - begin)
+        yield {"case": f"raw ids of a delta, {moved} moved", "read_s": statistics.median(seconds)}
 
 
 def main() -> int:
@@ -101,6 +117,7 @@ def main() -> int:
         {"case": "artifact, compiled", **whole},
         {"case": f"delta of {CHANGED:.0%} of {options.rows} rows x {WIDTH}", **medians, "bytes": delta},
         {"case": "snapshot", **snapshot},
+        *raw_ids(options.rows),
     ]
     where = report.environment(torch.device("cpu"), Rates(), options.commit)
     report.write(options.out, "publish", where, [{"suite": "publish", **row} for row in rows])

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -114,14 +115,19 @@ FAULTS = {
 }
 
 
+def at_version_2(published: Path, folder: Path, refused: Callable = pytest.fail) -> tuple[VersionChain, Scorer]:
+    """A chain, with its scorer, in a folder that has the first two of the published versions."""
+    for number in (1, 2):
+        add(folder, published, number)
+    chain = VersionChain(folder, Scorer, refused=refused)
+    return chain, chain.take_scorer()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path, fault):
     folder, reasons = tmp_path / "copy", []
     break_it, reason = FAULTS[fault]
-    for number in (1, 2):
-        add(folder, published.folder, number)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
-    scorer = chain.take_scorer()
+    chain, scorer = at_version_2(published.folder, folder, reasons.append)
     before = scores(scorer)
     for number in (3, 4):
         add(folder, published.folder, number)
@@ -142,10 +148,7 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
 
 def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(published, tmp_path):
     folder, reasons = tmp_path / "copy", []
-    for number in (1, 2):
-        add(folder, published.folder, number)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
-    scorer = chain.take_scorer()
+    chain, scorer = at_version_2(published.folder, folder, reasons.append)
     before = scores(scorer)
     for number in (3, 5):
         add(folder, published.folder, number)
@@ -167,10 +170,7 @@ def test_an_artifact_that_is_not_finite_is_not_started_from(published, tmp_path)
 
 def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
     folder, reasons = tmp_path / "copy", []
-    for number in (1, 2):
-        add(folder, published.folder, number)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
-    scorer = chain.take_scorer()
+    chain, scorer = at_version_2(published.folder, folder, reasons.append)
     before = scores(scorer)
     add(folder, published.folder, 4)
     for _ in range(3):
@@ -184,10 +184,7 @@ def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
 
 def test_a_scorer_that_a_version_was_half_applied_to_answers_no_more(published, tmp_path, monkeypatch):
     folder, reasons = tmp_path / "copy", []
-    for number in (1, 2):
-        add(folder, published.folder, number)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
-    first = chain.take_scorer()
+    chain, first = at_version_2(published.folder, folder, reasons.append)
     before = scores(first)
     half_applied(monkeypatch, 3)
     for number in (3, 4):
@@ -210,10 +207,7 @@ def test_a_scorer_that_a_version_was_half_applied_to_answers_no_more(published, 
 
 
 def test_constants_that_cannot_be_loaded_change_no_row(published, tmp_path, monkeypatch):
-    for number in (1, 2):
-        add(tmp_path / "copy", published.folder, number)
-    chain = VersionChain(tmp_path / "copy", Scorer)
-    scorer = chain.take_scorer()
+    chain, scorer = at_version_2(published.folder, tmp_path / "copy")
     before = {name: one.clone() for name, one in scorer.tables.tensors.items()}
     add(tmp_path / "copy", published.folder, 3)
     monkeypatch.setattr(scorer.package, "load_constants", lambda *_, **__: 1 / 0, raising=False)
@@ -224,10 +218,7 @@ def test_constants_that_cannot_be_loaded_change_no_row(published, tmp_path, monk
 
 def test_one_that_lags_behind_goes_on_with_a_snapshot(published, tmp_path):
     folder = tmp_path / "copy"
-    for number in (1, 2):
-        add(folder, published.folder, number)
-    chain = VersionChain(folder, Scorer, refused=pytest.fail)
-    scorer = chain.take_scorer()
+    chain, scorer = at_version_2(published.folder, folder)
     for number in (5, 6):
         add(folder, published.folder, number)
     assert scores(follow(chain, scorer)) == published.fresh[6] and chain.broken is None
