@@ -326,10 +326,13 @@ def test_tensors_off_their_borders(which, device):
 
 @pytest.mark.parametrize("tapers", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize("batch", [1, 5, 200])
-def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, tapers, device):
+@pytest.mark.parametrize(("batch", "counted_once"), [(1, 1024), (5, 4), (200, 1024), (200, 0)])
+def test_the_schedule_has_every_tile_once_and_the_long_first(
+    batch, counted_once, num_heads, tapers, device, monkeypatch
+):
     from jfi.kernels.common.tile_scheduler import schedule_tiles
 
+    monkeypatch.setattr("jfi.kernels.common.tile_scheduler.COUNTED_ONCE", counted_once)
     lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
     other_lengths = torch.randint(0, 700, (batch,))
     offsets = offsets_of(lengths.tolist(), device)
@@ -346,6 +349,18 @@ def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, t
     seen = [(count - x[0]) / count if tapers else 1 for x, count in zip(schedule, counts, strict=False)]
     work = [share * x[4] + 1 for x, share in zip(schedule, seen, strict=False)]
     assert all(later < earlier * 2**0.5 + 1 for earlier, later in pairwise(work))
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_rows_whose_positions_do_not_fit_32_bits_are_refused(name, device, monkeypatch):
+    from jfi.kernels.jagged_attention import execute
+
+    monkeypatch.setattr(execute, "_MAX_ROWS", 70)
+    rows = {"query": 40, "key": 40} | {name: 70}
+    query, key = (torch.randn(count, 1, 16, device=device) for count in rows.values())
+    offsets = {f"{side}_offsets": offsets_of([count], device) for side, count in rows.items()}
+    with pytest.raises(ValueError, match=f"{name} must have fewer than 2³¹ rows.*got 70"):
+        jfi.ops.jagged_attention(query, key, **offsets, impl="triton")
 
 
 @pytest.mark.parametrize("case", ["candidates", "causal"])

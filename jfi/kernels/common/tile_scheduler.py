@@ -23,8 +23,10 @@ from jfi.utils.operands import ceil_div
 
 #: Samples per program of the scheduling kernel.
 SAMPLES = 32
-#: Samples per step of its loop over all of them.
+#: Samples per step of its loop over all of them, and per program of the kernel that counts.
 CHUNK = 128
+#: Up to so many samples each program counts all of them: one launch in the place of three.
+COUNTED_ONCE = 1024
 #: Work is sorted into this many buckets, two for each doubling.
 BUCKETS = tl.constexpr(64)
 #: Integers per entry, of which ``load_work_tile`` reads the first five: 32 bytes, one sector of memory.
@@ -61,20 +63,50 @@ def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
     return tl.where((bucket == BUCKETS)[None, :], none, least)
 
 
+@triton.jit(do_not_specialize=["batch", "rows_factor"])
+def _count_kernel(
+    offsets_ptr,
+    other_offsets_ptr,
+    counts_ptr,
+    batch,
+    rows_factor,
+    BLOCK: tl.constexpr,
+    TAPERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Count the tiles of CHUNK samples by bucket: counts [BUCKETS, chunks], the bucket of most work first."""
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = at < batch
+    rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
+    other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
+        other_offsets_ptr + at, mask=mask, other=0
+    )
+    tiles = (rows.to(tl.int32) * rows_factor + BLOCK - 1) // BLOCK
+    least, most = _bucket_bounds(tiles, other_rows.to(tl.int32), TAPERS)
+    to = counts_ptr + (BUCKETS - 1 - tl.arange(0, BUCKETS)) * tl.num_programs(0) + chunk
+    tl.store(to, tl.sum(most - least, 0))
+
+
 @triton.jit(do_not_specialize=["batch", "rows_factor", "num_entries"])
 def _schedule_kernel(
     offsets_ptr,
     other_offsets_ptr,
+    sums_ptr,
     schedule_ptr,
     batch,
     rows_factor,
     num_entries,
     BLOCK: tl.constexpr,
     TAPERS: tl.constexpr,
-    SAMPLES: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
-    """Count the tiles by bucket, in total and of samples before this program's; place those of its own samples.
+    """Write the entries of SAMPLES samples, after those of buckets of more work and of earlier samples in their bucket.
+
+    If COUNTED, ``sums_ptr`` has the inclusive sums of what ``_count_kernel`` counted; else each program counts all
+    samples itself, which takes time with the square of the batch.
 
     torch.compile treats a helper's pointer arguments as mutated if a store address depends on its result, so offsets
     are loaded inline.
@@ -82,7 +114,11 @@ def _schedule_kernel(
     first = tl.program_id(0) * SAMPLES
     count = tl.zeros((BUCKETS,), tl.int32)
     before = tl.zeros((BUCKETS,), tl.int32)
-    for chunk in range(0, batch, CHUNK):
+    begin, end = 0, batch
+    if COUNTED:
+        begin = first // CHUNK * CHUNK
+        end = begin + CHUNK
+    for chunk in range(begin, end, CHUNK):
         at = chunk + tl.arange(0, CHUNK)
         mask = at < batch
         rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
@@ -94,8 +130,14 @@ def _schedule_kernel(
         by_bucket = most - least
         count += tl.sum(by_bucket, 0)
         before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
-    total = tl.sum(count, 0)
-    before += total - tl.cumsum(count, 0)
+    if COUNTED:
+        chunks = (batch + CHUNK - 1) // CHUNK
+        previous = (BUCKETS - 1 - tl.arange(0, BUCKETS)) * chunks + first // CHUNK - 1
+        before += tl.load(sums_ptr + previous, mask=previous >= 0, other=0)
+        total = tl.load(sums_ptr + BUCKETS * chunks - 1)
+    else:
+        total = tl.sum(count, 0)
+        before += total - tl.cumsum(count, 0)
     own = first + tl.arange(0, SAMPLES)
     mask = own < batch
     start = tl.load(offsets_ptr + own, mask=mask, other=0)
@@ -105,13 +147,13 @@ def _schedule_kernel(
     tiles = (rows * rows_factor + BLOCK - 1) // BLOCK
     least, most = _bucket_bounds(tiles, other_rows, TAPERS)
     # Within a bucket, in the order of the samples.
-    place = tl.cumsum(most - least, 0) - (most - least) + before[None, :] + most - 1
-    index = tl.sum(tl.where(least < most, place, 0), 1) - tiles
+    position = tl.cumsum(most - least, 0) - (most - least) + before[None, :] + most - 1
+    index = tl.sum(tl.where(least < most, position, 0), 1) - tiles
     zero = tl.zeros((SAMPLES,), tl.int32)
     for tile in range(0, tl.max(tiles, 0)):
         if TAPERS:
             left = (tiles - tile)[:, None]
-            index = tl.sum(tl.where((least <= left) & (left < most), place - left, 0), 1) - tile
+            index = tl.sum(tl.where((least <= left) & (left < most), position - left, 0), 1) - tile
         entry = schedule_ptr + (index + tile).to(tl.int64) * ENTRY
         mask = tile < tiles
         tl.store(entry, zero + tile, mask=mask)
@@ -122,10 +164,10 @@ def _schedule_kernel(
     if first == 0:
         tl.store(schedule_ptr + COUNTER, 0)
         tl.store(schedule_ptr + SECOND_COUNTER, 0)
-        for left_over in range(total, num_entries, SAMPLES):
-            at = left_over + tl.arange(0, SAMPLES)
-            for field in tl.static_range(5):
-                tl.store(schedule_ptr + at.to(tl.int64) * ENTRY + field, zero, mask=at < num_entries)
+    for left_over in range(total + first, num_entries, tl.num_programs(0) * SAMPLES):
+        at = left_over + tl.arange(0, SAMPLES)
+        for field in tl.static_range(5):
+            tl.store(schedule_ptr + at.to(tl.int64) * ENTRY + field, zero, mask=at < num_entries)
 
 
 @triton.jit
@@ -146,8 +188,11 @@ def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
 
 
 @cache
-def _launcher(block: int, tapers: bool) -> Launcher:
-    return Launcher(_schedule_kernel, BLOCK=block, TAPERS=tapers, SAMPLES=SAMPLES, CHUNK=CHUNK, num_warps=4)
+def _launchers(block: int, tapers: bool) -> tuple[Launcher, Launcher, Launcher]:
+    """Returns those of the kernel that counts, of the one that writes, and of the latter without counts."""
+    constants = {"BLOCK": block, "TAPERS": tapers, "CHUNK": CHUNK, "num_warps": 4}
+    write = (Launcher(_schedule_kernel, **constants, COUNTED=counted, SAMPLES=SAMPLES) for counted in (True, False))
+    return Launcher(_count_kernel, **constants), *write
 
 
 def schedule_tiles(
@@ -172,19 +217,19 @@ def schedule_tiles(
 
     Returns:
         [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0.
-
-    Raises:
-        ValueError: rows · rows_factor does not fit 32 bits.
     """
-    if isinstance(rows, int) and rows * rows_factor >= 2**31 - 256:  # symbolic under a compiler
-        raise ValueError(f"query must have fewer than 2³¹ rows · heads per key head, got {rows} · {rows_factor}")
     batch = offsets.shape[0] - 1
     entries = rows * rows_factor // block + batch
     schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
-    launch(
-        _launcher(block, tapers),
-        (ceil_div(batch, SAMPLES), 1, 1),
-        (offsets, other_offsets, schedule),
-        (batch, rows_factor, entries),
-    )
+    count, write, write_all = _launchers(block, tapers)
+    # An exported program does not know its batch, and scores requests, which are few samples.
+    if isinstance(batch, int) and batch > COUNTED_ONCE:
+        chunks = ceil_div(batch, CHUNK)
+        counts = offsets.new_empty(BUCKETS.value * chunks, dtype=torch.int32)
+        launch(count, (chunks, 1, 1), (offsets, other_offsets, counts), (batch, rows_factor))
+        sums = counts.cumsum(0, dtype=torch.int32)
+    else:
+        sums, write = None, write_all
+    tensors = (offsets, other_offsets, sums, schedule)
+    launch(write, (ceil_div(batch, SAMPLES), 1, 1), tensors, (batch, rows_factor, entries))
     return schedule

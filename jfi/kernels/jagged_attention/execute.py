@@ -10,9 +10,21 @@ from jfi.kernels.jagged_attention import triton_bwd, triton_fwd
 from jfi.kernels.plan import AttentionPlan
 from jfi.utils.operands import JaggedAttentionInputs
 
+#: Schedules have rows in 32 bits, from which a tile may go on past the last.
+_MAX_ROWS = 2**31 - 256
+
 
 def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """The output [R, H, E] and the log-sum-exp of the scores [R, H], -inf where a query sees no key."""
+    """Returns the output [R, H, E] and the log-sum-exp of the scores [R, H], -inf where a query sees no key.
+
+    Raises:
+        ValueError: the positions of query or key rows do not fit 32 bits.
+    """
+    heads = plan.problem.qheads_per_kvhead
+    if x.query.shape[0] * heads >= _MAX_ROWS:
+        raise ValueError(f"query must have fewer than 2³¹ rows · heads per key head, got {x.query.shape[0]} · {heads}")
+    if x.key.shape[0] >= _MAX_ROWS:
+        raise ValueError(f"key must have fewer than 2³¹ rows, got {x.key.shape[0]}")
     if not (x.query.shape[0] and x.key.shape[0]):
         out = x.query.new_zeros(*x.query.shape[:2], x.value_dim)
         return out, x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.float32)
