@@ -1,10 +1,13 @@
-"""Gradients that no input needs are not computed, and the others are right, whichever inputs need one."""
+"""Of every operator: gradients that no input needs are not computed, and the others are right, whichever inputs need
+one; rows behind the last sample, as batches padded to capacity have, change nothing.
+"""
 
 import itertools
 
 import pytest
 import torch
 from ops.ragged import offsets_of
+from ops.unchecked import as_on_a_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,15 +21,24 @@ LENGTHS, QUERIES = [3, 0, 14, 1], [2, 1, 5, 3]
 S, R, B = sum(LENGTHS), sum(QUERIES), len(LENGTHS)
 
 
-def example(name: str, device: torch.device) -> tuple:
-    """A function of named tensors, those that may need a gradient, and how to override the plan."""
+def example(name: str, device: torch.device, padding: int = 0) -> tuple:
+    """A function of named tensors, those that may need a gradient, and how to override the plan.
+
+    So many rows of NaN, or of odd integers, follow the last sample.
+    """
     offsets, queries = offsets_of(LENGTHS, device), offsets_of(QUERIES, device)
 
+    def padded(x: Tensor) -> Tensor:
+        if not padding or x.shape[0] not in (S, R):
+            return x
+        rows = x.new_full((padding, *x.shape[1:]), torch.nan if x.is_floating_point() else 2**30 + 7)
+        return torch.cat([x, rows])
+
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
+        return padded(torch.randn(shape, device=device))
 
     def integers(high: int, count: int = S) -> Tensor:
-        return torch.randint(0, high, (count,), device=device)
+        return padded(torch.randint(0, high, (count,), device=device))
 
     def target(**fixed):
         return lambda impl, **leaves: ops.target_attention(offsets=offsets, impl=impl, **leaves, **fixed)
@@ -53,12 +65,13 @@ def example(name: str, device: torch.device) -> tuple:
         return ops.gather_rows(tuple(tables.values()), (ids, buckets, buckets), impl=impl)
 
     ids, buckets = integers(9), integers(5)
-    digits = pack_words(torch.randint(-1, 2, (S, 20))).to(device)
+    digits = padded(pack_words(torch.randint(-1, 2, (S, 20))).to(device))
+    scales = padded(torch.rand(S, device=device))
     query, many = random(B, 2, 2, 16), random(B, 20, 2, 16)
     key, value, key_bias, table = random(S, 1, 16), random(S, 1, 10), random(S, 2), random(5, 2)
     rows = {"query": random(R, 2, 16), "key": key}
-    times = {"query_time": torch.arange(R, device=device), "key_time": torch.arange(S, device=device)}
-    by_bucket = {"key_bias_index": buckets, "value_scale": torch.rand(S, device=device)}
+    times = {name: padded(torch.arange(n, device=device)) for name, n in (("query_time", R), ("key_time", S))}
+    by_bucket = {"key_bias_index": buckets, "value_scale": scales}
     all_queries = {"query": random(B, 2, 2, 20)}
     # On Hopper the kernels of the half-precision cases are others.
     half = {"query": random(R, 2, 64).half(), "key": random(S, 2, 64).half()}
@@ -85,7 +98,7 @@ def example(name: str, device: torch.device) -> tuple:
         "jagged, half": (jagged(), half | {"value": random(S, 2, 64).half(), "key_bias": key_bias.half()}),
         "jagged, half by age": (jagged(**times), half | {"time_bias": random(7, 2).half()}),
         "jagged, digits": (
-            jagged(key=digits, value_scale=torch.rand(S, device=device)),
+            jagged(key=digits, value_scale=scales),
             {"query": random(R, 2, 20), "key_bias": key_bias},
         ),
         "jagged, digits by age": (
@@ -185,6 +198,28 @@ def test_any_inputs_may_need_a_gradient(name, impl, device, poisoned):
         for wanted in itertools.combinations(keys, count):
             for key, got in gradients(name, impl, device, wanted, traced=count == 1).items():
                 torch.testing.assert_close(got, every[key], **tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_behind_the_last_sample_change_nothing(name, device, poisoned):
+    """As on a GPU, where offsets are not read: enough of them for tiles of their own."""
+    results = []
+    for padding in (0, 130):
+        torch.manual_seed(0)
+        function, leaves, *overrides = example(name, device, padding)
+        for x in leaves.values():
+            x.requires_grad_()
+        with as_on_a_gpu(device), plan.override(**overrides[0] if overrides else {}):
+            out = function("triton", **leaves)
+            grad = torch.linspace(-1, 1, 7, device=device).to(out)[torch.arange(out.numel(), device=device) % 7]
+            grad = grad.view_as(out)
+            if out.shape[0] in (S + padding, R + padding):
+                grad[-padding or len(grad) :] = torch.nan
+            grads = torch.autograd.grad(out, [*leaves.values()], grad)
+            results.append(dict(zip(("out", *leaves), (out, *grads), strict=True)))
+    tolerance = {"atol": 2e-2, "rtol": 1e-2} if "tile" in name or "half" in name else {"atol": 1e-4, "rtol": 1e-4}
+    for key, want in results[0].items():
+        torch.testing.assert_close(results[1][key][: len(want)], want, **tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -155,9 +155,9 @@ def _load_queries(
         return load_rows(ptr + (row + place) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["batch", "num_rows"])
 def target_attention_multi_tile_dhistory_kernel(
-    q_desc, grad_desc, queries, history, grads, num_rows, scale, SPEC: tl.constexpr
+    q_desc, grad_desc, queries, history, grads, batch, num_rows, scale, SPEC: tl.constexpr
 ):
     """A program per tile of history rows.  S [N, M]: P and dS go from registers into the products of dv and dk.
 
@@ -170,6 +170,9 @@ def target_attention_multi_tile_dhistory_kernel(
     offsets_ptr, samples_ptr = history[3], history[4]
     dk_ptr, dv_ptr, dbias_ptr = grads
     tile, kv_head = tl.program_id(0), tl.program_id(1)
+    # Rows beyond the last sample, of a batch padded to capacity, have no sample.
+    if tile >= tl.load(offsets_ptr + batch).to(tl.int64) // SPEC.block_n + batch:
+        return
     sample = tl.load(samples_ptr + tile).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
@@ -256,5 +259,5 @@ def backward(
         if kernel.constants["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))
         tensors = ((x.query, grad, statistics), (*history, tile_samples), (dkey, dvalue, dbias))
-        launch((history_tiles, num_kv_heads, 1), tensors, (num_rows, x.scale), descriptors)
+        launch((history_tiles, num_kv_heads, 1), tensors, (batch, num_rows, x.scale), descriptors)
     return dquery, dkey, dvalue, dbias, None
