@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from jfi.ops._dispatch import is_exported, operator
-from jfi.ops.checks import check_count, check_dim, check_size, check_times
+from jfi.ops.checks import check_count, check_dim, check_size, check_times, may_read
+from jfi.utils.context import is_traced
 from jfi.utils.operands import MAX_BUCKETS
 
-#: The number of keys whose positions fit 32 bits together with a bucket.
-MAX_KEYS = 2**31 // MAX_BUCKETS
+#: Keys of a sample whose positions fit 32 bits together with a bucket.
+MAX_KEYS = 2**31 // MAX_BUCKETS - 1
 
 
 def _bucket_edges(
@@ -80,8 +81,8 @@ def visibility(
         if max_visible is not None:
             left, right = max_visible - 1, 0
         return (None, table, *times), (left, right, False)
-    if isinstance(key.shape[0], int) and key.shape[0] >= MAX_KEYS:
-        raise ValueError(f"key must have fewer than {MAX_KEYS} rows with times or a bias by bucket, got {key.shape[0]}")
+    if isinstance(key.shape[0], int) and key.shape[0] > MAX_KEYS:
+        _check_longest(key_offsets)
     if max_visible is None and left is not None:
         max_visible = left + 1
     num_buckets = 1 if table is None else table.shape[0]
@@ -94,6 +95,17 @@ def visibility(
     else:
         edges = bucket_edges(*arguments, impl)
     return (edges.contiguous(), table, *times), (None, None, causal)
+
+
+def _check_longest(key_offsets: Tensor) -> None:
+    """Raises for a sample of too many keys; on a GPU whose offsets may not be read, the device does so later."""
+    longest = key_offsets.diff().max()
+    must = f"key must have at most {MAX_KEYS} rows a sample with times or a bias by bucket"
+    if may_read(key_offsets):
+        if longest > MAX_KEYS:
+            raise ValueError(f"{must}, got {int(longest)}")
+    elif not (key_offsets.is_meta or is_traced()):
+        torch._assert_async(longest <= MAX_KEYS, must)
 
 
 def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ PyTorch:
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu    returns the log-sum-exp: jagged attention on a CPU
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward    its gradient
     torch._check                                 documented; tells torch.export that two sizes are equal
+    torch._assert_async                          refuses what only the device knows, without a wait: histories too long
     torch._foreach_copy_                         copies many tensors in one launch: moving averages of parameters
     torch._ops.OpOverload                        type of an operator in an exported program: export_module
     torch._ops.OpOverload._schema                its name

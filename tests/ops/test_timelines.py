@@ -281,6 +281,22 @@ def test_wrong_arguments(changes, message):
         attend(**changes)
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_the_longest_sample_is_bounded_and_not_the_batch(read, monkeypatch):
+    """Edges are positions within a sample. Where offsets are not read, the device refuses: this test is on a CPU."""
+    monkeypatch.setattr("jfi.ops._visibility.MAX_KEYS", 5)
+    if not read:
+        monkeypatch.setattr("jfi.ops._visibility.may_read", lambda _: False)
+
+    def attend(lengths):
+        offsets, rows, time = offsets_of(lengths, "cpu"), torch.randn(sum(lengths), 1, 8), torch.arange(sum(lengths))
+        return jfi.ops.jagged_attention(rows, rows, query_offsets=offsets, query_time=time, key_time=time)
+
+    assert attend([5, 4, 5]).isfinite().all()
+    with pytest.raises(ValueError if read else RuntimeError, match="at most 5 rows a sample"):
+        attend([5, 6])
+
+
 def test_targets_older_than_every_event_see_nothing():
     out = attend(query_time=torch.tensor([1, 2, 3]), key=torch.ones(5, 1, 8))
     assert out[0].eq(0).all() and out[1].eq(0).all() and out[2].eq(1).all()
