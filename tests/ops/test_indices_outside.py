@@ -124,7 +124,7 @@ def test_digits_are_zeros(device, dtype, buckets):
     query = torch.randn(len(LENGTHS), 1, 2, 40, device=device, dtype=dtype, requires_grad=True)
     digits = torch.randint(-1, 2, (ROWS, 40), device=device)
     table = torch.randn(buckets, 2, device=device, dtype=dtype, requires_grad=True)
-    (ids, is_item), (index, is_bucket) = indices(device), indices(device, torch.int32, buckets)
+    (ids, is_item), (index, is_bucket) = indices(device), indices(device, rows=buckets)
     key = rows_of(digits.to(dtype), ids, is_item).unsqueeze(1)
     by_event = rows_of(table, index, is_bucket)
     expected = target_attention(query, key, offsets=offsets(device), key_bias=by_event, impl="torch")

@@ -119,6 +119,14 @@ def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC
 
 
 @gluon.jit
+def narrow_index(index):
+    """Returns an index in 32 bits; one that does not fit is negative, which is outside of every table."""
+    if index.dtype == gl.int64:
+        index = gl.where(index >> 31 == 0, index, -1).to(gl.int32)
+    return index
+
+
+@gluon.jit
 def load_events(events, n, SPEC: gl.constexpr):
     """The units of the events from n on as scores and as weighted sums take them, of any samples; 0 behind the last.
 
@@ -132,10 +140,7 @@ def load_events(events, n, SPEC: gl.constexpr):
     table_row = n.to(gl.int32)
     if SPEC.block_r > 0:
         at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(0, RIGHT))
-        # The low words: fewer registers, which would otherwise make loads wait for one another.
-        WORDS: gl.constexpr = bias_index_ptr.dtype.element_ty.primitive_bitwidth // 32
-        ptr = bias_index_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + n * WORDS
-        table_row = gl.load(ptr + at * WORDS, mask=at < num_events - n, other=0)
+        table_row = narrow_index(gl.load(bias_index_ptr + n + at, mask=at < num_events - n, other=0))
     if n + SPEC.block_n <= num_events:
         along_k = load_units(words, n, SPEC.block_n, True, False, SPEC)
         along_n = load_units(words, n, SPEC.block_n, False, False, SPEC)

@@ -62,7 +62,7 @@ def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows
         event = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, RIGHT))
         table_row = gl.arange(0, SPEC.block_r, layout=gl.SliceLayout(0, RIGHT))
         # From the nearest cache, where the tile's rows have been loaded ahead.
-        index = gl.load(bias_ptrs[1] + n + event, mask=event < left, other=0).to(gl.int32)
+        index = tile.narrow_index(gl.load(bias_ptrs[1] + n + event, mask=event < left, other=0))
         of_row = (index[:, None] == table_row[None, :]).to(q.dtype)
         dtable = mma_v2(weights, of_row, dtable)
     elif dbias_ptr is not None:
