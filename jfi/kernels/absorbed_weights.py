@@ -103,7 +103,7 @@ def _absorb_kernel(weights, products, DTYPE: tl.constexpr, SPEC: tl.constexpr):
     D_E: tl.constexpr = SPEC.d_e
     D: tl.constexpr = H * WIDTH
     QUERY_END: tl.constexpr = ((D_X + SIDE - 1) // SIDE) * ((D_E + SIDE - 1) // SIDE)
-    part, tile = tl.program_id(0), tl.program_id(1)
+    part, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     feature, query = part // (T * H), part // H % T
     history = feature * (D * D_X) + part % H * (WIDTH * D_X)
     first = query * D + part % H * WIDTH
@@ -163,9 +163,15 @@ def absorb(
 
     Returns:
         W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x], W_vo [F, T · H · D_x, D].
+
+    Raises:
+        ValueError: a product of one feature has 2³¹ numbers or more.
     """
     w_q, _, w_k, _, w_o = weights
     features, rows = w_q.shape[0], num_queries * num_heads * w_k.shape[2]
+    if rows * max(w_q.shape[2], w_o.shape[1]) >= 2**31:  # positions within a feature's product have 32 bits
+        sizes = f"{num_queries} · {num_heads} · {w_k.shape[2]} · {max(w_q.shape[2], w_o.shape[1])}"
+        raise ValueError(f"num_queries · num_heads · D_x · max(D_e, D) must be below 2**31, got {sizes}")
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
@@ -221,19 +227,19 @@ def _batch_kernel(rows, sums, batch, chunk, DTYPE: tl.constexpr, SPEC: tl.conste
     QUERY_END: tl.constexpr = DOWN * ((D_E + SIDE - 1) // SIDE)
     OUTPUT_END: tl.constexpr = QUERY_END + DOWN * ACROSS
     BIAS_END: tl.constexpr = OUTPUT_END + DOWN
-    feature, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = feature.to(tl.int64) * batch + split * chunk
+    feature, tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    start = feature * batch + split * chunk
     count = tl.minimum(chunk, batch - split * chunk)
-    place = split * tl.num_programs(0) + feature
+    matrix = split * tl.num_programs(0) + feature
     if tile < QUERY_END:
-        _tile_over_rows(dw_qk_ptr + place * (N * D_E), dquery_ptr, target_ptr, tile, N, D_E, start, count, DTYPE, SPEC)
+        _tile_over_rows(dw_qk_ptr + matrix * (N * D_E), dquery_ptr, target_ptr, tile, N, D_E, start, count, DTYPE, SPEC)
     elif tile < OUTPUT_END:
-        out_ptr = dw_vo_ptr + place * (N * D)
+        out_ptr = dw_vo_ptr + matrix * (N * D)
         _tile_over_rows(out_ptr, attended_ptr, grad_ptr, tile - QUERY_END, N, D, start, count, DTYPE, SPEC)
     elif tile < BIAS_END:
-        _sum_over_rows(db_qk_ptr + place * N, dquery_ptr, tile - OUTPUT_END, N, start, count, DTYPE, SPEC)
+        _sum_over_rows(db_qk_ptr + matrix * N, dquery_ptr, tile - OUTPUT_END, N, start, count, DTYPE, SPEC)
     else:
-        _sum_over_rows(db_o_ptr + place * D, grad_ptr, tile - BIAS_END, D, start, count, DTYPE, SPEC)
+        _sum_over_rows(db_o_ptr + matrix * D, grad_ptr, tile - BIAS_END, D, start, count, DTYPE, SPEC)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -254,7 +260,7 @@ def _weights_kernel(sums, weights, grads, splits, DTYPE: tl.constexpr, SPEC: tl.
     QUERY_END: tl.constexpr = DOWN * ((D_E + SIDE - 1) // SIDE)
     OUTPUT_END: tl.constexpr = QUERY_END + DOWN * ((D + SIDE - 1) // SIDE)
     KEY_END: tl.constexpr = OUTPUT_END + DOWN * ((D_X + SIDE - 1) // SIDE)
-    part, tile = tl.program_id(0), tl.program_id(1)
+    part, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     feature, query = part // (T * H), part // H % T
     history = feature * (D * D_X) + part % H * (WIDTH * D_X)
     first = query * D + part % H * WIDTH
@@ -263,7 +269,7 @@ def _weights_kernel(sums, weights, grads, splits, DTYPE: tl.constexpr, SPEC: tl.
     bias_ptr = b_q_ptr + feature * (T * D) + first
     qk_ptr, vo_ptr = dw_qk_ptr + part * (D_X * D_E), dw_vo_ptr + part * (D_X * D)
     # From the sum over one chunk of the batch to the next: a vector of all features.
-    vector = tl.num_programs(0) * D_X
+    vector = tl.num_programs(0).to(tl.int64) * D_X
     b_sum, qk_sum, vo_sum = (splits, vector, SPLIT), (splits, vector * D_E, SPLIT), (splits, vector * D, SPLIT)
     acc = tl.zeros((SIDE, SIDE), tl.float32)
     if tile < QUERY_END:
@@ -287,7 +293,7 @@ def _weights_kernel(sums, weights, grads, splits, DTYPE: tl.constexpr, SPEC: tl.
         acc = _add_product(acc, left, right, row, WIDTH, col, D, D_X, vo_sum, DTYPE, SPEC)
         _store_matrix(dw_o_ptr + feature * (D * T * D) + first, acc, row, WIDTH, 1, col, D, T * D)
         if part % (T * H) + (tile - QUERY_END) // tl.cdiv(D, SIDE) == 0:
-            from_split = tl.num_programs(0) // (T * H) * D
+            from_split = tl.num_programs(0).to(tl.int64) // (T * H) * D
             db_o = _add_splits(db_out_ptr + feature * D + col, col < D, (splits, from_split, SPLIT))
             tl.store(db_o_ptr + feature * D + col, db_o.to(db_o_ptr.dtype.element_ty), mask=col < D)
     elif query == 0:

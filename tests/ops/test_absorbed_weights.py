@@ -64,3 +64,11 @@ def test_absorbed_weights_and_their_gradients(
     terms = max(dim, history_width, batch) ** 0.5
     for name, x, rough, true in zip(names, (*got, *dgot), (*expected, *dexpected), (*truth, *dtruth), strict=True):
         check(name, x.to(dtype), rough, true, terms=float(true.norm()) * terms)
+
+
+def test_a_product_beyond_32_bits_is_refused():
+    from jfi.kernels.absorbed_weights import absorb
+
+    shapes = (1, 2**12, 2**12), (1, 2**12), (1, 2**12, 2**12), (1, 2**12, 2**12), (1, 2**12, 2**12)
+    with pytest.raises(ValueError, match=r"below 2\*\*31, got 1 · 128 · 4096 · 4096"):
+        absorb(tuple(torch.empty(shape, device="meta") for shape in shapes), 1, 128, torch.bfloat16)
