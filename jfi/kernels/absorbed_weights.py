@@ -269,7 +269,7 @@ def _weights_kernel(sums, weights, grads, splits, DTYPE: tl.constexpr, SPEC: tl.
     bias_ptr = b_q_ptr + feature * (T * D) + first
     qk_ptr, vo_ptr = dw_qk_ptr + part * (D_X * D_E), dw_vo_ptr + part * (D_X * D)
     # From the sum over one chunk of the batch to the next: a vector of all features.
-    vector = tl.num_programs(0).to(tl.int64) * D_X
+    vector = tl.num_programs(0) * D_X
     b_sum, qk_sum, vo_sum = (splits, vector, SPLIT), (splits, vector * D_E, SPLIT), (splits, vector * D, SPLIT)
     acc = tl.zeros((SIDE, SIDE), tl.float32)
     if tile < QUERY_END:
@@ -293,7 +293,7 @@ def _weights_kernel(sums, weights, grads, splits, DTYPE: tl.constexpr, SPEC: tl.
         acc = _add_product(acc, left, right, row, WIDTH, col, D, D_X, vo_sum, DTYPE, SPEC)
         _store_matrix(dw_o_ptr + feature * (D * T * D) + first, acc, row, WIDTH, 1, col, D, T * D)
         if part % (T * H) + (tile - QUERY_END) // tl.cdiv(D, SIDE) == 0:
-            from_split = tl.num_programs(0).to(tl.int64) // (T * H) * D
+            from_split = tl.num_programs(0) // (T * H) * D
             db_o = _add_splits(db_out_ptr + feature * D + col, col < D, (splits, from_split, SPLIT))
             tl.store(db_o_ptr + feature * D + col, db_o.to(db_o_ptr.dtype.element_ty), mask=col < D)
     elif query == 0:
@@ -352,7 +352,9 @@ def gradients(
     sizes = _sizes_of(weights, num_queries, num_heads)
     device = plan.device_of(grad.device)
     (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype, device), grad.dtype)
-    most = max(1, BATCH_PROGRAMS_PER_SM * device.num_sms // (features * tiles))
+    # Distances between the sums of chunks have 32 bits.
+    most = (2**31 - 1) // (features * width * max(target.shape[2], grad.shape[2]))
+    most = max(1, min(most, BATCH_PROGRAMS_PER_SM * device.num_sms // (features * tiles)))
     chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
     splits = max(1, ceil_div(batch, chunk))
     shapes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)

@@ -23,7 +23,7 @@ from jfi.utils.operands import ceil_div
 
 #: Samples per program of the scheduling kernel.
 SAMPLES = 32
-#: Samples per step of its loop over all of them, and per program of the kernel that counts.
+#: Samples per step of its loop over all of them.
 CHUNK = 128
 #: Up to so many samples each program counts all of them: one launch in the place of three.
 COUNTED_ONCE = 1024
@@ -72,11 +72,11 @@ def _count_kernel(
     rows_factor,
     BLOCK: tl.constexpr,
     TAPERS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
-    """Count the tiles of CHUNK samples by bucket: counts [BUCKETS, chunks], the bucket of most work first."""
-    chunk = tl.program_id(0)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    """Count the tiles of SAMPLES samples by bucket: counts [BUCKETS, programs], the bucket of most work first."""
+    program = tl.program_id(0)
+    at = program * SAMPLES + tl.arange(0, SAMPLES)
     mask = at < batch
     rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
     other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
@@ -84,7 +84,7 @@ def _count_kernel(
     )
     tiles = (rows.to(tl.int32) * rows_factor + BLOCK - 1) // BLOCK
     least, most = _bucket_bounds(tiles, other_rows.to(tl.int32), TAPERS)
-    to = counts_ptr + (BUCKETS - 1 - tl.arange(0, BUCKETS)) * tl.num_programs(0) + chunk
+    to = counts_ptr + (BUCKETS - 1 - tl.arange(0, BUCKETS)) * tl.num_programs(0) + program
     tl.store(to, tl.sum(most - least, 0))
 
 
@@ -99,9 +99,9 @@ def _schedule_kernel(
     num_entries,
     BLOCK: tl.constexpr,
     TAPERS: tl.constexpr,
+    SAMPLES: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
-    SAMPLES: tl.constexpr,
 ):
     """Write the entries of SAMPLES samples, after those of buckets of more work and of earlier samples in their bucket.
 
@@ -111,31 +111,27 @@ def _schedule_kernel(
     torch.compile treats a helper's pointer arguments as mutated if a store address depends on its result, so offsets
     are loaded inline.
     """
-    first = tl.program_id(0) * SAMPLES
-    count = tl.zeros((BUCKETS,), tl.int32)
-    before = tl.zeros((BUCKETS,), tl.int32)
-    begin, end = 0, batch
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    first = program * SAMPLES
     if COUNTED:
-        begin = first // CHUNK * CHUNK
-        end = begin + CHUNK
-    for chunk in range(begin, end, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        mask = at < batch
-        rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
-        other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
-            other_offsets_ptr + at, mask=mask, other=0
-        )
-        tiles = (rows.to(tl.int32) * rows_factor + BLOCK - 1) // BLOCK
-        least, most = _bucket_bounds(tiles, other_rows.to(tl.int32), TAPERS)
-        by_bucket = most - least
-        count += tl.sum(by_bucket, 0)
-        before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
-    if COUNTED:
-        chunks = (batch + CHUNK - 1) // CHUNK
-        previous = (BUCKETS - 1 - tl.arange(0, BUCKETS)) * chunks + first // CHUNK - 1
-        before += tl.load(sums_ptr + previous, mask=previous >= 0, other=0)
-        total = tl.load(sums_ptr + BUCKETS * chunks - 1)
+        earlier = (BUCKETS - 1 - tl.arange(0, BUCKETS)) * programs + program - 1
+        before = tl.load(sums_ptr + earlier, mask=earlier >= 0, other=0)
+        total = tl.load(sums_ptr + BUCKETS * programs - 1)
     else:
+        count = tl.zeros((BUCKETS,), tl.int32)
+        before = tl.zeros((BUCKETS,), tl.int32)
+        for chunk in range(0, batch, CHUNK):
+            at = chunk + tl.arange(0, CHUNK)
+            mask = at < batch
+            rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
+            other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
+                other_offsets_ptr + at, mask=mask, other=0
+            )
+            tiles = (rows.to(tl.int32) * rows_factor + BLOCK - 1) // BLOCK
+            least, most = _bucket_bounds(tiles, other_rows.to(tl.int32), TAPERS)
+            by_bucket = most - least
+            count += tl.sum(by_bucket, 0)
+            before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
         total = tl.sum(count, 0)
         before += total - tl.cumsum(count, 0)
     own = first + tl.arange(0, SAMPLES)
@@ -164,7 +160,7 @@ def _schedule_kernel(
     if first == 0:
         tl.store(schedule_ptr + COUNTER, 0)
         tl.store(schedule_ptr + SECOND_COUNTER, 0)
-    for left_over in range(total + first, num_entries, tl.num_programs(0) * SAMPLES):
+    for left_over in range(total + first, num_entries, programs * SAMPLES):
         at = left_over + tl.arange(0, SAMPLES)
         for field in tl.static_range(5):
             tl.store(schedule_ptr + at.to(tl.int64) * ENTRY + field, zero, mask=at < num_entries)
@@ -190,8 +186,8 @@ def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
 @cache
 def _launchers(block: int, tapers: bool) -> tuple[Launcher, Launcher, Launcher]:
     """Returns those of the kernel that counts, of the one that writes, and of the latter without counts."""
-    constants = {"BLOCK": block, "TAPERS": tapers, "CHUNK": CHUNK, "num_warps": 4}
-    write = (Launcher(_schedule_kernel, **constants, COUNTED=counted, SAMPLES=SAMPLES) for counted in (True, False))
+    constants = {"BLOCK": block, "TAPERS": tapers, "SAMPLES": SAMPLES, "num_warps": 4}
+    write = (Launcher(_schedule_kernel, **constants, CHUNK=CHUNK, COUNTED=counted) for counted in (True, False))
     return Launcher(_count_kernel, **constants), *write
 
 
@@ -221,15 +217,14 @@ def schedule_tiles(
     batch = offsets.shape[0] - 1
     entries = rows * rows_factor // block + batch
     schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
-    count, write, write_all = _launchers(block, tapers)
+    programs, (count, write, write_all) = ceil_div(batch, SAMPLES), _launchers(block, tapers)
     # An exported program does not know its batch, and scores requests, which are few samples.
     if isinstance(batch, int) and batch > COUNTED_ONCE:
-        chunks = ceil_div(batch, CHUNK)
-        counts = offsets.new_empty(BUCKETS.value * chunks, dtype=torch.int32)
-        launch(count, (chunks, 1, 1), (offsets, other_offsets, counts), (batch, rows_factor))
+        counts = offsets.new_empty(BUCKETS.value * programs, dtype=torch.int32)
+        launch(count, (programs, 1, 1), (offsets, other_offsets, counts), (batch, rows_factor))
         sums = counts.cumsum(0, dtype=torch.int32)
     else:
         sums, write = None, write_all
     tensors = (offsets, other_offsets, sums, schedule)
-    launch(write, (ceil_div(batch, SAMPLES), 1, 1), tensors, (batch, rows_factor, entries))
+    launch(write, (programs, 1, 1), tensors, (batch, rows_factor, entries))
     return schedule

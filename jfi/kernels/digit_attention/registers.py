@@ -120,9 +120,9 @@ def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC
 
 @gluon.jit
 def narrow_index(index):
-    """Returns an index in 32 bits; one that does not fit is negative, which is outside of every table."""
+    """Returns an index in 32 bits, negative, and so outside of every table, where it does not fit them."""
     if index.dtype == gl.int64:
-        index = gl.where(index >> 31 == 0, index, -1).to(gl.int32)
+        index = gl.where((index >> 32).to(gl.int32) == 0, index.to(gl.int32), -1)
     return index
 
 
