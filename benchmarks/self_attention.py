@@ -31,6 +31,8 @@ LONG, MIDDLE = HEADLINE[:2]
 CROSS = [JaggedShape(1024, 4096, 128, T=most, H=2, G=1, lengths="nearly full") for most in (32, 128, 160, 256)]
 #: Every user's candidates of 64 query rows against a history of one length, as IKBO's own benchmark has them.
 SHARED_USERS = JaggedShape(32, 2048, 128, T=4096, H=2, G=2, dtype="float16", lengths="full")
+#: Where a schedule that took time with the square of the batch would take longer than attention.
+MANY = JaggedShape(65_536, 40, 64, H=2, G=2)
 PEERS = (VARLEN, FLASH_4, PADDED, UNMASKED, DENSE, SLL)
 QUICK_PEERS = (VARLEN, FLASH_4, UNMASKED)
 
@@ -52,4 +54,5 @@ def cases(quick: bool) -> list[Case]:
         *cross,
         case(replace(MIDDLE, lengths="log-normal"), (OURS,)),
         case(replace(LONG, B=2), (OURS, VARLEN)),
+        case(MANY, (OURS, VARLEN)),
     ]
