@@ -148,9 +148,10 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
     Rows behind the last sample are padding, whose gradients may be anything.
     """
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
-    may_be_one_each = offsets.size(0) == values.size(0) + 1
-    is_read = may_be_one_each and validation.may_read(lengths)
-    if may_be_one_each and (key in padding_state.fixed_length_keys or (is_read and bool((lengths == 1).all()))):
+    one_each = key in padding_state.fixed_length_keys
+    if not one_each and validation.may_read(lengths):
+        one_each = offsets.size(0) == values.size(0) + 1 and bool((lengths == 1).all())
+    if one_each:
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
     pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)

@@ -268,6 +268,10 @@ def _check_target(
     """Checks the embeddings of one key, whose rows are `rows`, on the device of the history `like`."""
     target = targets.get(key)
     is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
+    if is_dense and target.dim() == 2 and torch.compiler.is_compiling():
+        # Its rows may come from the data, where a compiler cannot branch on them.
+        torch._check(target.size(0) == shape[0])
+        shape = target.size(0), shape[1]
     if is_dense and target.shape == shape and target.dtype in FLOATING and target.device == device:
         return
     require_keys("targets", targets, [key])

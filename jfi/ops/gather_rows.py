@@ -125,7 +125,7 @@ def check_indices(
     Raises:
         ValueError: an index is out of range.
     """
-    if not indices.numel() or not may_read(indices):
+    if not may_read(indices) or not indices.numel():
         return
     least, count = -1 if padded else 0, indices.shape[0]
     if lengths is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import docs_models
 import pytest
 import torch
 from torch import nn
@@ -201,3 +202,13 @@ def test_ids(read):
         sids = pack_trits(torch.randint(-1, 2, (count, 10)))
         batches.append((torch.randint(ROWS, (count,)) if read == "collection" else sids, lengths, item))
     compare(model, interact, batches)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i > 1 else ()) for i, name in enumerate(docs_models.MODELS)]
+)
+def test_models_of_the_docs(name):
+    model, dense, ids = docs_models.MODELS[name]()
+    module = docs_models.OfTensors(model, ids.keys())
+    given = dense, ids.values(), ids.lengths()
+    compare(module, module, [given, docs_models.other_batch(dense, ids)])
