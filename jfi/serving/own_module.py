@@ -2,11 +2,13 @@
 
 The operators of jfi are registered from Python, so a package cannot call them. On a GPU AOTInductor compiles the Triton
 kernels of attention into the package. Other operators are replaced by PyTorch's in the exported program: attention on a
-CPU, reading rows of tables, sums of lengths.
+CPU, reading rows of tables, sums and softmaxes of histories, sums of lengths.
 """
 
+import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from jfi import reference
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import write_package
+
+#: A largest size from here on is none: torch writes infinity as an int of 64 bits or a symbol, by release.
+_ANY_SIZE = 2**62
 
 
 def export_module(
@@ -27,12 +33,14 @@ def export_module(
 
     Where jfi is installed or not, ``torch._inductor.aoti_load_package(path)`` gives a function of the same arguments,
     and C++ can load the package too. The forward takes tensors and builds a KeyedJaggedTensor of them inside. Target
-    attention (JaggedFeatureInteraction, JaggedPooling) can be exported, with a fixed number of queries; an encoder can
-    for a GPU, without times.
+    attention (JaggedFeatureInteraction, JaggedPooling) can be exported, with a fixed number of queries, and so can
+    jagged_jagged_bmm, jagged_dense_bmm and jagged_softmax; an encoder can for a GPU, without times. The package itself
+    checks the sizes of a call only where the environment has AOTI_RUNTIME_CHECK_INPUTS=1.
 
     Args:
         module: on the device to serve on, in eval mode.
-        args: example of its positional arguments. Sizes that vary must not be 0 or 1 there.
+        args: example of its positional arguments, of two samples or more: torch.export takes a size of 0 or 1 for a
+            constant.
         kwargs: example of its arguments by name, as `args`.
         path: of the package, ends in ".pt2" and does not exist.
         dynamic_shapes: which sizes vary, as `torch.export.export` takes it.
@@ -43,7 +51,8 @@ def export_module(
 
     Raises:
         ArtifactError: `path` exists, or there is no C++ compiler.
-        ValueError: another ending of `path`, or an operator of jfi that has no form without Python.
+        ValueError: another ending of `path`, an operator of jfi that has no form without Python, or an example for
+            which a size that varies has a largest value that `dynamic_shapes` does not give.
 
     Example:
         >>> import jfi.serving
@@ -56,23 +65,46 @@ def export_module(
         raise ValueError(f"path must end in .pt2, got '{path}'")
     if path.exists():
         raise ArtifactError(f"{path} exists already; name a new file")
-    with torch.no_grad():
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-        program = program.run_decompositions(_forms())
-    found = operators_of(program)
-    own = [name for name in found if name.startswith("jfi::")]
-    if refused := [name for name in own if not name.endswith("_exported_fwd")]:
-        raise ValueError(
-            f"the module uses {', '.join(refused)}, which cannot be exported: only target attention can, and for a GPU "
-            "an encoder without times"
-        )
+    program = program_of(module, args, dynamic_shapes, kwargs)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.pt2")
     try:
         write_package(program, unfinished)
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return [name for name in found if name not in own]
+    return [name for name in operators_of(program) if not name.startswith("jfi::")]
+
+
+def program_of(
+    module: nn.Module, args: tuple, dynamic_shapes: Any = None, kwargs: dict | None = None
+) -> ExportedProgram:
+    """Returns the exported program of a module whose operators need no Python; arguments as of `export_module`."""
+    with torch.no_grad():
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        program = program.run_decompositions(_forms())
+    own = [name for name in operators_of(program) if name.startswith("jfi::")]
+    if refused := [name for name in own if not name.endswith("_exported_fwd")]:
+        raise ValueError(
+            f"the module uses {', '.join(refused)}, which cannot be exported: target attention, jagged_jagged_bmm, "
+            "jagged_dense_bmm and jagged_softmax can, and for a GPU an encoder without times"
+        )
+    _check_ranges(program, dynamic_shapes)
+    return program
+
+
+def _check_ranges(program: ExportedProgram, dynamic_shapes: Any) -> None:
+    """Raises for a size that varies, but not beyond a number that nobody gave."""
+    given = {getattr(leaf, "max", None) for leaf in tree_leaves(dynamic_shapes)}
+    for node in program.graph.nodes:
+        if node.name not in program.graph_signature.user_inputs or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        for dim, size in enumerate(node.meta["val"].shape):
+            bounds = program.range_constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if bounds is not None and bounds.upper < _ANY_SIZE and int(bounds.upper) not in given:
+                raise ValueError(
+                    f"args must be an example whose sizes stand for all others, but with this one dimension {dim} of "
+                    f"'{node.name}' could only be from {bounds.lower} to {bounds.upper}; give two samples or more"
+                )
 
 
 def operators_of(program: ExportedProgram) -> list[str]:
@@ -83,9 +115,17 @@ def operators_of(program: ExportedProgram) -> list[str]:
 
 def _forms() -> dict[torch._ops.OpOverload, Callable]:
     """Returns by operator what takes its place."""
+    ops = torch.ops.jfi
     forms: dict[torch._ops.OpOverload, Callable] = {
-        torch.ops.jfi.target_attention_fwd.default: _target_attention,
-        torch.ops.jfi.gather_rows.default: _gather_rows,
+        ops.target_attention_fwd.default: _target_attention,
+        ops.gather_rows.default: _gather_rows,
+        # The formulas of the next three are made of the last three.
+        ops.jagged_jagged_bmm.default: lambda x, y, offsets, impl: reference.jagged_jagged_bmm(x, y, offsets),
+        ops.jagged_dense_bmm.default: lambda x, offsets, dense, *_: reference.jagged_dense_bmm(x, offsets, dense),
+        ops.jagged_softmax.default: lambda x, offsets, impl: reference.jagged_softmax(x, offsets),
+        ops.segment_sum.default: partial(_segment_reduce, "sum", 0.0),
+        ops.segment_max.default: partial(_segment_reduce, "max", -torch.inf),
+        ops.segment_expand.default: lambda x, offsets, rows: x[reference.segment_ids(offsets, rows)],
     }
     if hasattr(torch.ops.fbgemm, "asynchronous_complete_cumsum"):
         forms[torch.ops.fbgemm.asynchronous_complete_cumsum.default] = _complete_cumsum
@@ -147,6 +187,12 @@ def _target_attention(
 
 def _gather_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str = "torch") -> Tensor:
     return reference.gather_rows(tuple(tables), tuple(indices), dtype)
+
+
+def _segment_reduce(reduce: str, initial: float, x: Tensor, offsets: Tensor) -> Tensor:
+    flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    out = torch.segment_reduce(flat, reduce, offsets=offsets.long(), axis=0, initial=initial, unsafe=True)
+    return out.view(-1, *x.shape[1:])
 
 
 def _complete_cumsum(lengths: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import docs_models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ import jfi.ops
 import jfi.serving
 from jfi import JaggedFeatureInteraction, KeyBias, SequenceFeatureConfig
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.own_module import _target_attention
+from jfi.serving.own_module import _target_attention, program_of
 
 HISTORY = ["history_item", "history_rating"]
 
@@ -118,6 +119,24 @@ def test_the_form_without_python_is_the_operator(groups):
     close(found(None, *nothing, rows=rows), wanted(key=tuple(tables), indices=tuple(ids)))
     if groups == 1:
         close(found(*nothing, key[:, 0, 4:], key=key[..., :4]), wanted())
+
+
+@pytest.mark.parametrize("name", docs_models.MODELS)
+def test_models_of_the_docs_have_a_program_without_python(name):
+    model, dense, ids = docs_models.MODELS[name]()
+    module = docs_models.OfTensors(model.eval(), ids.keys())
+    given = dense, ids.values(), ids.lengths()
+    program = program_of(module, given, (DYNAMIC,) * 3).module()
+    for batch in (given, docs_models.other_batch(dense, ids)):
+        torch.testing.assert_close(program(*batch), module(*batch), rtol=1e-4, atol=1e-5)
+
+
+def test_an_example_that_does_not_stand_for_all_sizes_is_refused(device):
+    model = Own().to(device).eval()
+    with pytest.raises(ValueError, match="'lengths' could only be from 4 to 7; give two samples or more"):
+        program_of(model, batch(3, device=device), (DYNAMIC, DYNAMIC))
+    most = {0: torch.export.Dim("ids", max=900)}, {0: 4 * torch.export.Dim("samples", max=50)}
+    program_of(model, batch(3, 1, device=device), most)
 
 
 class Attends(nn.Module):
