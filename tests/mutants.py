@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FOLDERS = ("data", "training", "modules", "cpu", "serving")
+FOLDERS = ("data", "events", "training", "follow", "modules", "cpu", "serving")
+FOLDERS += ("history_policies", "semantic_ids", "baselines")
 #: Sizes of blocks and switches between two ways to the same result. Any value is right; tests set small ones.
 PERFORMANCE = {
     *("_BLOCK", "BLOCK", "_LARGE", "_MAX_THREADS"),

@@ -30,8 +30,9 @@ from mutants import FOLDERS, Mutant, draw, find_mutants
 
 ROOT = Path(__file__).parents[1]
 MAP = ROOT / "build" / "mutation"
-TESTS = ["tests/data", "tests/training", "tests/modules", "tests/cpu", "tests/serving", "tests/models", "tests/ops"]
-TESTS += ["tests/integration", "tests/test_encoding.py", "tests/test_exit_codes.py", "tests/test_file_writing.py"]
+TESTS = ["tests/data", "tests/training", "tests/follow", "tests/modules", "tests/cpu", "tests/serving", "tests/models"]
+TESTS += ["tests/ops", "tests/history_policies", "tests/semantic_ids", "tests/baselines", "tests/integration"]
+TESTS += ["tests/test_encoding.py", "tests/test_exit_codes.py", "tests/test_file_writing.py"]
 TESTS += [f"jfi/{folder}" for folder in (*FOLDERS, "models", "ops")]
 _OTHERS = ("aiohttp.web", "duckdb", "hypothesis", "jsonargparse", "matplotlib.pyplot", "pyarrow.compute", "pyarrow.csv")
 _OTHERS += ("pyarrow.json", "pyarrow.parquet", "torch.distributed.checkpoint", "torch.utils.tensorboard", "yaml")
