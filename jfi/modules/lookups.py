@@ -5,7 +5,7 @@ that TorchRec's tracers would trace into a function that is imported by name.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
@@ -16,7 +16,6 @@ from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
-from jfi.ops.checks import may_read
 from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
 from jfi.utils.context import is_traced, padding_state
@@ -150,15 +149,7 @@ def with_event_inputs(
                 raise ValueError(f"{name} must have weights, which feature '{feature.name}' reads, got none")
             check_aligned(name, own, key, events)
             sequences[key] = with_weights(events, own.weights())
-            if isinstance(events, RemoteRows):
-                _check_sent(name, own.weights(), events.weights())
     return sequences
-
-
-def _check_sent(name: str, weights: Tensor, sent: Tensor) -> None:
-    """Checks, where it may read them, that weights are those which the owner ranks of the events have got."""
-    if weights.data_ptr() != sent.data_ptr() and may_read(weights) and not torch.equal(weights, sent):
-        raise ValueError(f"{name} must have the weights that the sharded collection was given, got others")
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
