@@ -7,7 +7,12 @@ that TorchRec's tracers would trace into a function that is imported by name.
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -20,14 +25,15 @@ from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
 from jfi.utils.context import is_traced, padding_state
 
-Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
+#: Of floating-point or quantized tables.
+Collections = EmbeddingCollectionInterface | ManagedCollisionEmbeddingCollection
 
 
 def check_collection(
     collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
 ) -> dict[str, str]:
     """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
-    must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
+    must = "an EmbeddingCollection of torchrec or torchrec.quant, a ManagedCollisionEmbeddingCollection or None"
     check_type("embedding_collection", collection, Collections, must)
     managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
     embeddings = names_of(collection._embedding_collection if managed else collection)
@@ -43,7 +49,7 @@ def check_collection(
 
 
 def names_of(
-    collection: EmbeddingBagCollection | EmbeddingCollection | None,
+    collection: EmbeddingBagCollectionInterface | EmbeddingCollectionInterface | None,
 ) -> list[tuple[str, str, BaseEmbeddingConfig]]:
     """Returns for each embedding of a collection its key, that of its ids, and its table.
 
@@ -51,7 +57,7 @@ def names_of(
     """
     if collection is None:
         return []
-    is_bag = isinstance(collection, EmbeddingBagCollection)
+    is_bag = isinstance(collection, EmbeddingBagCollectionInterface)
     tables = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
     by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
     return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
