@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, stacked_attention, validation
@@ -127,7 +127,7 @@ class JaggedFeatureInteraction(nn.Module):
         num_heads: int = 1,
         num_queries: int = 1,
         *,
-        embedding_collection: lookups.Collections | None = None,
+        embedding_collection: EmbeddingCollectionInterface | None = None,
         project_history: bool | None = None,
         sequence_dim: int | None = None,
         target_dim: int | None = None,
