@@ -38,7 +38,6 @@ from benchmarks.training_step import (
     JFI,
     StepShape,
     build_model,
-    feature_of,
     heaviest_kernels,
     make_batch,
     shard,
@@ -87,10 +86,10 @@ class Row:
     kernels: list[dict]
 
 
-def sharder_of(exchange: str, shape: StepShape, fused_params: dict) -> EmbeddingCollectionSharder:
+def sharder_of(exchange: str, model: nn.Module, fused_params: dict) -> EmbeddingCollectionSharder:
     """Of the table of histories."""
     if exchange in (ATTENTION, CAPTURED):
-        return AttentionCollectionSharder([feature_of(shape)], fused_params, replicate_below=0, dtype=torch.bfloat16)
+        return AttentionCollectionSharder(model, fused_params, replicate_below=0, dtype=torch.bfloat16)
     if exchange == ROWS:
         return EmbeddingCollectionSharder(fused_params)
     codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16))
@@ -116,7 +115,7 @@ class ScaledTraining:
         options = {}
         if exchange == CAPTURED and device.type == "cuda":
             options = {"lr": torch.tensor(1e-3, device=device), "fused": True, "capturable": True}
-        sharder = sharder_of(exchange, shape, {})
+        sharder = sharder_of(exchange, model, {})
         self.model, self.optimizer = shard(
             model, shape, device, placement, partial(Adam, **options), sharder, data_parallel=exchange != CAPTURED
         )

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE
-from jfi.distributed.averages import captured_averages
+from jfi.distributed.averages import Absent, captured_averages
 from jfi.distributed.exchange import PeerMemory, are_peers
 from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
 from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes
@@ -83,6 +83,7 @@ class CapturedShardedStep(StepGraphs):
             self._peers = PeerMemory(self._pg, self._device)
             self._warmup_steps = max(warmup_steps, 2)  # in the first step there is no memory yet
         self._tables = [x for collection in self._collections for x in collection.parameters()]
+        self._absent: Absent = {}
         self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
         self._in_flight: deque[InFlightBatch] = deque()
@@ -204,10 +205,10 @@ class CapturedShardedStep(StepGraphs):
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
         if self._shapes is None or not isinstance(batch, DistributedBatch):
-            with captured_averages(self._pg, None, self._tables):
+            with captured_averages(self._pg, None, self._tables, self._absent):
                 return self._step_on_batch(batch)
         with (
-            captured_averages(self._pg, self._peers, self._tables),
+            captured_averages(self._pg, self._peers, self._tables, self._absent),
             nullcontext() if self._peers is None else self._peers.step(),
             self._shapes.given(batch, self._pg, self._peers),
         ):

@@ -146,6 +146,7 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
         for other in aligned:
             if (got := by_key[other].values().size(0)) != count:
                 raise ValueError(f"features['{other}'] must have as many events as '{key}', {count}, got {got}")
+        key = group.weight_keys[index]
         weights, must = by_key[key].weights_or_none(), f"features['{key}'] must have weights"
         if feature.reads_weights and weights is None:
             raise ValueError(f"{must}, which feature '{feature.name}' reads, got none")
@@ -268,7 +269,7 @@ def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: li
         payload.append(_joined(ids).to(torch.int32))
     if group.has_bucket:
         stacked = []
-        for index, feature, sequence in zip(group.feature_indices, group.features, sequences, strict=True):
+        for index, (feature, sequence) in enumerate(zip(group.features, sequences, strict=True)):
             if isinstance(feature.bias, PositionBias):
                 count = sequence.values().size(0)
                 buckets = position_buckets(sequence.offsets(), count, feature.bias, padding_state.is_padded)
@@ -278,6 +279,6 @@ def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: li
             stacked.append(torch.where(buckets < 0, -1, buckets + first) if first else buckets)
         payload.append(_joined(stacked).to(torch.int32))
     if group.has_weight:
-        weights = _joined([x.weights() for x in sequences]).to(torch.float32)
+        weights = _joined([by_key[key].weights() for key in group.weight_keys]).to(torch.float32)
         payload.append(weights.view(torch.int32))
     return payload

@@ -49,7 +49,7 @@ class Replicate(torch.autograd.Function):
     """Whole tables [N, D] on every rank, from the rows that each owns; backward, the sums of all ranks' gradients.
 
     All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
-    have the scale of tables already: see `scaled`.
+    have the scale of tables already, see `scaled`, and the tables' dtype, in which they are summed.
 
     Args:
         handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
@@ -20,9 +20,9 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from jfi import reference
 from jfi.distributed.exchange import Exchange, PeerMemory
-from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
+from jfi.modules import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.sequence_configs import group_features
+from jfi.modules.sequence_configs import FeatureGroup
 
 
 class RowSharding:
@@ -168,8 +168,9 @@ class TableGroup:
         keys: of each sequence the key of its ids.
         shardings: of each sequence that of its table, the same for all if attention reads them.
         embeddings: of each sequence the name of its embedding.
-        features: of each sequence its feature, if attention reads it; else empty.
-        feature_indices: of each feature its index in its `FeatureGroup`, by which learned bias tables are stacked.
+        features: of each sequence its feature, if attention reads it; else empty. Queries and learned bias tables of
+            the group are stacked in this order.
+        weight_keys: of each feature the key whose weights it reads, that of its first field.
         fields: of each sequence the keys of the ids that are payload of its events.
         field_shardings: those of the tables of these ids, which every rank can read.
         dedup: whether a fetched row is sent once to each rank, however many of its events have it.
@@ -181,7 +182,7 @@ class TableGroup:
     shardings: tuple[RowSharding, ...]
     embeddings: tuple[str, ...] = ()
     features: tuple[SequenceFeatureConfig, ...] = ()
-    feature_indices: tuple[int, ...] = ()
+    weight_keys: tuple[str, ...] = ()
     fields: tuple[tuple[str, ...], ...] = ()
     field_shardings: tuple[RowSharding, ...] = ()
     dedup: bool = False
@@ -224,7 +225,7 @@ class TableGroup:
 def plan_tables(
     configs: list[EmbeddingConfig] | list[EmbeddingBagConfig],
     plan: dict[str, ParameterSharding],
-    features: list[SequenceFeatureConfig],
+    feature_groups: list[FeatureGroup],
     replicate_below: int,
     first_rank: int = 0,
     dedup: bool = False,
@@ -233,7 +234,8 @@ def plan_tables(
 
     Args:
         plan: by table its sharding, by rows.
-        features: sequence features whose histories the collection looks up.
+        feature_groups: those of all layers that read the collection. Features of one name are one feature; those that
+            every layer reads together, from the same tables, travel together.
         replicate_below: tables of at most so many rows are replicated, read whole by every rank.
         first_rank: of all processes, the first one of the group that the plan is for.
         dedup: whether a row that is fetched travels once to each rank.
@@ -242,7 +244,7 @@ def plan_tables(
         The sharding of each table, the groups of ids that go to owner ranks, and the ids of replicated tables.
 
     Raises:
-        ValueError: a feature whose rows attention cannot read at their owner ranks.
+        ValueError: a feature whose rows attention cannot read at their owner ranks, or that layers read differently.
     """
     shardings = row_shardings({config.name: config.num_embeddings for config in configs}, plan, first_rank)
     replicated = [config.name for config in configs if config.num_embeddings <= replicate_below]
@@ -250,28 +252,37 @@ def plan_tables(
     for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
         key_of |= zip(names, config.feature_names, strict=True)
         table_of |= dict.fromkeys(names, config.name)
+    features: dict[str, SequenceFeatureConfig] = {}
+    read_in: dict[str, list[int]] = {}  # by feature
+    for number, feature_group in enumerate(feature_groups):
+        for feature in feature_group.features:
+            if not table_of.keys() >= set(feature.sequence_keys):
+                continue  # rows of elsewhere, such as an encoder's
+            known = features.setdefault(feature.name, feature)
+            if known.of_events != feature.of_events:
+                must = f"feature '{feature.name}' must read its events alike in all layers of a sharded collection"
+                raise ValueError(f"{must}, got {known!r} and {feature!r}: give one of them another name")
+            read_in.setdefault(feature.name, []).append(number)
+    alike: dict[tuple, list[SequenceFeatureConfig]] = {}
+    for name, feature in features.items():
+        remote = remote_field(feature, table_of, replicated)
+        if remote is not None:
+            tables = tuple([table_of[embedding] for embedding in feature.sequence_keys])
+            alike.setdefault((tuple(read_in[name]), remote, tables), []).append(feature)
     groups: list[TableGroup] = []
-    for feature_group in group_features(features, configs[0].embedding_dim):
-        alike: dict[tuple, list[int]] = {}
-        for index, feature in enumerate(feature_group.features):
-            remote = remote_field(feature, table_of, replicated)
-            if remote is not None:
-                tables = tuple([table_of[embedding] for embedding in feature.sequence_keys])
-                alike.setdefault((remote, tables), []).append(index)
-        for (remote, tables), indices in alike.items():
-            members = [feature_group.features[index] for index in indices]
-            keys = [[key_of[embedding] for embedding in feature.sequence_keys] for feature in members]
-            groups.append(
-                TableGroup(
-                    keys=tuple([own[remote] for own in keys]),
-                    shardings=(shardings[tables[remote]],) * len(members),
-                    embeddings=tuple([feature.sequence_keys[remote] for feature in members]),
-                    features=tuple(members),
-                    feature_indices=tuple(indices),
-                    fields=tuple([tuple(own[:remote] + own[remote + 1 :]) for own in keys]),
-                    field_shardings=tuple([shardings[table] for table in tables[:remote] + tables[remote + 1 :]]),
-                )
+    for (_, remote, tables), members in alike.items():
+        keys = [[key_of[embedding] for embedding in feature.sequence_keys] for feature in members]
+        groups.append(
+            TableGroup(
+                keys=tuple([own[remote] for own in keys]),
+                shardings=(shardings[tables[remote]],) * len(members),
+                embeddings=tuple([feature.sequence_keys[remote] for feature in members]),
+                features=tuple(members),
+                weight_keys=tuple([own[0] for own in keys]),
+                fields=tuple([tuple(own[:remote] + own[remote + 1 :]) for own in keys]),
+                field_shardings=tuple([shardings[table] for table in tables[:remote] + tables[remote + 1 :]]),
             )
+        )
 
     def without_features(embeddings: list[str], dedup: bool) -> TableGroup:
         keys = tuple([key_of[embedding] for embedding in embeddings])
@@ -283,6 +294,15 @@ def plan_tables(
     groups += [without_features(fetched, dedup)] if fetched else []
     local = without_features([e for e, table in table_of.items() if table in replicated], False)
     return list(shardings.values()), groups, local
+
+
+def feature_groups_of(model: nn.Module | None, collection: nn.Module) -> list[FeatureGroup]:
+    """Returns the groups of features of the layers in a model that may read a collection.
+
+    A layer with a collection of its own reads no other one; what reads a collection outside of it is found by keys.
+    """
+    layers = [] if model is None else [one for one in model.modules() if isinstance(one, JaggedFeatureInteraction)]
+    return [group for one in layers if one.embedding_collection in (None, collection) for group in one.groups]
 
 
 def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:

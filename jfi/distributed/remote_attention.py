@@ -14,11 +14,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
-from jfi.modules import WeightBias
-from jfi.modules.table_rows import RemoteAttention
+from jfi.modules import SequenceFeatureConfig, WeightBias
+from jfi.modules.table_rows import RemoteAttention, join
+from jfi.modules.validation import event_input, unread
+from jfi.ops.checks import may_read
 from jfi.ops.partial_target_attention import (
     add_parts,
     attend_to_part,
@@ -40,10 +43,19 @@ class AttentionAtOwners(RemoteAttention):
         arrived: the events whose rows this rank owns.
         by_id: the rows of these events.
         fetch: sends all rows of the group to the samples' ranks.
+        ids: by key those of this rank's samples.
+        outputs: by embedding the placeholder of the collection's output.
     """
 
-    def __init__(self, arrived: GroupInput, by_id: RowsById, fetch: Callable[[], list[Tensor]]) -> None:
-        self._arrived, self._by_id, self._fetch = arrived, by_id, fetch
+    def __init__(
+        self,
+        arrived: GroupInput,
+        by_id: RowsById,
+        fetch: Callable[[], list[Tensor]],
+        ids: dict[str, JaggedTensor],
+        outputs: dict[str, Tensor],
+    ) -> None:
+        self._arrived, self._by_id, self._fetch, self._ids, self._outputs = arrived, by_id, fetch, ids, outputs
         self._fetched: list[Tensor] | None = None
 
     @property
@@ -51,8 +63,23 @@ class AttentionAtOwners(RemoteAttention):
         return self._by_id.rows.dtype
 
     @property
-    def feature_names(self) -> list[str]:
+    def _names(self) -> list[str]:
         return [feature.name for feature in self._arrived.group.features]
+
+    def reads(self, feature: SequenceFeatureConfig, sequences: dict[str, JaggedTensor]) -> bool:
+        group, index, first = self._arrived.group, self._names.index(feature.name), feature.sequence_keys[0]
+        if feature.of_events != group.features[index].of_events:
+            must = f"feature '{feature.name}' must be that of the model which AttentionCollectionSharder was given"
+            raise ValueError(f"{must}, {group.features[index]!r}, got {feature!r}")
+        if any([unread(sequences[key]) is not self._outputs[key] for key in feature.sequence_keys]):
+            return False
+        if feature.reads_weights:
+            sent = self._ids[group.weight_keys[index]].weights()
+            _check_sent(first, "weights", feature, sequences[first].weights(), sent)
+        if feature.bias_key is not None:
+            given, sent = event_input(sequences, feature.bias_key).values(), self._ids[feature.bias_key].values()
+            _check_sent(feature.bias_key, "bucket ids", feature, given, sent)
+        return True
 
     def rows(self, feature: str) -> Tensor:
         if self._arrived.events is None:
@@ -61,10 +88,16 @@ class AttentionAtOwners(RemoteAttention):
             )
         if self._fetched is None or (torch.is_grad_enabled() and not self._fetched[0].requires_grad):
             self._fetched = self._fetch()
-        return self._fetched[self.feature_names.index(feature)]
+        return self._fetched[self._names.index(feature)]
 
-    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        arrived, group = self._arrived, self._arrived.group
+    def attend(self, queries: dict[str, Tensor], tables: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        arrived, group, names = self._arrived, self._arrived.group, self._names
+        if not queries.keys() >= set(names):
+            must = f"features {names} must be read together, as in the model which AttentionCollectionSharder was given"
+            raise ValueError(f"{must}, got a layer that reads {list(queries)}")
+        query, table = join([queries[name] for name in names]), None
+        if tables:
+            table = join([tables[name] for name in names])
         feature, columns = group.features[0], arrived.columns
         shared = arrived.queries.send(query.detach(), shared=True)
         weights = columns[-1].view(torch.float32) if group.has_weight else None
@@ -83,7 +116,19 @@ class AttentionAtOwners(RemoteAttention):
             max_seqlen=None,
             impl="auto",
         )
-        return _Attend.apply(query, inputs.key, inputs.value, inputs.bias, inputs, impl, arrived)
+        out = _Attend.apply(query, inputs.key, inputs.value, inputs.bias, inputs, impl, arrived)
+        return dict(zip(names, out.chunk(len(names)), strict=True))
+
+
+def _check_sent(key: str, what: str, feature: SequenceFeatureConfig, given: Tensor, sent: Tensor) -> None:
+    """Checks, where it may read them, that inputs of a layer are those which the owner ranks of the events have got."""
+    if given.data_ptr() == sent.data_ptr() or not may_read(given):
+        return
+    if given.shape != sent.shape or not (given == sent).all():
+        why = f"which feature '{feature.name}' reads at the ranks that own the rows"
+        raise ValueError(
+            f"sequences['{key}'] must have the {what} that the sharded collection was given, {why}, got others"
+        )
 
 
 class _Attend(torch.autograd.Function):

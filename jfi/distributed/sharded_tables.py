@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torchrec.streamable import Multistreamable
 from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
 from jfi.distributed.local_shard import LocalShard
 from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
-from jfi.distributed.planning import plan_tables, row_wise_shards
+from jfi.distributed.planning import feature_groups_of, plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
-from jfi.modules import SequenceFeatureConfig, lookups
+from jfi.modules import lookups
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import RemoteRows, TableRows, parts_of
+from jfi.modules.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 
 
@@ -45,7 +45,7 @@ class ShardedTables(nn.Module):
         fused_params: dict[str, Any] | None,
         device: torch.device | None,
         module_fqn: str | None,
-        features: list[SequenceFeatureConfig],
+        model: nn.Module | None,
         replicate_below: int,
         dtype: torch.dtype | None,
         dedup: bool,
@@ -63,6 +63,7 @@ class ShardedTables(nn.Module):
         #: The ranks that share the rows.
         self.pg = pg
         # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
+        features = feature_groups_of(model, module)
         self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first, dedup)
         self._replicated = [sharding for sharding in self._shardings if sharding.num_rows <= replicate_below]
         self._dtype = dtype
@@ -120,14 +121,15 @@ class ShardedTables(nn.Module):
         handles = shard.handles([group.columns[0] for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
         if self._replicated:
-            # Their gradients are sums of all ranks', and are not rounded.
+            # In their dtype, in which the gradients are summed up over all ranks.
             (handle,) = shard.handles([self._replicated_positions], None)
             tables = Replicate.apply(handle, shard.memory, self.pg, self._replicated)
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
+        outputs: dict[str, Tensor] = {}  # the placeholders of what is found
         for group, handle in zip(arrived.groups, handles, strict=True):
             if group.group.features:
-                self._add_histories(found, group, handle, whole, by_key)
+                self._add_histories(found, group, handle, whole, by_key, outputs)
             else:
                 self._add_fetched(found, group, handle, by_key)
         whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
@@ -135,6 +137,7 @@ class ShardedTables(nn.Module):
         for embedding, key, sharding, ids in zip(local.embeddings, local.keys, local.shardings, local_ids, strict=True):
             rows, dtype = whole[sharding.table], self._dtype or shard.memory.dtype
             found[embedding] = _rows_by_id(rows, ids, dtype, by_key[key])
+        outputs |= {embedding: one.rows for embedding, one in found.items() if isinstance(one, UnreadRows)}
         return found
 
     def _add_fetched(
@@ -158,13 +161,15 @@ class ShardedTables(nn.Module):
         handle: Tensor,
         whole: dict[str, Tensor],
         by_key: dict[str, JaggedTensor],
+        outputs: dict[str, Tensor],
     ) -> None:
         """Adds the histories of a group's features."""
         group, memory = arrived.group, self.local_shard.memory
         fields = [RowsById(handle, (memory,), (arrived.columns[0],))]
         for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
             fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
-        attention = AttentionAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived))
+        fetch = partial(fetch_rows, handle, memory, arrived)
+        attention = AttentionAtOwners(arrived, sum_rows(fields), fetch, by_key, outputs)
         for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
             ids, known = by_key[key], found.get(embedding)
             by_feature = ({} if known is None else known.events) | {feature.name: attention}

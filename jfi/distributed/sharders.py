@@ -10,7 +10,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 
 from jfi.distributed.sharded_tables import ShardedTables
-from jfi.modules import SequenceFeatureConfig
+from jfi.modules import JaggedFeatureInteraction
+from jfi.utils.arguments import check_type
 
 
 class ShardedAttentionCollection(ShardedTables, ShardedEmbeddingCollection):
@@ -70,7 +71,8 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
     TorchRec's pipelines send what they find in a batch, the ids, but not what a model computes, the targets.
 
     Args:
-        features: the sequence features whose histories the collection looks up.
+        model: the model, or another module that contains the layers which read the collection. Their features are those
+            whose histories attention goes to, found by name. None fetches all rows.
         fused_params: as of TorchRec's sharder.
         replicate_below: tables of at most so many rows are summed up on every rank in each step.
         dtype: of queries, partial outputs and fetched rows, and of the rows as attention reads them; None for that of
@@ -79,14 +81,16 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
             before it is sent back. Its keys come out as `TableRows`, and steps cannot be captured.
 
     Raises:
-        ValueError: in `shard`: a plan that divides columns; a feature whose histories lie in two tables that are not
-            replicated, or whose fields are concatenated. At the first batch: tables of several data types or
+        TypeError: `model` is no module.
+        ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
+            histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
+            read differently. At the first batch: tables of several data types or
             optimizers, or of one that `jfi.ops.step_rows` has not.
 
     Example:
-        >>> from jfi import SequenceFeatureConfig
-        >>> taste = SequenceFeatureConfig("taste", ["history_item"], ["item"])
-        >>> AttentionCollectionSharder([taste]).sharding_types("cuda")
+        >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+        >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8)
+        >>> AttentionCollectionSharder(layer).sharding_types("cuda")
         ['table_wise', 'row_wise']
     """
 
@@ -94,7 +98,7 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
 
     def __init__(
         self,
-        features: list[SequenceFeatureConfig],
+        model: nn.Module | None,
         fused_params: dict[str, Any] | None = None,
         *,
         replicate_below: int = 100_000,
@@ -102,7 +106,11 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         dedup: bool = False,
     ) -> None:
         super().__init__(fused_params)
-        self._options = features, replicate_below, dtype, dedup
+        must = "an nn.Module with the JaggedFeatureInteraction that reads the collection, or None"
+        check_type("model", model, nn.Module | None, must)
+        if model is not None and not any(isinstance(one, JaggedFeatureInteraction) for one in model.modules()):
+            raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
+        self._options = model, replicate_below, dtype, dedup
 
 
 class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
@@ -135,4 +143,4 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(fused_params)
-        self._options = [], replicate_below, dtype, False
+        self._options = None, replicate_below, dtype, False

@@ -10,7 +10,9 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
     EmbeddingCollection,
+    EmbeddingCollectionInterface,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -150,8 +152,8 @@ class SequenceDLRM(nn.Module):
         check_number("dropout", dropout, lambda p: 0 <= p <= 1, "in [0, 1]")
         check_keys("user_keys", [] if user_keys is None else user_keys)
         check_device("dense_device", dense_device)
-        _check_optional("embedding_bag_collection", embedding_bag_collection, EmbeddingBagCollection)
-        _check_optional("embedding_collection", embedding_collection, EmbeddingCollection)
+        _check_optional("embedding_bag_collection", embedding_bag_collection, EmbeddingBagCollectionInterface)
+        _check_optional("embedding_collection", embedding_collection, EmbeddingCollectionInterface)
         _check_optional("encoder", encoder, JaggedEncoder)
         _check_optional("semantic_ids", semantic_ids, SemanticIDEmbedding)
         _check_optional("growing_ids", growing_ids, GrowingIds)
@@ -295,7 +297,8 @@ class SequenceDLRM(nn.Module):
         """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
         given = [one for one in collections if one is not None]
-        return bool(given) and not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in given)
+        kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+        return bool(given) and not any(isinstance(one, kinds) for one in given)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
@@ -308,7 +311,7 @@ def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: n
 
 
 def _check_optional(argument: str, value: object, kind: type) -> None:
-    check_type(argument, value, (kind, type(None)), f"a {kind.__name__} or None")
+    check_type(argument, value, (kind, type(None)), f"a {kind.__name__.removesuffix('Interface')} or None")
 
 
 def _check_layer_sizes(dense_arch: list[int], over_arch: list[int]) -> None:

@@ -336,7 +336,7 @@ def _remote(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: boo
             if isinstance(sequences[key], RemoteRows):
                 events = sequences[key].events.get(feature.name)
                 break
-        if events is None:
+        if events is None or not events.reads(feature, sequences):
             return ()
         if events not in found:
             found.append(events)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, stacked_attention, validation
@@ -55,9 +55,9 @@ class JaggedFeatureInteraction(nn.Module):
         embedding_dim: width of each feature's output, and of every input embedding whose width is not given.
         num_heads: heads, a divisor of `embedding_dim`.
         num_queries: queries per target (the paper's T), each with a separate projection.
-        embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection that looks up the histories.
-            With it, `forward` takes a KeyedJaggedTensor of ids; without it, the output of an EmbeddingCollection, and
-            the layer has no tables.
+        embedding_collection: an EmbeddingCollection, of torchrec or torchrec.quant, or a
+            ManagedCollisionEmbeddingCollection that looks up the histories. With it, `forward` takes ids in a
+            KeyedJaggedTensor; without it, the output of an EmbeddingCollection, and the layer has no tables.
         project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, or the
             projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
             With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
@@ -127,7 +127,7 @@ class JaggedFeatureInteraction(nn.Module):
         num_heads: int = 1,
         num_queries: int = 1,
         *,
-        embedding_collection: EmbeddingCollection | None = None,
+        embedding_collection: EmbeddingCollectionInterface | None = None,
         project_history: bool | None = None,
         sequence_dim: int | None = None,
         target_dim: int | None = None,

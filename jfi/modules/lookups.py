@@ -5,9 +5,14 @@ that TorchRec's tracers would trace into a function that is imported by name.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -16,19 +21,19 @@ from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
-from jfi.ops.checks import may_read
 from jfi.ops.rows_by_id import bounded_rows_by_id
 from jfi.utils.arguments import check_type
 from jfi.utils.context import is_traced, padding_state
 
-Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
+#: Of floating-point or quantized tables.
+Collections = EmbeddingCollectionInterface | ManagedCollisionEmbeddingCollection
 
 
 def check_collection(
     collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
 ) -> dict[str, str]:
     """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
-    must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
+    must = "an EmbeddingCollection of torchrec or torchrec.quant, a ManagedCollisionEmbeddingCollection or None"
     check_type("embedding_collection", collection, Collections, must)
     managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
     embeddings = names_of(collection._embedding_collection if managed else collection)
@@ -44,7 +49,7 @@ def check_collection(
 
 
 def names_of(
-    collection: EmbeddingBagCollection | EmbeddingCollection | None,
+    collection: EmbeddingBagCollectionInterface | EmbeddingCollectionInterface | None,
 ) -> list[tuple[str, str, BaseEmbeddingConfig]]:
     """Returns for each embedding of a collection its key, that of its ids, and its table.
 
@@ -52,7 +57,7 @@ def names_of(
     """
     if collection is None:
         return []
-    is_bag = isinstance(collection, EmbeddingBagCollection)
+    is_bag = isinstance(collection, EmbeddingBagCollectionInterface)
     tables = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
     by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
     return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
@@ -150,15 +155,7 @@ def with_event_inputs(
                 raise ValueError(f"{name} must have weights, which feature '{feature.name}' reads, got none")
             check_aligned(name, own, key, events)
             sequences[key] = with_weights(events, own.weights())
-            if isinstance(events, RemoteRows):
-                _check_sent(name, own.weights(), events.weights())
     return sequences
-
-
-def _check_sent(name: str, weights: Tensor, sent: Tensor) -> None:
-    """Checks, where it may read them, that weights are those which the owner ranks of the events have got."""
-    if weights.data_ptr() != sent.data_ptr() and may_read(weights) and not torch.equal(weights, sent):
-        raise ValueError(f"{name} must have the weights that the sharded collection was given, got others")
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

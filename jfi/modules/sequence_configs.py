@@ -220,6 +220,11 @@ relative_bias=None)
         return self.relative_bias.key if isinstance(self.relative_bias, RelativeTimeBias) else None
 
     @property
+    def of_events(self) -> tuple[object, ...]:
+        """Returns the settings by which the events are read, which layers of one sharded collection share by name."""
+        return self.sequence_keys, self.combine, self.bias, self.weighted_values
+
+    @property
     def input_keys(self) -> list[str]:
         """Returns the keys of what is read in addition to embeddings: bucket ids and times."""
         return [key for key in (self.bias_key, self.time_key) if key is not None]

@@ -44,7 +44,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
-from jfi.modules.table_rows import join_words
+from jfi.modules.table_rows import join, join_words
 from jfi.ops import absorb_weights, digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import attend_absorbed
 from jfi.utils.context import without_autocast
@@ -296,12 +296,12 @@ def _attend_to_dense(
 
 def _attend_to_remote(events: Events, group: FeatureGroup, table: Tensor | None, scale: float, query: Tensor) -> Tensor:
     """Attends to events whose rows lie on several ranks."""
-    if len(events.remote) == 1:
-        return events.remote[0].attend(query, table, scale)
-    names = [feature.name for feature in group.features]
-    by_feature, found = dict(zip(names, query.chunk(len(names)), strict=True)), {}
+    names, found = [feature.name for feature in group.features], dict[str, Tensor]()
+
+    def by_feature(x: Tensor) -> dict[str, Tensor]:
+        return dict(zip(names, x.chunk(len(names)), strict=True))
+
+    queries, tables = by_feature(query), {} if table is None else by_feature(table)
     for part in events.remote:
-        own = torch.cat([by_feature[name] for name in part.feature_names])
-        attended = part.attend(own, table, scale).chunk(len(part.feature_names))
-        found |= dict(zip(part.feature_names, attended, strict=True))
-    return torch.cat([found[name] for name in names])
+        found |= part.attend(queries, tables, scale)
+    return join([found[name] for name in names])

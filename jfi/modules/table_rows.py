@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.modules.sequence_configs import SequenceFeatureConfig
 from jfi.ops.gather_rows import bound_ids, check_indices, read_rows
 from jfi.reference import select_words, unpack_digits
 from jfi.utils.arguments import shown
@@ -120,18 +121,23 @@ class RemoteAttention(Protocol):
 
     #: Of the rows as attention reads them, and of its queries.
     dtype: torch.dtype
-    #: In the order of the queries that `attend` takes.
-    feature_names: list[str]
+
+    def reads(self, feature: SequenceFeatureConfig, sequences: dict[str, JaggedTensor]) -> bool:
+        """Returns whether a layer's events of a feature are those that lie on the ranks, none of its fields replaced.
+
+        Raises:
+            ValueError: the ranks have the events of another feature of this name, or other weights or bucket ids.
+        """
 
     def rows(self, feature: str) -> Tensor:
         """Fetches the rows [S, D] of a feature's events from their ranks."""
 
-    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        """Computes `jfi.ops.target_attention` of the events; all ranks call it together.
+    def attend(self, queries: dict[str, Tensor], tables: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """Computes by feature `jfi.ops.target_attention` of the events; all ranks call it together.
 
         Args:
-            query: [F * B, T, H, D], absorbed, of the F features one after the other.
-            table: [R, H], the learned bias tables of the whole group, if the features have one.
+            queries: by feature [B, T, H, D], absorbed; others than these features' are left alone.
+            tables: by feature the learned bias table [num_buckets, H], if the features have one.
             scale: of the scores.
         """
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from random_layers import differences
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -51,6 +52,8 @@ from jfi.utils.operands import TargetAttentionInputs
 
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}
+#: Seeds of the random layers that two processes compare.
+RANDOM = range(20, 40)
 STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
 RATE, EPS = 0.1, 1e-10
 ROWWISE = "rowwise_adagrad"
@@ -64,7 +67,8 @@ class Case:
     """What is trained.
 
     Args:
-        features: by name their options; both read items and ratings, the second one `other` where it says so.
+        features: by name their options; both read items and ratings, of the table `other` or the ratings first where
+            they say so.
         placement: of the table of items: "row_wise", or "table_wise" on the last rank.
         replicate_below: rows of tables that every rank reads whole.
         parts: first samples of each rank of two.
@@ -97,12 +101,16 @@ CASES = {
     "position, two features": Case({"taste": {"bias": PositionBias(8)}, "recent": {"bias": PositionBias(8)}}),
     "two tables, two queries": Case({"taste": {}, "recent": {"table": "other"}}, num_queries=2),
     "weights": Case(
-        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True}}, optimizer="rowwise_adagrad"
+        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True, "first": "rating"}}, optimizer=ROWWISE
     ),
     OWN: Case(
-        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True}}, optimizer="rowwise_adagrad", own=True
+        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True, "first": "rating"}},
+        optimizer=ROWWISE,
+        own=True,
     ),
-    "key bias, own layer": Case({"taste": {"bias": KeyBias("taste_age", 5), "weighted_values": True}}, own=True),
+    "key bias, own layers": Case(
+        {name: {"bias": KeyBias(f"{name}_age", 5), "weighted_values": True} for name in ("taste", "recent")}, own=True
+    ),
     "key bias, whole table": Case(
         {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd"
     ),
@@ -124,21 +132,22 @@ CASES = {
 def features_of(case: Case) -> list[SequenceFeatureConfig]:
     built = []
     for name, options in case.features.items():
-        own = {key: value for key, value in options.items() if key != "table"}
-        built.append(SequenceFeatureConfig(name, [f"{name}_item", f"{name}_rating"], ["item"], **own))
+        own = {key: value for key, value in options.items() if key not in ("table", "first")}
+        keys = [f"{name}_item", f"{name}_rating"][:: -1 if "first" in options else 1]
+        built.append(SequenceFeatureConfig(name, keys, ["item"], **own))
     return built
 
 
 class OwnModel(nn.Module):
-    """A layer without a collection, whose targets and events share tables that a collection outside of it has.
+    """A layer a feature without a collection, whose targets and events share tables that one outside of them has.
 
-    The layer reads weights and bucket ids of the batch's ids; with `rebuilds` the events are built again with them.
+    The layers read weights and bucket ids of the batch's ids; with `rebuilds` the events are built again with them.
     """
 
     def __init__(self, collection: EmbeddingCollection, features: list[SequenceFeatureConfig]) -> None:
         super().__init__()
         self.embedding_bag_collection, self.embedding_collection = None, collection
-        self.layer = JaggedFeatureInteraction(features, 8, num_heads=2)
+        self.layers = nn.ModuleList(JaggedFeatureInteraction([feature], 8, num_heads=2) for feature in features)
         self.over = nn.Linear(8 * len(features) + 8 + 3, 1)
         self.rebuilds = False
 
@@ -149,12 +158,12 @@ class OwnModel(nn.Module):
             rebuilt = {key: one for key, one in ids.to_dict().items() if key.endswith("_age")}
             for key, one in events.items():
                 rebuilt[key] = JaggedTensor(one.values(), lengths=one.lengths(), weights=ids[key].weights())
-            pooled = self.layer(rebuilt, targets)
+            pooled = [layer(rebuilt, targets).values() for layer in self.layers]
         else:
-            pooled = self.layer(events, targets, ids=ids)
+            pooled = [layer(events, targets, ids=ids).values() for layer in self.layers]
             unread = [one.is_read for key, one in events.items() if isinstance(one, RemoteRows)]
             assert not any(unread), "a history was read"
-        return self.over(torch.cat([dense, targets["item"], pooled.values()], dim=1))
+        return self.over(torch.cat([dense, targets["item"], *pooled], dim=1))
 
 
 def build(case: Case) -> SequenceDLRM | OwnModel:
@@ -309,7 +318,7 @@ def shard(model: nn.Module, case: Case, data_parallel: bool = True, by_torchrec:
     size, plan = dist.get_world_size(), {}
     sharders = [
         FetchedBagsSharder(replicate_below=case.replicate_below),
-        AttentionCollectionSharder(features_of(case), replicate_below=case.replicate_below),
+        AttentionCollectionSharder(model, replicate_below=case.replicate_below),
     ]
     if by_torchrec:
         sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
@@ -487,6 +496,18 @@ def train_together(case: Case, way: str = "eager") -> dict:
     return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}
 
 
+def averages(rank: int) -> list[list[float] | None]:
+    """Gradients that both ranks, the first one and none had, then of a step in which both had all."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    found = []
+    for given in ((True, rank == 0, False), (True, True, True)):
+        for parameter, has in zip(parameters, given, strict=True):
+            parameter.grad = torch.full((2,), rank + 1.0) if has else None
+        average_gradients(parameters)
+        found += [None if one.grad is None else one.grad.tolist() for one in parameters]
+    return found
+
+
 if __name__ == "__main__":
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
@@ -497,5 +518,7 @@ if __name__ == "__main__":
         found[way] = {name: train_together(case, way) for name, case in CASES.items() if name != LOCAL}
     found["uneven"] = {name: train_together(CASES[name], "uneven") for name in ("plain", "a rank without samples")}
     found["rows"] = {OWN: train_together(CASES[OWN], "rows")}
+    found["random"] = [text for seed in RANDOM for text in differences(seed)]
+    found["averages"] = averages(rank)
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from attention_worker import (
     CASES,
     LOCAL,
     OWN,
+    RANDOM,
     SAMPLES,
     Case,
     as_on_a_gpu,
@@ -27,6 +29,7 @@ from attention_worker import (
     train_together,
     use_stand_ins,
 )
+from random_layers import differences, run
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -35,12 +38,14 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi import KeyBias, PositionBias, SequenceFeatureConfig
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
 from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, row_wise_shards
 from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import outside_ids
+from jfi.modules.sequence_configs import FeatureGroup, group_features
+from jfi.modules.table_rows import with_weights
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.training.distributed.traffic import SequenceShape, by_attention
 
@@ -97,10 +102,72 @@ def test_weights_other_than_those_that_were_sent_are_refused(alone):
     events = model.embedding_collection(ids)
     targets = {"item": events["item"].values()}
     # The collection's output has the weights that it was given.
-    torch.testing.assert_close(model.layer(events, targets).values(), model.layer(events, targets, ids=ids).values())
+    taste, recent = model.layers
+    torch.testing.assert_close(taste(events, targets).values(), taste(events, targets, ids=ids).values())
     others = KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights() + 1, lengths=ids.lengths())
-    with pytest.raises(ValueError, match=r"ids\['taste_item'\] must have the weights that the sharded collection"):
-        model.layer(events, targets, ids=others)
+    for layer, key in ((taste, "taste_item"), (recent, "recent_rating")):
+        refused = rf"sequences\['{key}'\] must have the weights that the sharded collection was given"
+        with pytest.raises(ValueError, match=refused):
+            layer(events, targets, ids=others)
+
+
+def test_bucket_ids_other_than_those_that_were_sent_are_refused(alone):
+    case = CASES["key bias, own layers"]
+    model = shard(build(case), case).module
+    _, ids, _ = part_of(make_batch(case, 1), 0, SAMPLES)
+    events = dict(model.embedding_collection(ids).items())
+    targets, age = {"item": events["item"].values()}, ids["taste_age"]
+    events |= {"taste_age": JaggedTensor(4 - age.values(), lengths=age.lengths())}
+    events["taste_item"] = with_weights(events["taste_item"], ids["taste_item"].weights())
+    refused = r"sequences\['taste_age'\] must have the bucket ids that the sharded collection was given"
+    with pytest.raises(ValueError, match=refused):
+        model.layers[0](events, targets)
+
+
+def test_a_layer_reads_the_features_of_the_model_that_was_sharded(alone):
+    case = CASES["position, two features"]
+    sharded = shard(build(case), case).module
+    _, ids, _ = part_of(make_batch(case, 1), 0, SAMPLES)
+    events, (taste, recent) = sharded.embedding_collection(ids), features_of(case)
+    targets = {"item": events["item"].values()}
+
+    def output(*features: SequenceFeatureConfig) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = JaggedFeatureInteraction(list(features), 8, 2)
+        return layer(events, targets, ids=ids)[features[-1].name]
+
+    with pytest.raises(
+        ValueError, match=r"feature 'taste' must be that of the model .* got .*PositionBias\(num_bucket"
+    ):
+        output(replace(taste, bias=PositionBias(9)), recent)
+    with pytest.raises(ValueError, match=r"features \['taste', 'recent'\] must be read together.* reads \['taste'\]"):
+        output(taste)
+    unknown = output(recent, replace(taste, name="unknown"))  # whose rows are fetched
+    torch.testing.assert_close(unknown, output(recent, replace(taste, max_seqlen=9)))
+
+
+def test_layers_that_read_one_feature_differently_are_refused():
+    groups = group_features(features_of(CASES["plain"]), 8)
+    other = group_features([replace(groups[0].features[0], weighted_values=True)], 8)
+    with pytest.raises(ValueError, match="feature 'taste' must read its events alike in all layers"):
+        group_of(CASES["plain"], groups + other)
+
+
+def test_random_layers_are_those_over_dense_tables(alone, found):
+    """20 of them in this process, 20 in two."""
+    texts = [text for seed in range(RANDOM.start) for text in differences(seed)]
+    assert not texts + found[0]["random"] + found[1]["random"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_many_random_layers_are_those_over_dense_tables(processes, tmp_path, request):
+    seeds = range(RANDOM.stop, RANDOM.stop + 400)
+    if processes == 2:
+        torch.multiprocessing.spawn(run, (str(tmp_path / "store"), seeds), nprocs=2)
+        return
+    request.getfixturevalue("alone")
+    assert not [text for seed in seeds for text in differences(seed)]
 
 
 @pytest.mark.parametrize("way", ["eager", "without a GPU", "buffers", "levels"])
@@ -374,13 +441,17 @@ def test_bags_that_cannot_be_fetched_are_refused(alone, tables, weighted, reason
         FetchedBagsSharder().shard(EmbeddingBagCollection(configs, is_weighted=weighted), {}, None)
 
 
+def test_gradients_that_no_rank_has_are_left_out(found):
+    assert found[0]["averages"] == found[1]["averages"] == [[1.5, 1.5], [0.5, 0.5], None, *[[1.5, 1.5]] * 3]
+
+
 def test_gradients_are_averaged_of_what_is_trained(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.mul_(3))
     trained, unused, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     trained.grad, frozen.requires_grad = torch.tensor([2.0, 4.0]), False
     average_gradients([trained, unused, frozen])
-    assert trained.grad.tolist() == [3, 6] and unused.grad.tolist() == [0, 0] and frozen.grad is None
+    assert trained.grad.tolist() == [3, 6] and unused.grad is None and frozen.grad is None
 
 
 def test_parts_combine_to_the_whole():
@@ -452,9 +523,10 @@ def test_a_key_that_does_not_fit_is_named():
         check_keys(group, trained | rating)
 
 
-def group_of(case: Case) -> TableGroup:
+def group_of(case: Case, features: list[FeatureGroup] | None = None) -> TableGroup:
     plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
-    _, groups, _ = plan_tables(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10)
+    features = group_features(features_of(case), 8) if features is None else features
+    _, groups, _ = plan_tables(build(case).embedding_collection.embedding_configs(), plan, features, 10)
     return groups[0]
 
 
@@ -475,6 +547,11 @@ def test_features_that_attention_cannot_go_to_are_named():
 
 
 def test_the_sharder_says_what_it_can_do():
-    sharder = AttentionCollectionSharder(features_of(CASES["plain"]))
+    model = build(CASES["plain"])
+    with pytest.raises(TypeError, match=r"model must be an nn.Module with the JaggedFeatureInteraction"):
+        AttentionCollectionSharder(features_of(CASES["plain"]))
+    with pytest.raises(ValueError, match="got EmbeddingCollection without one"):
+        AttentionCollectionSharder(model.embedding_collection)
+    sharder = AttentionCollectionSharder(model)
     assert sharder.sharding_types("cpu") == ["table_wise", "row_wise"]
     assert sharder.compute_kernels("row_wise", "cuda") == ["fused"]

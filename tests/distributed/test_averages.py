@@ -45,9 +45,9 @@ def ranks(monkeypatch) -> Ranks:
     return Ranks(monkeypatch)
 
 
-def give(parameters: list[nn.Parameter], value: float) -> None:
+def give(parameters: list[nn.Parameter], value: float | None) -> None:
     for one in parameters:
-        one.grad = torch.full_like(one, value)
+        one.grad = None if value is None else torch.full_like(one, value)
 
 
 def values(parameters: list[nn.Parameter]) -> list[list[float]]:
@@ -61,11 +61,11 @@ def test_all_gradients_travel_together(ranks, parameters, way):
             give(parameters[:1], 4.0)
             give(parameters[1:], 2.0)
             average_gradients(parameters)
-            assert ranks.sent == [(way, 10)] and values(parameters) == [[6], [3], [3]]
+            assert ranks.sent == [(way, 10 + 3)] and values(parameters) == [[6], [3], [3]]
             ranks.sent.clear()
     give(parameters, 2.0)
     average_gradients(parameters)
-    assert ranks.sent == [("group", 10)] and values(parameters) == [[3], [3], [3]]
+    assert ranks.sent == [("group", 10 + 3)] and values(parameters) == [[3], [3], [3]]
 
 
 def test_gradients_that_are_kept_are_averaged_again(ranks, parameters):
@@ -84,14 +84,30 @@ def test_two_optimizers_average_their_own(ranks, parameters):
         give(parameters, 2.0)
         average_gradients(parameters[:1])
         average_gradients(parameters[1:])
-    assert ranks.sent == [("peers", 2), ("peers", 8)] and values(parameters) == [[3], [3], [3]]
+    assert ranks.sent == [("peers", 2 + 1), ("peers", 8 + 2)] and values(parameters) == [[3], [3], [3]]
 
 
-def test_a_parameter_without_a_gradient_counts_as_0(ranks, parameters):
-    with captured_averages(ranks.group, ranks, []):
-        give(parameters[:1], 2.0)
-        average_gradients(parameters)
-    assert ranks.sent == [("peers", 10)] and values(parameters) == [[3], [0], [0]]
+def test_a_parameter_without_a_gradient_on_any_rank_has_none(ranks, parameters, monkeypatch):
+    """A capture, in which nothing can be read, knows it from the eager step before it."""
+    absent = {}
+    for is_capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_capturing: answer)
+        with captured_averages(ranks.group, ranks, [], absent):
+            give(parameters, None)
+            give(parameters[:1], 2.0)
+            with monkeypatch.context() as patch:
+                if is_capturing:
+                    patch.setattr(Tensor, "tolist", None)
+                average_gradients(parameters)
+        assert values(parameters[:1]) == [[3]] and [one.grad for one in parameters[1:]] == [None, None]
+    assert ranks.sent == 2 * [("peers", 10 + 3)]
+
+
+def test_a_parameter_without_a_gradient_on_one_rank_counts_as_0(ranks, parameters, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.add_(1))  # of a rank that has all
+    give(parameters[:1], 2.0)
+    average_gradients(parameters)
+    assert values(parameters) == [[1.5], [0.5], [0.5]]
 
 
 def test_a_step_that_raises_leaves_nothing(ranks, parameters):
@@ -99,7 +115,7 @@ def test_a_step_that_raises_leaves_nothing(ranks, parameters):
         raise KeyError
     give(parameters, 2.0)
     average_gradients(parameters)
-    assert ranks.sent == [("group", 10)]
+    assert ranks.sent == [("group", 10 + 3)]
 
 
 def test_tables_are_refused(ranks, parameters):
@@ -125,5 +141,5 @@ def test_dtypes_travel_apart(monkeypatch):
     ranks = Ranks(monkeypatch)
     give(parameters, 2.0)
     average_gradients(parameters)
-    assert ranks.sent == 2 * [("group", 4)] and values(parameters) == [[3], [3]]
+    assert ranks.sent == 2 * [("group", 4 + 1)] and values(parameters) == [[3], [3]]
     assert [one.grad.dtype for one in parameters] == [torch.float32, torch.bfloat16]

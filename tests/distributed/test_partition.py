@@ -26,7 +26,7 @@ SHARDINGS = row_shardings({"a": 40, "b": 9}, {"a": sharding((0, 15, 1), (15, 25,
 HISTORY = SequenceFeatureConfig("taste", ["taste_item"], ["item"], bias=KeyBias("taste_age", 5))
 GROUPS = {
     "fetched": TableGroup(("x", "y"), (SHARDINGS["a"], SHARDINGS["b"])),
-    "history": TableGroup(("taste_item",), (SHARDINGS["a"],), ("taste_item",), (HISTORY,), (0,), ((),)),
+    "history": TableGroup(("taste_item",), (SHARDINGS["a"],), ("taste_item",), (HISTORY,), ("taste_item",), ((),)),
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.dlrm import InteractionArch, OverArch
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
@@ -16,6 +17,7 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedCollection
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import JaggedPooling
@@ -71,6 +73,24 @@ def test_ids_and_embeddings_give_the_same(layer, ids, targets):
     got, want = layer(ids, targets), without_collection(layer)(sequences, targets)
     assert got.keys() == want.keys() == [feature.name for feature in FEATURES]
     torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [len(LENGTHS), 0])
+def test_a_quantized_collection(layer, ids, targets, count):
+    """Given to a layer, or put in the place of the one that it has; also for a batch of no samples."""
+    if not count:
+        ids = KeyedJaggedTensor(ids.keys(), ids.values()[:0], ids.weights()[:0], lengths=ids.lengths()[:0])
+        targets = {"item": targets["item"][:0]}
+    kinds = {"additional_qconfig_spec_keys": [EmbeddingCollection]}
+    kinds["additional_mapping"] = {EmbeddingCollection: QuantizedCollection}
+    swapped = quantize_embeddings(layer, torch.qint8, inplace=False, **kinds)
+    collection = swapped.embedding_collection
+    assert type(collection) is QuantizedCollection
+    given = JaggedFeatureInteraction(FEATURES, EMBEDDING_DIM, 2, 2, embedding_collection=collection)
+    given.attention.load_state_dict(layer.attention.state_dict())
+    found = [one(ids, targets).values() for one in (swapped, given)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.testing.assert_close(found[0], layer(ids, targets).values(), rtol=0.1, atol=0.1)
 
 
 def test_a_bias_may_read_ids_that_another_feature_embeds(ids, targets):

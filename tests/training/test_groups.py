@@ -160,7 +160,7 @@ def test_unique_rows_are_those_of_every_event(one_launched, kind):
     )
     found = {}
     with join_world("cpu"):
-        for sharder in (EmbeddingCollectionSharder(), AttentionCollectionSharder([], replicate_below=0, dedup=True)):
+        for sharder in (EmbeddingCollectionSharder(), AttentionCollectionSharder(None, replicate_below=0, dedup=True)):
             model = torch.nn.ModuleDict({"rows": EmbeddingCollection(tables, device=torch.device("meta"))})
             constraints = {table.name: ParameterConstraints(sharding_types=[kind]) for table in tables}
             topology = Topology(world_size=1, compute_device="cpu")

@@ -128,7 +128,7 @@ def shard(model: SequenceDLRM, case: str, data_parallel: bool = True) -> Distrib
     sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     if exchange == "attention":
         options = {"replicate_below": 0}
-        sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(FEATURES, **options)]
+        sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(model, **options)]
     parameters = dict(model.named_parameters())
     apply_optimizer_in_backward(OPTIMIZERS[kind], [parameters[name] for name in tables], {"lr": 0.1, "eps": 1e-10})
     plan = {}

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from jfi.distributed.planning import in_rows, remote_field
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi.modules import JaggedFeatureInteraction
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import traffic
 
@@ -157,8 +157,3 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: t
         for place in range(local_size):
             counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
         own[name] = in_rows(counts, width, device.type, sharding.compute_kernel, 0, local_size)
-
-
-def features_of(model: SequenceDLRM) -> list[SequenceFeatureConfig]:
-    """The features whose histories the model's collection looks up."""
-    return list(model.sequence_arch.features)

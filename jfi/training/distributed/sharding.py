@@ -32,7 +32,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from jfi.distributed import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError, ShardingConfig
-from jfi.training.distributed.attention_exchange import accumulates_nowhere, choose_exchange, features_of, within_hosts
+from jfi.training.distributed.attention_exchange import accumulates_nowhere, choose_exchange, within_hosts
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import captures_shards
 from jfi.training.model.build_model import OPTIMIZERS, dense_optimizers, table_configs
@@ -111,7 +111,7 @@ def shard_model(
     if exchange == "attention":
         half = torch.bfloat16 if config.sharding.communication == "bfloat16" else None
         options = {"replicate_below": config.sharding.replicate_below, "dtype": half}
-        sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(features_of(model), **options)]
+        sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(model, **options)]
 
     def plan_for(sharders: list[ModuleSharder]) -> ShardingPlan:
         return world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders))
@@ -160,7 +160,7 @@ def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> l
     if not sharding.dedup:
         return [bags, EmbeddingCollectionSharder(fused_params, codecs)]
     half = torch.bfloat16 if sharding.communication == "bfloat16" else None
-    return [bags, AttentionCollectionSharder([], fused_params, replicate_below=0, dtype=half, dedup=True)]
+    return [bags, AttentionCollectionSharder(None, fused_params, replicate_below=0, dtype=half, dedup=True)]
 
 
 def _plan(
