@@ -30,6 +30,7 @@ from jfi.ops.partial_target_attention import (
 )
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
+from jfi.utils.context import once_differentiable
 from jfi.utils.operands import TargetAttentionInputs
 
 
@@ -110,7 +111,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
         queries, impl = ctx.arrived.queries, ctx.impl
