@@ -8,8 +8,8 @@ forward pass, on a side stream.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, checked_op
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 from jfi.utils import compat
 
-#: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
-_MAX_NESTED = 8
-
 
 class _Batch(NamedTuple):
     """A look-up of some tables and its gradients, kept until the step."""
@@ -31,6 +28,26 @@ class _Batch(NamedTuple):
     rows: tuple[Tensor, ...]  # global rows [n] in the order of the batch; on a GPU then those sorted, and their order
     sizes: list[int]
     grads: tuple[Tensor | None, ...]
+
+
+class _Pass:
+    """A backward pass that is running; autograd owns it as a callback, calls it at the end, and drops it on an error.
+
+    Attributes:
+        outer: the pass in which a reentrant checkpoint made this one, if it looks up again what it recomputes.
+    """
+
+    def __init__(self, owner: "FusedTables", outer: "_Pass | None") -> None:
+        self._owner, self.outer = owner, outer
+        self.batches: list[_Batch] = []
+        self.recomputes = False
+
+    def __call__(self) -> None:
+        if self.outer is None:
+            self._owner.finish(self.batches)
+        else:
+            self.outer.batches += self.batches
+        self.batches = []
 
 
 class FusedTables(FusedOptimizer):
@@ -69,8 +86,8 @@ class FusedTables(FusedOptimizer):
         self.steps = torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix = tables, prefix
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
-        #: The look-ups of each running backward pass, and those of finished ones that are not stepped yet.
-        self._running: dict[int, list[_Batch]] = {}
+        #: Running backward passes by number, and the look-ups of finished ones that are not stepped yet.
+        self._running: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
         self._finished: list[_Batch] = []
         self._deferring = False
         #: By table the rows that no step changes, [N] bool.
@@ -86,11 +103,11 @@ class FusedTables(FusedOptimizer):
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
         own = {name: x for name, x in self.__dict__.items() if name != "step"}  # a scheduler's wrapper, of this object
-        return own | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
+        return own | {"_sort_stream": None, "_sorting": False, "_running": None, "_finished": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""
-        self.__dict__.update(state)
+        self.__dict__.update(state, _running=WeakValueDictionary())
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -189,6 +206,8 @@ class FusedTables(FusedOptimizer):
         An id of -1 is none. The gradients are of the dtype, or of that of the table if it is None.
         """
         weights, handles, groups = self.weights, [], {}
+        if compat.current_backward() != -1:  # a checkpoint computes a part of the forward pass again
+            self._running_pass().recomputes = True
         for i, (table, rows) in enumerate(ids):
             weight, handle = weights[table], None
             if weight.requires_grad and torch.is_grad_enabled():
@@ -198,7 +217,9 @@ class FusedTables(FusedOptimizer):
             handles.append(handle)
         for positions in groups.values():
             group = [ids[i] for i in positions]
-            tables = {table: weights[table] for table, _ in group}
+            # Frozen ones too: batches that accumulate with and without them number the rows alike.
+            like = weights[group[0][0]]
+            tables = {name: x for name, x in weights.items() if x.shape[1] == like.shape[1] and x.dtype == like.dtype}
             rows, sizes = self._global_rows(group, tables), [len(rows) for _, rows in group]
             made = _Handles.apply(self, tuple(tables), rows, sizes, dtype, *tables.values())
             for i, handle in zip(positions, made, strict=True):
@@ -260,17 +281,22 @@ class FusedTables(FusedOptimizer):
 
     def after_backward(self, batch: _Batch) -> None:
         """Keeps a look-up and its gradients for one step at the end of the backward pass that is running."""
-        task = compat.current_backward()
-        if task not in self._running:
-            for stale in sorted(self._running)[: -_MAX_NESTED + 1]:  # of passes that raised
-                del self._running[stale]
-            self._running[task] = []
-            compat.call_after_backward(partial(self._finish, task))
-        self._running[task].append(batch)
+        self._running_pass().batches.append(batch)
 
-    def _finish(self, task: int) -> None:
-        self._finished += self._running.pop(task)
-        if not self._deferring:
+    def _running_pass(self) -> _Pass:
+        """Returns the backward pass that is running, known from now on."""
+        task = compat.current_backward()
+        found = self._running.get(task)
+        if found is None:
+            outer = [one for _, one in sorted(self._running.items()) if one.recomputes]
+            found = self._running[task] = _Pass(self, outer[-1] if outer else None)
+            compat.call_after_backward(found)
+        return found
+
+    def finish(self, batches: list[_Batch]) -> None:
+        """Steps the look-ups of a backward pass that has ended, unless steps are deferred."""
+        self._finished += batches
+        if batches and not self._deferring:
             self.step()
 
     @contextmanager
@@ -280,7 +306,7 @@ class FusedTables(FusedOptimizer):
         try:
             yield
         except BaseException:
-            self._finished, self._running = [], {}  # also those of the pass that raised
+            self._finished = []
             raise
         finally:
             self._deferring = False
@@ -320,7 +346,7 @@ class FusedTables(FusedOptimizer):
                 self.group.learning_rate,
                 self.steps,
             )
-            torch.autograd.graph.increment_version(list(tables.values()))
+            torch.autograd.graph.increment_version([weight for weight in tables.values() if weight.requires_grad])
 
 
 class _Handles(torch.autograd.Function):

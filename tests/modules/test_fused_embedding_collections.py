@@ -7,6 +7,7 @@ import pytest
 import torch
 from ops.row_optimizers import CLASSES, states_of, torch_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -752,6 +753,60 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
     total(twin, parts[1]).mul(0.0).backward()
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
+
+
+def test_a_table_frozen_in_one_pass_does_not_split_the_step_of_the_others():
+    collection, ids = fused_events("adagrad"), batch()
+    twin = copy.deepcopy(collection)
+
+    def total(one):
+        return one(ids)["item"].values().sum()
+
+    with jfi.modules.defer_steps(collection):
+        collection.embeddings["brand"].weight.requires_grad_(False)
+        total(collection).backward()
+        collection.embeddings["brand"].weight.requires_grad_(True)
+    total(collection).backward()
+    (total(twin) + total(twin)).backward()
+    torch.testing.assert_close(collection.state_dict(), twin.state_dict())
+    assert int(collection._fused.steps) == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_reentrant_checkpoints_make_one_step_after_the_outer_pass(nested):
+    """The second tower recomputes its rows from the table that the first has read; a failed pass counts for nothing."""
+    collection, ids = fused_events("adagrad"), batch()
+    twin, other = copy.deepcopy(collection), copy.deepcopy(collection)
+    x = torch.ones(1, requires_grad=True)
+
+    def tower(tables, x):
+        return tables(ids)["item"].values().square() * x
+
+    def checkpointed(tables, depth):
+        def function(x):
+            return tower(tables, x) if depth == 1 else checkpointed(tables, depth - 1)
+
+        return checkpoint(function, x, use_reentrant=True)
+
+    def loss(tables):
+        return (checkpointed(tables, 1 + nested) + checkpointed(tables, 1 + nested)).sum()
+
+    def fail(grad):
+        raise RuntimeError("stop")
+
+    product = x * 1.0
+    product.register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        checkpoint(lambda x: tower(collection, x), product, use_reentrant=True).sum().backward()
+    assert int(collection._fused.steps) == 0
+    loss(collection).backward()
+    (tower(twin, x) + tower(twin, x)).sum().backward()
+    torch.testing.assert_close(collection.state_dict(), twin.state_dict())
+    assert int(collection._fused.steps) == 1
+    with jfi.modules.defer_steps(other):
+        loss(other).backward()
+    other.fused_optimizer.step()
+    torch.testing.assert_close(other.state_dict(), twin.state_dict())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the step sorts")
