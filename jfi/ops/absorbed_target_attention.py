@@ -48,7 +48,7 @@ from jfi.ops.checks import (
 )
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
-from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_id
+from jfi.ops.rows_by_id import RowsById, SavedTables, fits_kernel, rows_by_id
 from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, table_bias, target_attention
 from jfi.utils import compat
 from jfi.utils.context import is_traced, once_differentiable, without_autocast
@@ -295,16 +295,16 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
             attend = attend.eager
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
         ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
-        tables, indices = by_id
-        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *tables, *indices)
+        ctx.tables, indices = SavedTables(by_id[0]), by_id[1]
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *indices)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         target, history, *rest = ctx.saved_tensors
-        events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
-        tables, indices = by_id[: len(by_id) // 2], by_id[len(by_id) // 2 :]
+        events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
+        key, *by_id = ctx.tables.read(history.unsqueeze(1), indices)
         num_heads, scale, max_seqlen, impl = ctx.options
         needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
         needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
@@ -315,7 +315,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
             grads = operators.target_attention_bwd(
                 torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
                 None,
-                *(query, history.unsqueeze(1), None, *events, tables, indices, scale, max_seqlen),
+                *(query, key, None, *events, *by_id, scale, max_seqlen),
                 *(attended, lse, needed, impl),
             )
             grads = iter(grads)

@@ -25,6 +25,7 @@ import jfi
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.models import AttentionPooling
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, TableRows
+from jfi.ops.rows_by_id import RowsById
 from jfi.ops.step_rows import RowOptimizer
 
 WIDTH = 8
@@ -807,6 +808,31 @@ def test_reentrant_checkpoints_make_one_step_after_the_outer_pass(nested):
         loss(other).backward()
     other.fused_optimizer.step()
     torch.testing.assert_close(other.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("operator", ["target_attention", "absorbed_target_attention"])
+def test_two_backward_passes_over_one_graph_are_two_steps_by_the_rows_of_the_forward_pass(operator):
+    """Also where a kernel reads the rows by id in the backward pass, from a table that has been stepped since."""
+    collection, ids = fused_events("sgd"), batch()
+    query = torch.randn(6, 1, 2, WIDTH)
+    weights = tuple(torch.randn(1, *shape) for shape in ((8, 8), (8,), (8, 8), (8, 8), (8, 8), (8,)))
+
+    def two_passes(one, impl):
+        rows = one(ids)["history_item"]
+        history, options = RowsById(rows.rows, (rows.table,), (rows.ids,)), {"offsets": rows.offsets(), "impl": impl}
+        if operator == "target_attention":
+            out = jfi.ops.target_attention(query, history, **options)
+        else:
+            out = jfi.ops.absorbed_target_attention(query[None, :, 0, 0], history, weights, num_heads=2, **options)
+        loss = out.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return one.embeddings["item"].weight.detach(), int(one.fused_optimizer.steps)
+
+    found = [two_passes(copy.deepcopy(collection), impl) for impl in ("torch", "triton")]
+    assert [steps for _, steps in found] == [2, 2]
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], collection.embeddings["item"].weight)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the step sorts")
