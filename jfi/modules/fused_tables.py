@@ -8,6 +8,7 @@ forward pass, on a side stream.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 
 from jfi.modules.changed_rows import ChangedRows
-from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, checked_options
+from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 from jfi.utils import compat
 
@@ -54,6 +55,7 @@ class FusedTables(FusedOptimizer):
     """The optimizer of the tables of one collection; a step is made in the backward pass.
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
+    `param_groups` are one group of all tables: its rate may be set, in place or by another group; the rest is refused.
     `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
     more: `average` and `averaged_at`.
 
@@ -82,7 +84,8 @@ class FusedTables(FusedOptimizer):
         name, self._state_names, _ = OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
-        self.group = ParameterGroup(options)
+        known = {name: one.default for name, one in signature(optimizer_type).parameters.items()} | options
+        self.group = ParameterGroup(options, {name: known[name] for name in known if name not in ("params", "lr")})
         self.steps = torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix = tables, prefix
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
@@ -119,7 +122,8 @@ class FusedTables(FusedOptimizer):
         return {f"{self._prefix}{name}.weight": weight for name, weight in self.weights.items()}
 
     @params.setter
-    def params(self, params: object) -> None: ...
+    def params(self, params: object) -> None:
+        self._refuse_assignment("params")
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -133,15 +137,25 @@ class FusedTables(FusedOptimizer):
         return found
 
     @state.setter
-    def state(self, state: object) -> None: ...
+    def state(self, state: object) -> None:
+        self._refuse_assignment("state")
+
+    def _refuse_assignment(self, name: str) -> None:
+        if "defaults" in self.__dict__:  # not by the constructor of TorchRec's class
+            raise AttributeError(f"{name} of a fused collection's optimizer cannot be assigned: use load_state_dict()")
 
     @property
-    def param_groups(self) -> list["ParameterGroup"]:
-        self.group["params"] = list(self.weights.values())
-        return [self.group]
+    def param_groups(self) -> ParameterGroups:
+        dict.__setitem__(self.group, "params", list(self.weights.values()))
+        return ParameterGroups([self.group])
 
     @param_groups.setter
-    def param_groups(self, groups: object) -> None: ...
+    def param_groups(self, groups: Any) -> None:
+        self.param_groups[:] = groups
+
+    def add_param_group(self, param_group: object) -> None:
+        """Raises: all tables of a collection are one group."""
+        self.param_groups.append(param_group)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""

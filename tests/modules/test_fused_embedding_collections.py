@@ -282,6 +282,54 @@ def test_a_written_learning_rate_is_that_of_the_next_step():
     assert torch.equal(before, fused.embeddings["brand"].weight.detach())
 
 
+def test_what_is_assigned_to_the_optimizer_takes_effect_or_is_refused():
+    fused = FusedEmbeddingCollection(events(), torch.optim.SGD, {"lr": 1.0})
+    optimizer = fused.fused_optimizer
+
+    def rate():
+        before, ids = fused.embeddings["brand"].weight.detach().clone(), batch()
+        fused(ids)["history_brand"].values().sum().backward()
+        moved = (before - fused.embeddings["brand"].weight.detach())[:, 0]
+        return (moved / ids["history_brand"].values().bincount(minlength=len(moved))).nanmean().item()
+
+    def add(group):
+        group |= {"lr": 0.5}
+
+    def replace(groups):
+        groups[0] = {"lr": 0.75}
+
+    params = list(fused.parameters())
+    for change, want in (
+        (lambda: setattr(optimizer, "param_groups", [{"params": params, "lr": 0.25}]), 0.25),
+        (lambda: add(optimizer.param_groups[0]), 0.5),
+        (lambda: replace(optimizer.param_groups), 0.75),
+        (lambda: optimizer.param_groups[0].update(lr=torch.tensor(2.0)), 2.0),
+        (lambda: optimizer.param_groups[0].setdefault("lr", 4.0), 2.0),
+        (lambda: optimizer.param_groups[0].pop("initial_lr", None), 2.0),
+    ):
+        change()
+        assert optimizer.param_groups[0]["lr"] == want and rate() == pytest.approx(want, rel=1e-4)
+    other = nn.Parameter(torch.zeros(2))
+    for kind, message, change in (
+        (TypeError, "param_groups", lambda: optimizer.add_param_group({"params": [other]})),
+        (TypeError, "param_groups", lambda: optimizer.param_groups.append({"params": [other]})),
+        (TypeError, "param_groups", lambda: optimizer.param_groups.clear()),
+        (TypeError, "param_groups", lambda: setattr(optimizer, "param_groups", [])),
+        (TypeError, "param_groups", lambda: optimizer.param_groups[0].pop("lr")),
+        (TypeError, "param_groups", lambda: optimizer.param_groups[0].clear()),
+        (ValueError, "params", lambda: optimizer.param_groups[0].update(params=[other])),
+        (ValueError, "momentum", lambda: optimizer.param_groups[0].setdefault("momentum", 0.9)),
+        (ValueError, "weight_decay", lambda: optimizer.param_groups[0].update(weight_decay=1)),
+        (AttributeError, "state", lambda: setattr(optimizer, "state", {})),
+        (AttributeError, "params", lambda: setattr(optimizer, "params", {})),
+    ):
+        with pytest.raises(kind, match=message):
+            change()
+    copied = copy.deepcopy(fused).fused_optimizer
+    copied.param_groups[0]["lr"] = 8.0
+    assert rate() == pytest.approx(2.0, rel=1e-4)
+
+
 def test_meta_then_empty_then_reset():
     fused = fused_events("adam", ema_decay=0.9, device=torch.device("meta"))
     assert fused.device.type == "meta" and fused(batch().to(torch.device("meta")))["item"].values().is_meta
