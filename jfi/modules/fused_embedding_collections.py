@@ -190,8 +190,8 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     does not matter. A table whose weight does not require a gradient is not stepped.
 
     It trains in one process: each of several would step a separate copy, which raises an error, with and without
-    DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. Gradients that a GradScaler has
-    scaled are taken as they are: train in bfloat16. `fused_optimizer.state_dict()` has no rate: a scheduler has it.
+    DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. A GradScaler's `step()` raises an
+    error, since it unscales too late: use bfloat16. `fused_optimizer.state_dict()` has no rate: a scheduler has it.
 
     The rows of the output are read where they are first needed, see `TableRows`.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 
 from jfi.modules.changed_rows import ChangedRows
-from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, checked_options
+from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, ScalerCheck, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 from jfi.utils import compat
 
@@ -102,6 +102,9 @@ class FusedTables(FusedOptimizer):
         self._sorting = False
         self.allocate_states()
         super().__init__(self.params, self.state, self.param_groups)
+
+    #: A GradScaler looks for it first.
+    _step_supports_amp_scaling = property(ScalerCheck.refuse)
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
@@ -338,6 +341,7 @@ class FusedTables(FusedOptimizer):
                 "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
         self.steps += 1
+        ScalerCheck.has_stepped = True
         self.wait_sorted()
         self._keep_sorted(batches)
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}

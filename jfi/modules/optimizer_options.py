@@ -1,10 +1,13 @@
-"""The optimizers of fused collections: their options, and the group of parameters that holds them."""
+"""The optimizers of fused collections: their options, the group of parameters that holds them, and no GradScaler."""
 
+import inspect
 import math
 from numbers import Real
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.utils.arguments import check_number, check_type, shown
@@ -88,6 +91,36 @@ class ParameterGroups(list):
         self[0].update(groups[0])
 
     append = extend = insert = pop = remove = clear = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+class ScalerCheck:
+    """Refuses a GradScaler that steps any optimizer after a backward pass that has stepped fused tables.
+
+    Tables are stepped in the backward pass, by gradients that no scaler has unscaled. Scalers are not announced before.
+    """
+
+    has_stepped = False
+
+    @staticmethod
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            "a GradScaler has scaled the loss of a fused collection, whose tables the backward pass has stepped by the "
+            "scaled gradient: train in bfloat16 without a GradScaler, or with enabled=False, and start anew"
+        )
+
+    @classmethod
+    def before_step(cls, *_: object) -> None:
+        """Looks for a scaler among the callers of an optimizer's step; a hook of all optimizers."""
+        if cls.has_stepped:
+            cls.has_stepped = False
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code is not GradScaler.step.__code__:
+                frame = frame.f_back
+            if frame is not None and frame.f_locals["self"].is_enabled():
+                cls.refuse()
+
+
+register_optimizer_step_pre_hook(ScalerCheck.before_step)
 
 
 def checked_options(optimizer_type: type, options: dict[str, Any], ema_decay: float | None) -> dict[str, Any]:

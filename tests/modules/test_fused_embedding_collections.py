@@ -330,6 +330,29 @@ def test_what_is_assigned_to_the_optimizer_takes_effect_or_is_refused():
     assert rate() == pytest.approx(2.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("stepped", ["dense", "fused", "combined"])
+def test_a_gradient_scaler_is_refused_if_it_is_enabled(stepped):
+    for enabled in (False, True):
+        fused, layer = fused_events("adam"), nn.Linear(WIDTH, 1)
+        dense = torch.optim.SGD(layer.parameters(), lr=0.1)
+        wrapped = KeyedOptimizerWrapper(dict(layer.named_parameters()), lambda _: dense)  # noqa: B023
+        combined = CombinedOptimizer([("tables", fused.fused_optimizer), ("layer", wrapped)])
+        optimizer = {"dense": dense, "fused": fused.fused_optimizer, "combined": combined}[stepped]
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(layer(fused(batch())["item"].values()).sum()).backward()
+        if enabled:
+            with pytest.raises(RuntimeError, match="GradScaler has scaled the loss of a fused collection"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+    # A scaler of another model.
+    dense.step()
+    layer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(layer(torch.ones(2, WIDTH)).sum()).backward()
+    scaler.step(dense)
+
+
 def test_meta_then_empty_then_reset():
     fused = fused_events("adam", ema_decay=0.9, device=torch.device("meta"))
     assert fused.device.type == "meta" and fused(batch().to(torch.device("meta")))["item"].values().is_meta
