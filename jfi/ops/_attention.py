@@ -67,7 +67,7 @@ def attention(
 
     def save(ctx, inputs, output) -> None:
         tables, indices = inputs[first_list:first_number] or ([], [])
-        ctx.tables, ctx.numbers = SavedTables(tables), inputs[first_number:]
+        ctx.tables, ctx.numbers = SavedTables(tables) if tables else None, inputs[first_number:]
         ctx.save_for_backward(*inputs[:first_list], *indices, *output)
         if not has_lse_gradient:
             ctx.mark_non_differentiable(output[1])
@@ -81,9 +81,10 @@ def attention(
         if grad is None and dlse is None:
             return tuple(gradients)
         grad = torch.zeros_like(out) if grad is None else grad
-        if lists:
+        by_id = [[] for _ in lists]
+        if ctx.tables is not None:
             operands[1], *by_id = ctx.tables.read(operands[1], indices)
-            operands += by_id
+        operands += by_id
         *numbers, impl = ctx.numbers
         needed = [ctx.needs_input_grad[i] for i in positions]
         found = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))

@@ -295,7 +295,8 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
             attend = attend.eager
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
         ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
-        ctx.tables, indices = SavedTables(by_id[0]), by_id[1]
+        tables, indices = by_id
+        ctx.tables = SavedTables(tables) if tables else None
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *indices)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
@@ -304,7 +305,10 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         target, history, *rest = ctx.saved_tensors
         events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
-        key, *by_id = ctx.tables.read(history.unsqueeze(1), indices)
+        key = history.unsqueeze(1)
+        by_id: Any = [], []
+        if ctx.tables is not None:
+            key, *by_id = ctx.tables.read(key, indices)
         num_heads, scale, max_seqlen, impl = ctx.options
         needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
         needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
