@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 
+from jfi.modules.backward_passes import BackwardPasses
 from jfi.modules.changed_rows import ChangedRows
 from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, ScalerCheck, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
@@ -29,26 +29,6 @@ class _Batch(NamedTuple):
     rows: tuple[Tensor, ...]  # global rows [n] in the order of the batch; on a GPU then those sorted, and their order
     sizes: list[int]
     grads: tuple[Tensor | None, ...]
-
-
-class _Pass:
-    """A backward pass that is running; autograd owns it as a callback, calls it at the end, and drops it on an error.
-
-    Attributes:
-        outer: the pass in which a reentrant checkpoint made this one, if it looks up again what it recomputes.
-    """
-
-    def __init__(self, owner: "FusedTables", outer: "_Pass | None") -> None:
-        self._owner, self.outer = owner, outer
-        self.batches: list[_Batch] = []
-        self.recomputes = False
-
-    def __call__(self) -> None:
-        if self.outer is None:
-            self._owner.finish(self.batches)
-        else:
-            self.outer.batches += self.batches
-        self.batches = []
 
 
 class FusedTables(FusedOptimizer):
@@ -89,8 +69,8 @@ class FusedTables(FusedOptimizer):
         self.steps = torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix = tables, prefix
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
-        #: Running backward passes by number, and the look-ups of finished ones that are not stepped yet.
-        self._running: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
+        #: Running backward passes with their look-ups, and those of finished ones that are not stepped yet.
+        self._running = BackwardPasses()
         self._finished: list[_Batch] = []
         self._deferring = False
         #: By table the rows that no step changes, [N] bool.
@@ -113,7 +93,7 @@ class FusedTables(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""
-        self.__dict__.update(state, _running=WeakValueDictionary())
+        self.__dict__.update(state, _running=BackwardPasses())
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -224,7 +204,7 @@ class FusedTables(FusedOptimizer):
         """
         weights, handles, groups = self.weights, [], {}
         if compat.current_backward() != -1:  # a checkpoint computes a part of the forward pass again
-            self._running_pass().recomputes = True
+            self._running.current(self._finish).recomputes = True
         for i, (table, rows) in enumerate(ids):
             weight, handle = weights[table], None
             if weight.requires_grad and torch.is_grad_enabled():
@@ -298,19 +278,9 @@ class FusedTables(FusedOptimizer):
 
     def after_backward(self, batch: _Batch) -> None:
         """Keeps a look-up and its gradients for one step at the end of the backward pass that is running."""
-        self._running_pass().batches.append(batch)
+        self._running.current(self._finish).kept.append(batch)
 
-    def _running_pass(self) -> _Pass:
-        """Returns the backward pass that is running, known from now on."""
-        task = compat.current_backward()
-        found = self._running.get(task)
-        if found is None:
-            outer = [one for _, one in sorted(self._running.items()) if one.recomputes]
-            found = self._running[task] = _Pass(self, outer[-1] if outer else None)
-            compat.call_after_backward(found)
-        return found
-
-    def finish(self, batches: list[_Batch]) -> None:
+    def _finish(self, batches: list[_Batch]) -> None:
         """Steps the look-ups of a backward pass that has ended, unless steps are deferred."""
         self._finished += batches
         if batches and not self._deferring:
