@@ -8,6 +8,7 @@ from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.distributed.planning import RowSharding
 from jfi.ops.gather_rows import gather_bounded
+from jfi.utils.context import once_differentiable
 
 
 def fetch_rows(handle: Tensor, memory: Tensor, arrived: GroupInput) -> list[Tensor]:
@@ -32,7 +33,7 @@ class _Fetch(torch.autograd.Function):
         return rows if arrived.order is None else torch.empty_like(rows).index_copy_(0, arrived.order, rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         events, slots, order = ctx.arrived.events, ctx.arrived.slots, ctx.arrived.order
         grad = grad * gradient_scale(events.pg)
@@ -74,7 +75,7 @@ class Replicate(torch.autograd.Function):
         return whole.split(ctx.sizes)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         like = next(grad for grad in grads if grad is not None)
         whole = [like.new_zeros(n, like.size(1)) if g is None else g for g, n in zip(grads, ctx.sizes, strict=True)]

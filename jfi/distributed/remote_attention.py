@@ -31,8 +31,9 @@ from jfi.ops.partial_target_attention import (
     part_gradients,
     unpack_gradient,
 )
-from jfi.ops.rows_by_id import RowsById
+from jfi.ops.rows_by_id import RowsById, SavedTables
 from jfi.ops.target_attention import prepare_target_attention
+from jfi.utils.context import once_differentiable
 from jfi.utils.operands import TargetAttentionInputs
 
 
@@ -150,16 +151,17 @@ class _Attend(torch.autograd.Function):
             parts = arrived.queries.back.send(pack_part(out, lse, impl))
             out, lse = combine_parts(parts.view(len(arrived.group.owner_ranks), *query.shape[:3], parts.size(-1)), impl)
         ctx.inputs, ctx.impl, ctx.arrived = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
-        # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
-        ctx.save_for_backward(inputs.query, key, value, bias, out, lse, *inputs.tables, *inputs.indices)
+        ctx.tables = SavedTables(inputs.tables)
+        ctx.save_for_backward(inputs.query, key, value, bias, out, lse)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
+        shared, key, value, bias, out, lse = ctx.saved_tensors
         queries, impl = ctx.arrived.queries, ctx.impl
-        inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
+        key, tables, indices = ctx.tables.read(key, ctx.inputs.indices)
+        inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias, tables=tables, indices=indices)
         grad, needed = grad.to(out.dtype), ctx.needs_input_grad[:4]
         if queries.pg.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, needed, inputs, impl), None, None, None

@@ -8,20 +8,18 @@ forward pass, on a side stream.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 
+from jfi.modules.backward_passes import BackwardPasses
 from jfi.modules.changed_rows import ChangedRows
-from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, checked_options
+from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, ScalerCheck, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 from jfi.utils import compat
-
-#: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
-_MAX_NESTED = 8
 
 
 class _Batch(NamedTuple):
@@ -37,6 +35,7 @@ class FusedTables(FusedOptimizer):
     """The optimizer of the tables of one collection; a step is made in the backward pass.
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
+    `param_groups` are one group of all tables: its rate may be set, in place or by another group; the rest is refused.
     `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
     more: `average` and `averaged_at`.
 
@@ -65,12 +64,13 @@ class FusedTables(FusedOptimizer):
         name, self._state_names, _ = OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
-        self.group = ParameterGroup(options)
+        known = {name: one.default for name, one in signature(optimizer_type).parameters.items()} | options
+        self.group = ParameterGroup(options, {name: known[name] for name in known if name not in ("params", "lr")})
         self.steps = torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix = tables, prefix
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
-        #: The look-ups of each running backward pass, and those of finished ones that are not stepped yet.
-        self._running: dict[int, list[_Batch]] = {}
+        #: Running backward passes with their look-ups, and those of finished ones that are not stepped yet.
+        self._running = BackwardPasses()
         self._finished: list[_Batch] = []
         self._deferring = False
         #: By table the rows that no step changes, [N] bool.
@@ -83,14 +83,17 @@ class FusedTables(FusedOptimizer):
         self.allocate_states()
         super().__init__(self.params, self.state, self.param_groups)
 
+    #: A GradScaler looks for it first.
+    _step_supports_amp_scaling = property(ScalerCheck.refuse)
+
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
         own = {name: x for name, x in self.__dict__.items() if name != "step"}  # a scheduler's wrapper, of this object
-        return own | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
+        return own | {"_sort_stream": None, "_sorting": False, "_running": None, "_finished": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""
-        self.__dict__.update(state)
+        self.__dict__.update(state, _running=BackwardPasses())
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -102,7 +105,8 @@ class FusedTables(FusedOptimizer):
         return {f"{self._prefix}{name}.weight": weight for name, weight in self.weights.items()}
 
     @params.setter
-    def params(self, params: object) -> None: ...
+    def params(self, params: object) -> None:
+        self._refuse_assignment("params")
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -116,15 +120,25 @@ class FusedTables(FusedOptimizer):
         return found
 
     @state.setter
-    def state(self, state: object) -> None: ...
+    def state(self, state: object) -> None:
+        self._refuse_assignment("state")
+
+    def _refuse_assignment(self, name: str) -> None:
+        if "defaults" in self.__dict__:  # not by the constructor of TorchRec's class
+            raise AttributeError(f"{name} of a fused collection's optimizer cannot be assigned: use load_state_dict()")
 
     @property
-    def param_groups(self) -> list["ParameterGroup"]:
-        self.group["params"] = list(self.weights.values())
-        return [self.group]
+    def param_groups(self) -> ParameterGroups:
+        dict.__setitem__(self.group, "params", list(self.weights.values()))
+        return ParameterGroups([self.group])
 
     @param_groups.setter
-    def param_groups(self, groups: object) -> None: ...
+    def param_groups(self, groups: Any) -> None:
+        self.param_groups[:] = groups
+
+    def add_param_group(self, param_group: object) -> None:
+        """Raises: all tables of a collection are one group."""
+        self.param_groups.append(param_group)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""
@@ -189,6 +203,8 @@ class FusedTables(FusedOptimizer):
         An id of -1 is none. The gradients are of the dtype, or of that of the table if it is None.
         """
         weights, handles, groups = self.weights, [], {}
+        if compat.current_backward() != -1:  # a checkpoint computes a part of the forward pass again
+            self._running.current(self._finish).recomputes = True
         for i, (table, rows) in enumerate(ids):
             weight, handle = weights[table], None
             if weight.requires_grad and torch.is_grad_enabled():
@@ -198,7 +214,9 @@ class FusedTables(FusedOptimizer):
             handles.append(handle)
         for positions in groups.values():
             group = [ids[i] for i in positions]
-            tables = {table: weights[table] for table, _ in group}
+            # Frozen ones too: batches that accumulate with and without them number the rows alike.
+            like = weights[group[0][0]]
+            tables = {name: x for name, x in weights.items() if x.shape[1] == like.shape[1] and x.dtype == like.dtype}
             rows, sizes = self._global_rows(group, tables), [len(rows) for _, rows in group]
             made = _Handles.apply(self, tuple(tables), rows, sizes, dtype, *tables.values())
             for i, handle in zip(positions, made, strict=True):
@@ -260,17 +278,12 @@ class FusedTables(FusedOptimizer):
 
     def after_backward(self, batch: _Batch) -> None:
         """Keeps a look-up and its gradients for one step at the end of the backward pass that is running."""
-        task = compat.current_backward()
-        if task not in self._running:
-            for stale in sorted(self._running)[: -_MAX_NESTED + 1]:  # of passes that raised
-                del self._running[stale]
-            self._running[task] = []
-            compat.call_after_backward(partial(self._finish, task))
-        self._running[task].append(batch)
+        self._running.current(self._finish).kept.append(batch)
 
-    def _finish(self, task: int) -> None:
-        self._finished += self._running.pop(task)
-        if not self._deferring:
+    def _finish(self, batches: list[_Batch]) -> None:
+        """Steps the look-ups of a backward pass that has ended, unless steps are deferred."""
+        self._finished += batches
+        if batches and not self._deferring:
             self.step()
 
     @contextmanager
@@ -280,7 +293,7 @@ class FusedTables(FusedOptimizer):
         try:
             yield
         except BaseException:
-            self._finished, self._running = [], {}  # also those of the pass that raised
+            self._finished = []
             raise
         finally:
             self._deferring = False
@@ -298,6 +311,7 @@ class FusedTables(FusedOptimizer):
                 "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
         self.steps += 1
+        ScalerCheck.has_stepped = True
         self.wait_sorted()
         self._keep_sorted(batches)
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
@@ -320,7 +334,7 @@ class FusedTables(FusedOptimizer):
                 self.group.learning_rate,
                 self.steps,
             )
-            torch.autograd.graph.increment_version(list(tables.values()))
+            torch.autograd.graph.increment_version([weight for weight in tables.values() if weight.requires_grad])
 
 
 class _Handles(torch.autograd.Function):

@@ -12,7 +12,8 @@ from torchrec.modules.mc_modules import LRU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups
-from jfi.modules.validation import require_keys
+from jfi.modules.id_counts import OutsideIds
+from jfi.modules.validation import check_ids, require_keys
 from jfi.ops.map_ids import fill_index, map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
@@ -58,7 +59,9 @@ class GrowingTable:
 
 
 class GrowingIds(nn.Module):
-    """Maps raw ids, any int64, to the rows of tables that grow and forget.
+    """Maps raw ids to the rows of tables that grow and forget: any int64 but three, which never get a row.
+
+    These are 0, a missing id, -1, padding, and 2**63 - 1, which is taken as missing and counted by `outside_ids`.
 
     A vocabulary fixes at the start which ids have a row. Here a table has a capacity, and an id gets a row once it has
     occurred often enough; where the table is full, the rows of ids that have not occurred for the longest time begin
@@ -123,14 +126,21 @@ class GrowingIds(nn.Module):
         """Replaces raw ids by rows, and in training mode records them; nothing waits for a GPU.
 
         Args:
-            ids: keys of growing tables with raw ids, and any others, which stay as they are. 0 is a missing id, and -1
-                padding, which stays -1.
+            ids: keys of growing tables with raw ids, int32 or int64, and any others, which stay as they are. 0 and
+                2**63 - 1 are missing ids, and -1 is padding, which stays -1.
 
         Raises:
-            ValueError: the batch lacks a key.
+            ValueError, TypeError: the batch lacks a key, or its ids are no integers.
         """
         maps = {config.name: self._map(config.name).tensors() for config in self.configs}
         return _mapped(ids, self._table_of_key, maps, self.training)
+
+    @property
+    def outside_ids(self) -> tuple[OutsideIds, ...]:
+        """Returns how often 2**63 - 1 has occurred in training, by table, for `jfi.modules.outside_ids`."""
+        names = [config.name for config in self.configs]
+        counts = torch.cat([self._map(name).num_reserved for name in names])
+        return () if counts.is_meta else (OutsideIds(names, counts),)
 
     def is_due(self, step: int) -> bool:
         """Returns whether an admission is due after this step, counted from 1.
@@ -207,9 +217,10 @@ class _Map(nn.Module):
         # The ids, ascending, the row of each, and the admission before which it occurred last.
         numbers = dict.fromkeys(("sorted_ids", "rows", "last_seen"), config.capacity) | {"admissions": 1}
         # What was recorded since the last admission.
-        recorded = {"new_ids": _MAX_NEW, "num_new": 1, "batches": 1}
+        recorded = {"new_ids": _MAX_NEW, "num_new": 1, "batches": 1, "num_reserved": 1}
         for name, size in (numbers | recorded).items():
-            self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=device))
+            memory = torch.empty(size, dtype=torch.int64, device=device)
+            self.register_buffer(name, memory, persistent=name != "num_reserved")
         slots = 2 ** IdMap(self.sorted_ids, self.rows, self.rows).hash_bits + config.capacity
         self.register_buffer("index", torch.empty(slots, dtype=torch.int32, device=device))
         self.register_buffer("is_seen", torch.empty(config.capacity, dtype=torch.bool, device=device))
@@ -223,12 +234,13 @@ class _Map(nn.Module):
         self.rows[-1] = SHARED_ROW
         self.last_seen.zero_()
         self.admissions.zero_()
+        self.num_reserved.zero_()
         self.forget_recorded()
 
     def tensors(self) -> tuple[IdMap, SeenIds, Tensor]:
         """Returns the ids with their rows, what was recorded of batches, and the number of these."""
         table = IdMap(self.sorted_ids, self.rows, self.index)
-        return table, SeenIds(self.is_seen, self.new_ids, self.num_new), self.batches
+        return table, SeenIds(self.is_seen, self.new_ids, self.num_new, self.num_reserved), self.batches
 
     def forget_recorded(self) -> None:
         for buffer in (self.is_seen, self.new_ids, self.num_new, self.batches):
@@ -325,8 +337,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTensor]:
-    check_type("ids", ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
-    require_keys("ids", ids.keys(), needed)
+    check_ids("ids", ids, list(needed), sharded=True)
     lookups.allow_no_samples(ids)
     return ids.to_dict()
 

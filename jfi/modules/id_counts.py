@@ -13,12 +13,12 @@ class OutsideIds:
 
     Args:
         tables: the table of each look-up.
+        counts: [K] int64, by look-up; None begins at 0.
     """
 
-    def __init__(self, tables: Sequence[str]) -> None:
+    def __init__(self, tables: Sequence[str], counts: Tensor | None = None) -> None:
         self.tables = tuple(tables)
-        #: [K] int64, by look-up.
-        self.counts = torch.zeros(len(self.tables), dtype=torch.int64, device="cpu")
+        self.counts = torch.zeros(len(self.tables), dtype=torch.int64, device="cpu") if counts is None else counts
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the counts, moved to the device of ids if they are on another one that has memory."""
@@ -37,7 +37,8 @@ def outside_ids(model: nn.Module) -> dict[str, int]:
     """Returns by table how many ids of look-ups so far were outside of it, only tables that had any.
 
     On a GPU such an id gives zeros, has no gradient and steps no row; on a CPU it is an error. An id of -1, a missing
-    one, is not counted. Reading the counts waits for the device.
+    one, is not counted. `GrowingIds` counts the raw id 2**63 - 1, which never gets a row. Reading the counts waits for
+    the device.
 
     Args:
         model: with FusedEmbedding(Bag)Collections, or the sharded collections of `jfi.distributed`, which count the ids

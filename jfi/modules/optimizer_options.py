@@ -1,10 +1,13 @@
-"""The optimizers of fused collections: their options, and the group of parameters that holds them."""
+"""The optimizers of fused collections: their options, the group of parameters that holds them, and no GradScaler."""
 
+import inspect
 import math
 from numbers import Real
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.utils.arguments import check_number, check_type, shown
@@ -20,26 +23,104 @@ OPTIMIZERS: dict[type, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-class ParameterGroup(dict):
-    """The options of the optimizer; writing "lr" writes the tensor that the steps read."""
+def _refuse(self: object, *args: object, **kwargs: object) -> None:
+    raise TypeError(
+        "param_groups of a fused collection are one group of all its tables with the options of its construction, of "
+        "which 'lr' may be set: param_groups[0]['lr'] = 0.01"
+    )
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.learning_rate = torch.tensor(float(options["lr"]))
+
+class ParameterGroup(dict):
+    """The options of the optimizer; writing "lr" writes the tensor that the steps read.
+
+    Args:
+        options: by name; names that a scheduler adds are kept as well.
+        fixed: options that cannot change, those of the class that fused collections lack included.
+    """
+
+    def __init__(self, options: dict[str, Any], fixed: dict[str, Any]) -> None:
+        self.learning_rate, self._fixed = torch.tensor(float(options["lr"])), fixed
         super().__init__(options)
 
-    def __setitem__(self, key: str, value: object) -> None:
-        if key in ("weight_decay", "eps", "betas") and value != self[key]:
-            raise ValueError(f"{key} of a fused collection is given at its construction, {self[key]}; got {value}")
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._fixed and value != self._fixed[key]:
+            raise ValueError(
+                f"{key} of a fused collection is given at its construction, {self._fixed[key]}; got {value}"
+            )
+        if key == "params" and {*map(id, value := [*value])} != {*map(id, self[key])}:
+            raise ValueError("params of a fused collection must be the weights of all its tables, got others")
+        if key == "lr":  # a tensor too: what is written into it later would not be seen
+            value = float(value)
+            self.learning_rate.fill_(value)
         super().__setitem__(key, value)
-        if key == "lr":
-            self.learning_rate.fill_(float(value))
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
 
     def __reduce__(self) -> tuple:
-        return ParameterGroup, (dict(self),), {"learning_rate": self.learning_rate}
+        return ParameterGroup, (dict(self), self._fixed), {"learning_rate": self.learning_rate}
 
-    def update(self, *args: object, **kwargs: object) -> None:
+    def __ior__(self, other: Any) -> "ParameterGroup":
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+    def setdefault(self, key: str, default: object = None) -> object:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: object) -> object:
+        if key in self and (key in self._fixed or key in ("lr", "params")):
+            _refuse(self)
+        return super().pop(key, *default)
+
+    clear = popitem = _refuse
+
+
+class ParameterGroups(list):
+    """The list of the one group; a group that is assigned to it writes its options."""
+
+    def __setitem__(self, index: Any, group: Any) -> None:
+        groups = [group] if isinstance(index, int) else [*group]
+        if len(self) != 1 or len(groups) != 1 or not isinstance(groups[0], dict):
+            _refuse(self)
+        self[0].update(groups[0])
+
+    append = extend = insert = pop = remove = clear = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+class ScalerCheck:
+    """Refuses a GradScaler that steps any optimizer after a backward pass that has stepped fused tables.
+
+    Tables are stepped in the backward pass, by gradients that no scaler has unscaled. Scalers are not announced before.
+    """
+
+    has_stepped = False
+
+    @staticmethod
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            "a GradScaler has scaled the loss of a fused collection, whose tables the backward pass has stepped by the "
+            "scaled gradient: train in bfloat16 without a GradScaler, or with enabled=False, and start anew"
+        )
+
+    @classmethod
+    def before_step(cls, *_: object) -> None:
+        """Looks for a scaler among the callers of an optimizer's step; a hook of all optimizers."""
+        if cls.has_stepped:
+            cls.has_stepped = False
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code is not GradScaler.step.__code__:
+                frame = frame.f_back
+            if frame is not None and frame.f_locals["self"].is_enabled():
+                cls.refuse()
+
+
+register_optimizer_step_pre_hook(ScalerCheck.before_step)
 
 
 def checked_options(optimizer_type: type, options: dict[str, Any], ema_decay: float | None) -> dict[str, Any]:

@@ -263,7 +263,6 @@ class _OwnRows(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (offsets,) = ctx.saved_tensors
         behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jfi.ops._dispatch import aligned, operator
+from jfi.ops.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 _SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
@@ -28,7 +29,7 @@ def attention(
 
     Args:
         name: of the attention.
-        operands: the fields, tensors first, then lists of tensors, which have no gradient, then numbers.
+        operands: the fields, tensors first, then lists, tables and indices without a gradient, then numbers.
         forward: takes the fields and impl, returns the output and the log-sum-exp.
         backward: takes (grad, dlse, x, out, lse, needed, impl), returns the gradients of the fields ``differentiable``,
             of which those that are not ``needed`` are ignored.
@@ -65,24 +66,25 @@ def attention(
     bwd = operator(f"{name}_bwd", run_backward, fake_backward, schema=schema)
 
     def save(ctx, inputs, output) -> None:
-        lists, ctx.numbers = inputs[first_list:first_number], inputs[first_number:]
-        ctx.sizes = [len(tensors) for tensors in lists]
-        # The lists too: autograd refuses a backward pass that would read rows which were stepped since.
-        ctx.save_for_backward(*inputs[:first_list], *[x for tensors in lists for x in tensors], *output)
+        tables, indices = inputs[first_list:first_number] or ([], [])
+        ctx.tables, ctx.numbers = SavedTables(tables) if tables else None, inputs[first_number:]
+        ctx.save_for_backward(*inputs[:first_list], *indices, *output)
         if not has_lse_gradient:
             ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx, grad, dlse):
-        gradients = [None] * first_list + [[None] * size for size in ctx.sizes] + [None] * len(ctx.numbers)
+        *tensors, out, lse = ctx.saved_tensors
+        operands, indices = tensors[:first_list], tensors[first_list:]
+        lists = [[None] * len(indices)] * (first_number - first_list)
+        gradients = [None] * first_list + lists + [None] * len(ctx.numbers)
         if grad is None and dlse is None:
             return tuple(gradients)
-        *tensors, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        operands, rest = tensors[:first_list], tensors[first_list:]
-        for size in ctx.sizes:
-            operands.append(rest[:size])
-            rest = rest[size:]
+        by_id = [[] for _ in lists]
+        if ctx.tables is not None:
+            operands[1], *by_id = ctx.tables.read(operands[1], indices)
+        operands += by_id
         *numbers, impl = ctx.numbers
         needed = [ctx.needs_input_grad[i] for i in positions]
         found = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from jfi.kernels.plan import plan_absorbed_target_attention
 from jfi.ops._dispatch import PLAIN, operators, public, refusal
@@ -49,10 +48,10 @@ from jfi.ops.checks import (
 )
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
-from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_id
+from jfi.ops.rows_by_id import RowsById, SavedTables, fits_kernel, rows_by_id
 from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, table_bias, target_attention
 from jfi.utils import compat
-from jfi.utils.context import is_traced, without_autocast
+from jfi.utils.context import is_traced, once_differentiable, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 _BY_EVENT = ("history", "indices", "key_bias", "key_bias_index", "value_scale")
@@ -297,46 +296,42 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
         ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
         tables, indices = by_id
-        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *tables, *indices)
+        ctx.tables = SavedTables(tables) if tables else None
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *indices)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
-    def backward(ctx, grad):
-        # Gradients are computed with gradients enabled only under create_graph=True.
-        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
-
-
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the node's inputs."""
-    target, history, *rest = ctx.saved_tensors
-    events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
-    tables, indices = by_id[: len(by_id) // 2], by_id[len(by_id) // 2 :]
-    num_heads, scale, max_seqlen, impl = ctx.options
-    needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
-    needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
-    needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
-    shape = (*target.shape[:2], w_qk.shape[1])
-    dtarget, dweights = None, (None,) * 6
-    with without_autocast(history.device.type):
-        grads = operators.target_attention_bwd(
-            torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
-            None,
-            *(query, history.unsqueeze(1), None, *events, tables, indices, scale, max_seqlen),
-            *(attended, lse, needed, impl),
-        )
-        grads = iter(grads)
-        found: list[Any] = [next(grads) if need else None for need in needed]
-        dquery, dhistory, _, dbias, dsecond = found
-        if needs_target:
-            dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
-        if needs_weights:
-            rows = (dquery.view(shape), target, attended.view(shape), grad)
-            dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
-    dhistory = None if dhistory is None else dhistory.squeeze(1)
-    return dtarget, dhistory, dsecond, None, dbias, None, None, *dweights, None
-
-
-_backward_once = once_differentiable(_backward)
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        target, history, *rest = ctx.saved_tensors
+        events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
+        key = history.unsqueeze(1)
+        by_id: Any = [], []
+        if ctx.tables is not None:
+            key, *by_id = ctx.tables.read(key, indices)
+        num_heads, scale, max_seqlen, impl = ctx.options
+        needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
+        needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
+        needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
+        shape = (*target.shape[:2], w_qk.shape[1])
+        dtarget, dweights = None, (None,) * 6
+        with without_autocast(history.device.type):
+            grads = operators.target_attention_bwd(
+                torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
+                None,
+                *(query, key, None, *events, *by_id, scale, max_seqlen),
+                *(attended, lse, needed, impl),
+            )
+            grads = iter(grads)
+            found: list[Any] = [next(grads) if need else None for need in needed]
+            dquery, dhistory, _, dbias, dsecond = found
+            if needs_target:
+                dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
+            if needs_weights:
+                rows = (dquery.view(shape), target, attended.view(shape), grad)
+                dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
+        dhistory = None if dhistory is None else dhistory.squeeze(1)
+        return dtarget, dhistory, dsecond, None, dbias, None, None, *dweights, None
 
 
 def _prepare_plan(

@@ -27,7 +27,9 @@ from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import public
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
+    FLOATING,
     check_dim,
+    check_dtype,
     check_events,
     check_floating,
     check_history,
@@ -126,7 +128,7 @@ def jagged_attention(
             all.
         key_bias: [S, H], added to the scores; -inf hides an event.
         value_scale: [S], floating: a factor of each event's value; it does not change the softmax. With packed digits
-            it must not require a gradient.
+            it must not require a gradient, nor be float64 unless the query is.
         query_time: [R], int32, int64 or float64 in any unit, not decreasing within a sample.  With times and without
             ``causal``, a query sees the keys that are strictly older than itself, never those of its own time.  Ages
             count exactly below 2^53.
@@ -227,6 +229,8 @@ def _prepare(
     check_events(key, None, None, value_scale, num_heads)
     if packed:
         check_untrained("value_scale", value_scale)
+        if value_scale is not None and value_scale.dtype != query.dtype:
+            check_dtype("value_scale", value_scale, FLOATING[:3])  # no kernel reads float64
         value = value_scale
     elif value_scale is not None:
         value = _scaled(key if value is None else value, value_scale)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
-from jfi.ops.gather_rows import Lookup, bound_ids, check_indices, rows_without_memory
-from jfi.utils.context import padding_state
+from jfi.ops.gather_rows import Lookup, bound_ids, check_indices, gather_bounded, rows_without_memory
+from jfi.utils import compat
+from jfi.utils.context import is_traced, padding_state
 from jfi.utils.operands import MAX_TABLES
 
 
@@ -84,6 +85,33 @@ def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtyp
     else:
         rows = rows_without_memory(flat[0], dtype, indices[0].shape[0])
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
+
+
+class SavedTables:
+    """Tables whose rows by id a backward pass reads again, kept by the context of an autograd node.
+
+    A pass that keeps its graph, `retain_graph=True`, makes the rows and keeps them too: a fused collection steps its
+    tables at the end of the pass, and the next one needs the rows of before.
+    """
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        self._tables = list(tables)
+        self._versions = None if is_traced() else [table._version for table in tables]
+        self._rows: Tensor | None = None
+
+    def read(self, key: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Returns key, tables and indices as an attention's backward takes them: by id, or the rows themselves."""
+        if self._rows is not None:
+            return self._rows, [], []
+        if self._versions not in (None, [table._version for table in self._tables]):
+            raise RuntimeError(
+                "a table that attention reads by id has been modified by an inplace operation since, such as the step "
+                "of another backward pass: compute the loss again; passes over one graph must have retain_graph=True"
+            )
+        if key.dtype.is_floating_point and self._tables and not is_traced() and compat.keeps_graph():
+            self._rows = gather_bounded(self._tables, indices, key.dtype).view(key.shape)
+            return self._rows, [], []
+        return key, self._tables, list(indices)
 
 
 def sum_rows(histories: list[RowsById]) -> RowsById:

@@ -12,6 +12,10 @@ PyTorch:
     torch.utils._pytree                          takes batches apart: captured steps
     torch._C._current_graph_task_id              tells backward passes apart: fused table updates, padding of captured
         steps in threads of autograd
+    torch._C._autograd._get_current_graph_task_keep_graph    sees retain_graph=True: rows that a second backward pass
+        of the graph needs would have been stepped
+    torch.Tensor._version                        counts changes in place: tables that were stepped after attention read
+        their rows by id
     torch.autograd.Variable._execution_engine    calls back at the end of a backward pass: fused table updates
     torch._softmax_backward_data                 gradient of a softmax from its output: jagged_softmax on a CPU
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu    returns the log-sum-exp: jagged attention on a CPU
@@ -85,6 +89,8 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 #: Number of the running backward pass, distinct for each; -1 outside.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+#: Returns whether the running backward pass keeps its graph for another one.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: Registers a call without arguments for the end of the running backward pass.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data

@@ -1,9 +1,10 @@
-"""State around a call: compilers, tracers, interpreter, autocast, TorchScript, and whether its batch is padded.
+"""State around a call: compilers, tracers, interpreter, autocast, derivatives, TorchScript, and padding of its batch.
 
 The batches of a captured step are padded to a capacity: the values of a key are followed by padding, which its lengths
 do not count.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,38 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return _NOTHING
     return torch.autocast(device_type, enabled=False)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorates the backward of an autograd.Function that itself has no derivative: a second derivative raises.
+
+    torch's decorator raises only where the incoming gradient requires a gradient, and not where gradients of some
+    inputs alone are computed: else a second derivative is 0 without a word. The Function must save the inputs, or the
+    outputs, that its gradient depends on.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        if not torch.is_grad_enabled():  # it is only under create_graph=True
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        return _FirstDerivative.apply(found, *sources)
+
+    return call
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Returns gradients as functions of all that they depend on, which have no derivative."""
+
+    @staticmethod
+    def forward(ctx, found: tuple[torch.Tensor | None, ...], *sources: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return found
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> None:
+        raise RuntimeError("attention has no second derivatives: its gradients cannot be differentiated")
 
 
 def not_scriptable(name: str) -> Callable:

@@ -18,7 +18,7 @@ PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
 MAX_STEPPED_WIDTH = 2048
 #: Ids of growing tables that never have a row of their own: a missing one, whose row is 0, and padding, which stays -1.
 MISSING, PADDING = 0, -1
-#: Stands among the ids of a growing table for the rows without an owner: no id can have this number.
+#: Stands among the ids of a growing table for the rows without an owner: an id of this number is as a missing one.
 NO_ID = 2**63 - 1
 #: By which an id is multiplied for its home in a hash index: that of SplitMix64's increment, as int64.
 HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -146,8 +146,10 @@ class SeenIds(NamedTuple):
         known: [N] bool, whether each of the table's ids has.
         new_ids: [P] int64, ids that the table lacks, each time that they occurred.
         num_new: [1] int64, how many there were: those behind the first P are not kept.
+        num_reserved: [1] int64, how often `NO_ID` has occurred, which never gets a row; None to count none.
     """
 
     known: Tensor
     new_ids: Tensor
     num_new: Tensor
+    num_reserved: Tensor | None = None

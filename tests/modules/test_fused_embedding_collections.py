@@ -7,6 +7,7 @@ import pytest
 import torch
 from ops.row_optimizers import CLASSES, states_of, torch_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -24,6 +25,7 @@ import jfi
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.models import AttentionPooling
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, TableRows
+from jfi.ops.rows_by_id import RowsById
 from jfi.ops.step_rows import RowOptimizer
 
 WIDTH = 8
@@ -278,6 +280,77 @@ def test_a_written_learning_rate_is_that_of_the_next_step():
     before = fused.embeddings["brand"].weight.detach().clone()
     fused(batch())["history_brand"].values().sum().backward()
     assert torch.equal(before, fused.embeddings["brand"].weight.detach())
+
+
+def test_what_is_assigned_to_the_optimizer_takes_effect_or_is_refused():
+    fused = FusedEmbeddingCollection(events(), torch.optim.SGD, {"lr": 1.0})
+    optimizer = fused.fused_optimizer
+
+    def rate():
+        before, ids = fused.embeddings["brand"].weight.detach().clone(), batch()
+        fused(ids)["history_brand"].values().sum().backward()
+        moved = (before - fused.embeddings["brand"].weight.detach())[:, 0]
+        return (moved / ids["history_brand"].values().bincount(minlength=len(moved))).nanmean().item()
+
+    def add(group):
+        group |= {"lr": 0.5}
+
+    def replace(groups):
+        groups[0] = {"lr": 0.75}
+
+    params = list(fused.parameters())
+    for change, want in (
+        (lambda: setattr(optimizer, "param_groups", [{"params": params, "lr": 0.25}]), 0.25),
+        (lambda: add(optimizer.param_groups[0]), 0.5),
+        (lambda: replace(optimizer.param_groups), 0.75),
+        (lambda: optimizer.param_groups[0].update(lr=torch.tensor(2.0)), 2.0),
+        (lambda: optimizer.param_groups[0].setdefault("lr", 4.0), 2.0),
+        (lambda: optimizer.param_groups[0].pop("initial_lr", None), 2.0),
+    ):
+        change()
+        assert optimizer.param_groups[0]["lr"] == want and rate() == pytest.approx(want, rel=1e-4)
+    other = nn.Parameter(torch.zeros(2))
+    for kind, message, change in (
+        (TypeError, "param_groups", lambda: optimizer.add_param_group({"params": [other]})),
+        (TypeError, "param_groups", lambda: optimizer.param_groups.append({"params": [other]})),
+        (TypeError, "param_groups", lambda: optimizer.param_groups.clear()),
+        (TypeError, "param_groups", lambda: setattr(optimizer, "param_groups", [])),
+        (TypeError, "param_groups", lambda: optimizer.param_groups[0].pop("lr")),
+        (TypeError, "param_groups", lambda: optimizer.param_groups[0].clear()),
+        (ValueError, "params", lambda: optimizer.param_groups[0].update(params=[other])),
+        (ValueError, "momentum", lambda: optimizer.param_groups[0].setdefault("momentum", 0.9)),
+        (ValueError, "weight_decay", lambda: optimizer.param_groups[0].update(weight_decay=1)),
+        (AttributeError, "state", lambda: setattr(optimizer, "state", {})),
+        (AttributeError, "params", lambda: setattr(optimizer, "params", {})),
+    ):
+        with pytest.raises(kind, match=message):
+            change()
+    copied = copy.deepcopy(fused).fused_optimizer
+    copied.param_groups[0]["lr"] = 8.0
+    assert rate() == pytest.approx(2.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("stepped", ["dense", "fused", "combined"])
+def test_a_gradient_scaler_is_refused_if_it_is_enabled(stepped):
+    for enabled in (False, True):
+        fused, layer = fused_events("adam"), nn.Linear(WIDTH, 1)
+        dense = torch.optim.SGD(layer.parameters(), lr=0.1)
+        wrapped = KeyedOptimizerWrapper(dict(layer.named_parameters()), lambda _: dense)  # noqa: B023
+        combined = CombinedOptimizer([("tables", fused.fused_optimizer), ("layer", wrapped)])
+        optimizer = {"dense": dense, "fused": fused.fused_optimizer, "combined": combined}[stepped]
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(layer(fused(batch())["item"].values()).sum()).backward()
+        if enabled:
+            with pytest.raises(RuntimeError, match="GradScaler has scaled the loss of a fused collection"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+    # A scaler of another model.
+    dense.step()
+    layer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(layer(torch.ones(2, WIDTH)).sum()).backward()
+    scaler.step(dense)
 
 
 def test_meta_then_empty_then_reset():
@@ -752,6 +825,85 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
     total(twin, parts[1]).mul(0.0).backward()
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
+
+
+def test_a_table_frozen_in_one_pass_does_not_split_the_step_of_the_others():
+    collection, ids = fused_events("adagrad"), batch()
+    twin = copy.deepcopy(collection)
+
+    def total(one):
+        return one(ids)["item"].values().sum()
+
+    with jfi.modules.defer_steps(collection):
+        collection.embeddings["brand"].weight.requires_grad_(False)
+        total(collection).backward()
+        collection.embeddings["brand"].weight.requires_grad_(True)
+    total(collection).backward()
+    (total(twin) + total(twin)).backward()
+    torch.testing.assert_close(collection.state_dict(), twin.state_dict())
+    assert int(collection._fused.steps) == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_reentrant_checkpoints_make_one_step_after_the_outer_pass(nested):
+    """The second tower recomputes its rows from the table that the first has read; a failed pass counts for nothing."""
+    collection, ids = fused_events("adagrad"), batch()
+    twin, other = copy.deepcopy(collection), copy.deepcopy(collection)
+    x = torch.ones(1, requires_grad=True)
+
+    def tower(tables, x):
+        return tables(ids)["item"].values().square() * x
+
+    def checkpointed(tables, depth):
+        def function(x):
+            return tower(tables, x) if depth == 1 else checkpointed(tables, depth - 1)
+
+        return checkpoint(function, x, use_reentrant=True)
+
+    def loss(tables):
+        return (checkpointed(tables, 1 + nested) + checkpointed(tables, 1 + nested)).sum()
+
+    def fail(grad):
+        raise RuntimeError("stop")
+
+    product = x * 1.0
+    product.register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        checkpoint(lambda x: tower(collection, x), product, use_reentrant=True).sum().backward()
+    assert int(collection._fused.steps) == 0
+    loss(collection).backward()
+    (tower(twin, x) + tower(twin, x)).sum().backward()
+    torch.testing.assert_close(collection.state_dict(), twin.state_dict())
+    assert int(collection._fused.steps) == 1
+    with jfi.modules.defer_steps(other):
+        loss(other).backward()
+    other.fused_optimizer.step()
+    torch.testing.assert_close(other.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("operator", ["target_attention", "absorbed_target_attention"])
+def test_two_backward_passes_over_one_graph_are_two_steps_by_the_rows_of_the_forward_pass(operator):
+    """Also where a kernel reads the rows by id in the backward pass, from a table that has been stepped since."""
+    collection, ids = fused_events("sgd"), batch()
+    query = torch.randn(6, 1, 2, WIDTH)
+    weights = tuple(torch.randn(1, *shape) for shape in ((8, 8), (8,), (8, 8), (8, 8), (8, 8), (8,)))
+
+    def two_passes(one, impl):
+        rows = one(ids)["history_item"]
+        history, options = RowsById(rows.rows, (rows.table,), (rows.ids,)), {"offsets": rows.offsets(), "impl": impl}
+        if operator == "target_attention":
+            out = jfi.ops.target_attention(query, history, **options)
+        else:
+            out = jfi.ops.absorbed_target_attention(query[None, :, 0, 0], history, weights, num_heads=2, **options)
+        loss = out.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return one.embeddings["item"].weight.detach(), int(one.fused_optimizer.steps)
+
+    found = [two_passes(copy.deepcopy(collection), impl) for impl in ("torch", "triton")]
+    assert [steps for _, steps in found] == [2, 2]
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], collection.embeddings["item"].weight)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the step sorts")

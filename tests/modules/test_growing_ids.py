@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from jfi.modules import GrowingIds, GrowingTable
+from jfi.modules import GrowingIds, GrowingTable, outside_ids
 
 from .growing import KEYS, batch, growing, owners
 
@@ -214,6 +214,23 @@ def test_wrong_values_are_named(make, message):
 def test_wrong_types_are_named(make):
     with pytest.raises(TypeError, match=r"(tables|ids) must be a"):
         make()
+
+
+def test_ids_that_are_no_integers_are_refused():
+    floats = KeyedJaggedTensor(KEYS, torch.tensor([1.9, 7.2]), lengths=torch.tensor([1, 1, 0]))
+    with pytest.raises(TypeError, match=r"ids must hold int32 or int64 ids \[S\], got torch.float32"):
+        growing()(floats)
+
+
+def test_reserved_ids_have_no_row_and_are_counted():
+    module = growing()
+    ids = batch([2**63 - 1, 0, 5, -(2**63)], [[2**63 - 1], [], [], []])
+    module(ids)
+    module.admit()
+    assert owners(module) == {5, -(2**63)}
+    assert module.eval()(ids)["item"].values().tolist()[:2] == [0, 0]
+    assert outside_ids(module) == {"item": 2}
+    assert set(module.state_dict()) == set(growing().state_dict()) and not outside_ids(growing())
 
 
 def test_it_compiles_to_one_graph_that_sees_later_admissions():

@@ -100,7 +100,10 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
         "jagged, frozen tables": ("jagged_attention", jagged | {"key": tables(2, trains=False), "indices": ids(2)}),
         "jagged, digits": (
             "jagged_attention",
-            jagged | times | {"query": random(r, HEADS, 20), "key": words, "time_bias": random(7, HEADS)},
+            jagged
+            | times
+            | {"query": random(r, HEADS, 20), "key": words, "time_bias": random(7, HEADS)}
+            | {"value_scale": torch.rand(s, device=device)},
         ),
         "digits": ("digit_attention", of_digits | {"digits": words, "key_bias": random(s, HEADS), "scale": scale}),
         "digits, by id": (

@@ -44,7 +44,7 @@ def test_rows_and_seen_ids_are_those_of_a_dict(capacity, owned, size, impl, devi
     seen = SeenIds(
         torch.zeros(capacity, dtype=torch.bool, device=device),
         torch.zeros(2 * size, dtype=torch.int64, device=device),
-        torch.zeros(1, dtype=torch.int64, device=device),
+        *torch.zeros(2, 1, dtype=torch.int64, device=device),
     )
     expected = [PADDING if one == PADDING else known.get(one, 0) for one in ids.tolist()]
     assert map_ids(ids.to(device), ids_of_table).tolist() == expected
@@ -53,6 +53,7 @@ def test_rows_and_seen_ids_are_those_of_a_dict(capacity, owned, size, impl, devi
     assert seen.known.tolist() == [one in known and one in ids.tolist() for one in sorted_ids.tolist()]
     new = [one for one in ids.tolist() if one not in known and one not in (MISSING, PADDING, NO_ID)]
     assert seen.num_new.tolist() == [2 * len(new)]
+    assert seen.num_reserved.tolist() == [2 * ids.tolist().count(NO_ID)]
     assert Counter(seen.new_ids[: 2 * len(new)].tolist()) == Counter(2 * new)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.test_compiled import cases
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from jfi import ops
 from jfi.kernels.plan import H200
@@ -112,6 +113,19 @@ def test_a_wrong_argument_is_named(case):
                 pytest.fail(f"{name} may be {kind}")
             names = [*given, *WEIGHTS] if is_size else own
             assert re.search(rf"\b({'|'.join(names)})\b", str(caught.value)), (name, kind, str(caught.value))
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_another_floating_dtype_is_taken_or_named(case):
+    operator, given = cases(CPU, 1)[case]
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            for dtype in (torch.float64, torch.bfloat16):
+                try:
+                    out = getattr(ops, operator)(**given | {name: x.detach().to(dtype).requires_grad_(x.requires_grad)})
+                    sum([one.sum() for one in tree_leaves(out)], torch.zeros((), requires_grad=True)).backward()
+                except (TypeError, ValueError) as error:
+                    assert re.search(rf"\b{name}\b", str(error)), (name, dtype, str(error))
 
 
 @pytest.mark.parametrize("case", NAMES)

@@ -22,6 +22,7 @@ def map_ids_kernel(
     known_ptr,
     new_ptr,
     num_new_ptr,
+    num_reserved_ptr,
     out_ptr,
     count,
     num_kept,
@@ -62,6 +63,9 @@ def map_ids_kernel(
         first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
         slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
         tl.store(new_ptr + slot, ids, mask=is_new & (slot < num_kept))
+        if num_reserved_ptr is not None:
+            reserved = tl.sum((mask & (ids == NO_ID)).to(tl.int64), 0)
+            tl.atomic_add(num_reserved_ptr, reserved, mask=reserved > 0)
 
 
 @cached
@@ -73,6 +77,6 @@ def _launcher(bits: int) -> Launcher:
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
     out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
-    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None, None, None)), out)
+    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
     _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_kept))
     return out
