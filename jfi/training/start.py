@@ -203,12 +203,30 @@ def _continue(
 
 
 def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
-    trainer.progress.files = trainer.world.on_first(lambda: learnt_files(run))
-    trainer.progress.unknown = trainer.world.on_first(
-        lambda: expected_shares(trainer.dataset, trainer.config.model.item_id)
-    )
-    trainer.progress.newest = trainer.dataset.newest()
-    anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
-    if anew is not None and trainer.world.is_first:
-        print(anew, flush=True)
+    progress, dataset, world = trainer.progress, trainer.dataset, trainer.world
+    progress.files = world.on_first(lambda: learnt_files(run))
+    progress.unknown = world.on_first(lambda: expected_shares(dataset, trainer.config.model.item_id))
+    batches = world.on_first(lambda: describe_batches(run, trainer.config))
+    lines = _warn_of_trained_rows(trainer, batches)
+    progress.newest = max(progress.newest, dataset.newest())
+    if (anew := progress.use_batches(batches)) is not None:
+        lines.append(anew)
+    if world.is_first:
+        for line in lines:
+            print(line, flush=True)
     return trainer.fit(run, logger)
+
+
+def _warn_of_trained_rows(trainer: Trainer, batches: dict) -> list[str]:
+    """Warns of rows of validation and test that the run may have trained on, where the training rows have changed."""
+    progress, samples = trainer.progress, "the SHA-256 of the training samples"
+    if trainer.config.data.split != "time" or progress.batches.get(samples, batches[samples]) == batches[samples]:
+        return []
+    counts = {split: trainer.dataset.num_until(split, progress.newest) for split in ("validation", "test")}
+    if not any(counts.values()):
+        return []
+    rows = " and ".join(f"{count:,} rows of {split}" for split, count in counts.items())
+    return [
+        f"warning: {rows} are not newer than the newest row that the run has trained on, so it may have trained on "
+        "them: the metrics are too good; start a new run, or name a table with newer rows"
+    ]

@@ -43,10 +43,12 @@ class Trainer(Steps):
         #: Counts ids outside of tables, and samples a second since the last evaluation, to be shown.
         self._outside, self._speed = OutsideCounts(), math.nan
         data = world.on_first(lambda: name_data(run))
+        log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
+        if progress.epoch < training.epochs:
+            self._say(progress.forget_best(log, data, self.config.monitor))
         if finished := progress.finished(training):
             self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
         else:
-            log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
             self._say(describe_earlier(log, data))
             if self.dataset.policy is not None and world.is_first:
                 share = self.dataset.removed_share(self.config.training.batch_size)

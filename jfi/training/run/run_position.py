@@ -21,7 +21,7 @@ from jfi.training.checkpoints.checkpoint import (
 from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.label_metrics import LESS_IS_BETTER
-from jfi.training.run.recorder import parse_metrics
+from jfi.training.run.recorder import DATA, parse_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.json_files import convert
 
@@ -161,6 +161,30 @@ than a constant; try lower learning rates or training.monitor: ne
             )
         return lines
 
+    def forget_best(self, log: list[dict], data: str, monitor: str) -> str | None:
+        """Forgets the best metric if it is of other data or another monitor; returns a line that says so, or None.
+
+        The best checkpoint, with its calibration, stays until the next evaluation takes its place.
+
+        Args:
+            log: the lines of metrics.jsonl.
+            data: names the data that the run goes on with.
+            monitor: the metric that selects the best epoch from now on.
+        """
+        lines = {line["step"]: line for line in log if line["split"] == "validation"}
+        if lines.get(0, {}).get(DATA, data) != data:
+            self.start = {}
+        if (best := lines.get(self.best_step)) is None or self.best == -math.inf:
+            return None
+        metric, what = best.get(monitor), "the data"
+        if best.get(DATA, data) == data:
+            if str(_score({monitor: math.nan if metric is None else metric}, monitor)) == str(self.best):
+                return None
+            what = "training.monitor"
+        self.best, self.since_best = -math.inf, 0
+        taken = "the next evaluation takes its place, and training.patience counts from there"
+        return f"{what} has changed since epoch {self.best_epoch:.4g}, the best so far: {taken}"
+
     def end_evaluation(self, epoch: float, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
         """Counts an evaluation after so many epochs, as the best if it is; at the end of one, goes on to the next."""
         if epoch > self.epoch and isinstance(epoch, int):
@@ -170,7 +194,7 @@ than a constant; try lower learning rates or training.monitor: ne
         self.evaluated_epoch, self.evaluated_step = epoch, self.step
         score = _score(metrics, monitor)
         self.since_best += 1
-        if not self.best_step or score > self.best:
+        if self.best == -math.inf or score > self.best:
             self.best, self.calibration, self.since_best = score, calibration, 0
             self.best_epoch, self.best_batch, self.best_step = epoch, self.batch, self.step
 
