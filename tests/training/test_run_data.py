@@ -194,7 +194,7 @@ def test_the_best_epoch_and_patience_begin_again_where_metrics_are_of_other_data
         edit_training(copied, monitor="ne")
         monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: 0.5)
         result = resume(copied / "run", config_changed="accept")
-    line = f"{'the data' if change == 'data' else 'training.monitor'} has changed since epoch 1, the best so far"
+    line = f"{'the data' if change == 'data' else 'training.monitor'} changed after epoch 1, the best so far"
     assert capsys.readouterr().out.count(line) == 1
     assert (result.best_epoch, result.epochs) == ((4, 5) if change == "data" else (3, 4))
     assert f"{26 if change == 'data' else 20} samples" in str(load_run(copied / "run").calibration)

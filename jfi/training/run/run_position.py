@@ -161,7 +161,7 @@ than a constant; try lower learning rates or training.monitor: ne
             )
         return lines
 
-    def forget_best(self, log: list[dict], data: str, monitor: str) -> str | None:
+    def forget_best(self, log: list[dict], data: str, config: Config) -> str | None:
         """Forgets the best metric if it is of other data or another monitor; returns a line that says so, or None.
 
         The best checkpoint, with its calibration, stays until the next evaluation takes its place.
@@ -169,21 +169,20 @@ than a constant; try lower learning rates or training.monitor: ne
         Args:
             log: the lines of metrics.jsonl.
             data: names the data that the run goes on with.
-            monitor: the metric that selects the best epoch from now on.
+            config: that it goes on with.
         """
-        lines = {line["step"]: line for line in log if line["split"] == "validation"}
-        if lines.get(0, {}).get(DATA, data) != data:
+        names = {line["step"]: line.get(DATA, data) for line in log if line["split"] == "validation"}
+        if names.get(0, data) != data:
             self.start = {}
-        if (best := lines.get(self.best_step)) is None or self.best == -math.inf:
+        auto = config.with_training(monitor="auto").monitor
+        before = self.config.get("training", {}).get("monitor", config.monitor)
+        changed = [] if names.get(self.best_step, data) == data else ["the data"]
+        changed += [] if config.monitor == (auto if before == "auto" else before) else ["training.monitor"]
+        if not self.best_step or not changed:
             return None
-        metric, what = best.get(monitor), "the data"
-        if best.get(DATA, data) == data:
-            if str(_score({monitor: math.nan if metric is None else metric}, monitor)) == str(self.best):
-                return None
-            what = "training.monitor"
         self.best, self.since_best = -math.inf, 0
         taken = "the next evaluation takes its place, and training.patience counts from there"
-        return f"{what} has changed since epoch {self.best_epoch:.4g}, the best so far: {taken}"
+        return f"{' and '.join(changed)} changed after epoch {self.best_epoch:.4g}, the best so far: {taken}"
 
     def end_evaluation(self, epoch: float, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
         """Counts an evaluation after so many epochs, as the best if it is; at the end of one, goes on to the next."""
