@@ -196,9 +196,10 @@ def as_table(table: Any, setting: str) -> pa.Table:
         if hasattr(table, "__arrow_c_stream__"):
             return pa.table(table)
         return pa.Table.from_pandas(table, preserve_index=False)
-    except (pa.ArrowException, AttributeError, TypeError) as error:
+    except (pa.ArrowException, AttributeError, OverflowError, TypeError, ValueError) as error:
         what = f"a path, a pyarrow.Table or a DataFrame that Arrow can read, got {type(table).__name__}"
-        raise DataError(f"{setting} must be {what}: {error}") from error
+        why = "an integer has more than 64 bits; write texts" if isinstance(error, OverflowError) else error
+        raise DataError(f"{setting} must be {what}: {why}") from error
 
 
 def _partitions(path: str, folder: str | None) -> dict[str, str | None]:
