@@ -66,7 +66,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         if trainer.chosen is not None and world.is_first:
             print(trainer.chosen, flush=True)
         trainer.load_pretrained()
-        path = world.on_first(lambda: Path(run_dir or new_run_dir()))
+        path = world.on_first(lambda: Path(run_dir) if run_dir else new_run_dir())
         with writing_run(path, world):
             return _fit(trainer, world.on_first(lambda: _create(trainer.config, path, dataset)), logger)
 
@@ -145,7 +145,7 @@ def _check_before_reading(config: Config) -> float | Literal["auto"] | None:
     """Checks what can be checked of a new run before tables are read; returns the value of `training.rows_after`."""
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
-    check_writable(Path(config.training.run_dir or new_run_dir()))
+    check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
     after = config.training.rows_after
     if config.training.warm_start is not None:

@@ -250,7 +250,7 @@ def test_nothing_is_stored_of_a_run_on_a_damaged_dataset(folder, damaged, tmp_pa
 
 def test_only_a_full_disk_is_said_to_be_full(tmp_path):
     rows = [pa.RecordBatch.from_pydict({"row": np.arange(i, i + 200_000)}) for i in range(4)]
-    with pytest.raises(OSError, match="sorting in .*No such file or directory") as caught:
+    with pytest.raises(OSError, match=r"sorting in .*No such file or directory") as caught:
         list(sort_batches(rows, ["row"], "10MB", Path("/proc/no folder")))
     assert caught.value.errno == errno.EIO
 

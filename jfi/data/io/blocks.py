@@ -106,7 +106,6 @@ def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Ite
                     rounded[name] += count_rounded(part.data.column(name))
                 yield file, part.with_ids(_id_columns(file, config)) if config.null_ids == "drop" else part
 
-
     source = files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
     for name, count in sorted((+rounded).items()):
         what = "as floats from 2^53 on, to which ids are rounded, so that several may have become one"

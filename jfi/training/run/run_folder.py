@@ -13,6 +13,7 @@ follow/         of a run that follows a log: its metrics, and the state of the l
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 
+import itertools
 import json
 import tempfile
 from datetime import datetime
@@ -96,9 +97,15 @@ class RunFolder:
         return settled_as(config, known) == known
 
 
-def new_run_dir(prefix: str = "") -> str:
-    """`runs/<prefix><date>-<time>`."""
-    return f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+def new_run_dir(prefix: str = "") -> Path:
+    """Makes `runs/<prefix><date>-<time>`, with a number after it where another run has begun in the same second."""
+    path = first = Path(f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}")
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            path = first.with_name(f"{first.name}-{number}")
 
 
 def check_new(path: Path) -> None:
