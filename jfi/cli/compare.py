@@ -31,7 +31,7 @@ def compare(
         config.with_training(seed=seed)  # refuses a wrong seed before the first training
     run_dir = config.training.run_dir
     if run_dir is not None:
-        check_new(Path(run_dir))
+        check_new(Path(run_dir), "")
     check_writable(Path(run_dir or "runs"))
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)

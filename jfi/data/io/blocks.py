@@ -19,7 +19,7 @@ from jfi.data.io.arrays import TEXT, count_rounded, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
-from jfi.data.io.paths import File, find_files, is_url
+from jfi.data.io.paths import File, find_files, is_configured, is_url
 from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
@@ -73,6 +73,7 @@ def _find(paths: Any, setting: str, config: DataConfig) -> list[File]:
 
 
 def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
+    layout = replace(layout, is_configured=is_configured(setting))
     if codecs.lookup(config.encoding).name != "utf-8":
         layout = replace(layout, encodings=(config.encoding,))
     if not config.quoting:
@@ -87,7 +88,7 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
 
 
 def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
-    reading, lists = Reading(tuple(config.missing_values)), {}
+    reading, lists = Reading(tuple(config.missing_values), files[0].layout.is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
     rounded: Counter[str] = Counter()

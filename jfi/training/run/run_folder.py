@@ -108,11 +108,11 @@ def new_run_dir(prefix: str = "") -> Path:
             path = first.with_name(f"{first.name}-{number}")
 
 
-def check_new(path: Path) -> None:
+def check_new(path: Path, advice: str = ", or continue with --resume {}") -> None:
     """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
     begun = {LOCK, unfinished_name(RunFolder(path).config).name}
     if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
-        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")
+        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder{advice.format(path)}")
 
 
 def check_writable(path: Path) -> None:

@@ -239,14 +239,16 @@ def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
 _PLACES = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
 
 
-def check_config(run: RunFolder, config: Config) -> None:
+def check_config(
+    run: RunFolder, config: Config, advice: str = ", or continue with the new values: --config-changed accept"
+) -> None:
     """Raises ConfigError if the config of the run's config.yaml has changed since the last checkpoint.
 
     The run folder and the data may have moved; whether the data itself has changed is checked by its fingerprint.
     """
     _, progress = last_progress(run)
     if changed := describe_changes(config, progress):
-        raise ConfigError(f"--resume {run.path}: {changed}, or continue with the new values: --config-changed accept")
+        raise ConfigError(f"--resume {run.path}: {changed}{advice}")
 
 
 def describe_changes(config: Config, progress: Progress, matters: Callable[[str], bool] = bool) -> str | None:
