@@ -72,7 +72,7 @@ def memory_line(error: BaseException) -> str | None:
         return text if error.errno == errno.ENOMEM else None
     # torch.OutOfMemoryError is a RuntimeError.
     others = (("duckdb", "Error"), ("pyarrow", "ArrowException"))
-    kinds = [getattr(sys.modules[package], kind) for package, kind in others if package in sys.modules]
+    kinds = [getattr(sys.modules[package], kind) for package, kind in others if sys.modules.get(package)]
     return found if isinstance(error, (RuntimeError, ImportError, *kinds)) else None
 
 
