@@ -99,6 +99,8 @@ class ScoringRows:
         past: Past | None = None,
     ) -> None:
         sources, statistics = _with_history(sources, config, positives)
+        #: Whether a log is there of what happened before the rows, given or the run's own.
+        self.has_history = sources.history is not None
         config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
         if not trains:
             config = replace(config, weight=None, auxiliary_labels=[])
