@@ -76,9 +76,11 @@ def limit_duckdb() -> None:
         connection.sql("SELECT string_agg(i::VARCHAR || repeat('x', 99), '') FROM range(1000000) t(i)").fetchall()
 
 
-def read_parquet(size: int) -> None:
-    """Reads a good file while Arrow finds no memory."""
+def read_parquet(size: int | None = None) -> None:
+    """Reads a good file while Arrow finds no memory, or cannot start a thread."""
     error = pa.ArrowMemoryError(f"realloc of size {size} failed")
+    if size is None:
+        error = pa.ArrowException("Unknown error: Failed to launch worker thread: Resource temporarily unavailable")
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -99,7 +101,7 @@ def lacks_memory_in_a_damaged_file() -> None:
 LACKING = [allocate_numpy, allocate_torch, allocate_cuda, no_memory, allocate_arrow, start_thread, limit_duckdb]
 
 
-@pytest.mark.parametrize("act", [*LACKING, lambda: read_parquet(2**20), lacks_memory_in_a_damaged_file])
+@pytest.mark.parametrize("act", [*LACKING, read_parquet, lambda: read_parquet(2**20), lacks_memory_in_a_damaged_file])
 def test_out_of_memory_is_4(capsys, act):
     assert run_command(act) == ExitCode.MEMORY == 4
     line = capsys.readouterr().err

@@ -10,7 +10,7 @@ from types import ModuleType
 from jfi import __version__
 from jfi.cli import options
 from jfi.cli.options import OptionError
-from jfi.cli.settings import ALL, describe_settings
+from jfi.cli.settings import ALL, describe_settings, unknown_option
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import begin_command, run_command
 
@@ -81,6 +81,8 @@ def _parse(arguments: Sequence[str]) -> list[tuple[str, object]]:
     if {"-h", "--help"}.intersection(rest):
         print(describe_settings(name))
         return []
+    if (fault := unknown_option(name, rest)) is not None:
+        raise OptionError(fault)
     return [(name, ["--help" if argument == ALL else argument for argument in rest])]
 
 

@@ -29,11 +29,13 @@ def compare(
     """Trains kinds of pooling with every seed under `training.run_dir`, and writes comparison.json there."""
     for seed in seeds:
         config.with_training(seed=seed)  # refuses a wrong seed before the first training
-    folder = Path(config.training.run_dir or new_run_dir("compare-"))
-    check_new(folder)
-    check_writable(folder)
+    run_dir = config.training.run_dir
+    if run_dir is not None:
+        check_new(Path(run_dir), "")
+    check_writable(Path(run_dir or "runs"))
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)
+    folder = new_run_dir("compare-") if run_dir is None else Path(run_dir)
     baselines: dict[str, list[BaselineResult]] = {}
     if with_baselines:
         print("-- baselines", flush=True)

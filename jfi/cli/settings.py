@@ -1,4 +1,14 @@
-"""The short help of the commands that take all settings of a config."""
+"""The short help of the commands that take all settings of a config, and the names of their options.
+
+The names are read in the source: to import what has them takes seconds.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jfi.utils.errors import suggest
 
 #: Shows all settings in place of the short help.
 ALL = "--help=all"
@@ -103,3 +113,42 @@ def describe_settings(command: str) -> str:
 
 def _line(setting: str, text: str) -> str:
     return f"  {setting:36s}{text}" if len(setting) < 35 else f"  {setting}\n{'':38s}{text}"
+
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("training/config.py", "training/model_config.py", "data/config.py")
+
+
+def unknown_option(command: str, arguments: Sequence[str]) -> str | None:
+    """Returns a message about the first option that `train`, `prepare` or `compare` lacks; None if it has all.
+
+    Example:
+        >>> unknown_option("train", ["--data.lable", "clicked"])
+        "unknown option --data.lable; did you mean '--data.label'?"
+    """
+    own = ["--config", "--help", *re.findall(r'"(--[a-z-]+)"', (_PACKAGE / f"cli/{command}.py").read_text())]
+    removed = (_PACKAGE / "data/removed_settings.py").read_text()  # whose message is another one
+    known = [f"--{name}" for name in setting_names()]
+    for argument in arguments:
+        option = argument.split("=")[0].removesuffix("+")
+        is_setting = any(f"{name}.".startswith(f"{option}.") or option.startswith(f"{name}.") for name in known)
+        if not argument.startswith("--") or option in own or is_setting:
+            continue
+        if not any(f'"{name}"' in removed for name in (option[2:], *option.split(".")[1:2])):
+            return f"unknown option {option}; {suggest(option, [*known, *own], cutoff=0.0)}"
+    return None
+
+
+def setting_names() -> list[str]:
+    """Returns the names of all settings, such as data.label; an entry of a list has those of each of its settings."""
+    trees = [ast.parse((_PACKAGE / source).read_text()) for source in _SOURCES]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def leaves(name: str, prefix: str) -> Iterator[str]:
+        for item in classes[name].body:
+            if isinstance(item, ast.AnnAssign):
+                kind, path = ast.unparse(item.annotation), f"{prefix}{item.target.id}"
+                inner = next((one for one in re.findall(r"\w+", kind) if one in classes), None)
+                yield from [path] if inner is None or kind.startswith("dict") else leaves(inner, f"{path}.")
+
+    return list(leaves("Config", ""))

@@ -85,7 +85,7 @@ def follow(
             raise ConfigError("--follow: a run under torchrun cannot follow a log; start it without torchrun")
         parts = PartFolder(Path(folder)) if isinstance(folder, str | Path) else folder
         with writing_run(run.path, world):
-            check_config(run, config)
+            check_config(run, config, ", since --follow goes on with the run's own")
             _check(run, config)
             if isinstance(parts, PartFolder):
                 _check_folder(parts.folder, config)

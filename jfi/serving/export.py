@@ -27,14 +27,12 @@ from jfi.serving.model import ScoringModel
 from jfi.serving.schema import Inputs, Limits, Schema, Table
 from jfi.serving.scorer import batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
+from jfi.utils.errors import storage_number
 from jfi.utils.files import naming, sha256_of, write_file, write_sums, writing_folder
 from jfi.utils.versions import versions
 
 #: Sizes of the example. They are distinct and not 1, so that torch.export does not identify or specialize them.
 _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
-#: What says in the output of a compiler that the storage failed, and the error number.
-_STORAGE = {os.strerror(number): number for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)}
-_STORAGE["File size limit exceeded"] = errno.EFBIG
 #: Names of the C++ standard library; a package is stored without compression.
 _CXX_LIBRARIES = (b"libstdc++.so", b"libc++.so")
 _OPTIONS = {
@@ -258,10 +256,10 @@ def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str]
 def _storage_error(error: BaseException | None) -> OSError | None:
     """The storage's error behind one of the compiler, which writes its files to a cache; None if there is none."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, *_STORAGE.values()):
-            return OSError(error.errno, os.strerror(error.errno), error.filename or cache_dir())
-        number = next((number for text, number in _STORAGE.items() if text in str(error)), None)
-        if number is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if number is not None and (number == errno.EACCES or storage_number(os.strerror(number))):
+            return OSError(number, os.strerror(number), error.filename or cache_dir())
+        if (number := storage_number(str(error))) is not None:
             return OSError(number, os.strerror(number), cache_dir())
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

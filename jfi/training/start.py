@@ -66,7 +66,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         if trainer.chosen is not None and world.is_first:
             print(trainer.chosen, flush=True)
         trainer.load_pretrained()
-        path = world.on_first(lambda: Path(run_dir or new_run_dir()))
+        path = world.on_first(lambda: Path(run_dir) if run_dir else new_run_dir())
         with writing_run(path, world):
             return _fit(trainer, world.on_first(lambda: _create(trainer.config, path, dataset)), logger)
 
@@ -145,7 +145,7 @@ def _check_before_reading(config: Config) -> float | Literal["auto"] | None:
     """Checks what can be checked of a new run before tables are read; returns the value of `training.rows_after`."""
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
-    check_writable(Path(config.training.run_dir or new_run_dir()))
+    check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
     after = config.training.rows_after
     if config.training.warm_start is not None:
@@ -203,12 +203,30 @@ def _continue(
 
 
 def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
-    trainer.progress.files = trainer.world.on_first(lambda: learnt_files(run))
-    trainer.progress.unknown = trainer.world.on_first(
-        lambda: expected_shares(trainer.dataset, trainer.config.model.item_id)
-    )
-    trainer.progress.newest = trainer.dataset.newest()
-    anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
-    if anew is not None and trainer.world.is_first:
-        print(anew, flush=True)
+    progress, dataset, world = trainer.progress, trainer.dataset, trainer.world
+    progress.files = world.on_first(lambda: learnt_files(run))
+    progress.unknown = world.on_first(lambda: expected_shares(dataset, trainer.config.model.item_id))
+    batches = world.on_first(lambda: describe_batches(run, trainer.config))
+    lines = _warn_of_trained_rows(trainer, batches)
+    progress.newest = max(progress.newest, dataset.newest())
+    if (anew := progress.use_batches(batches)) is not None:
+        lines.append(anew)
+    if world.is_first:
+        for line in lines:
+            print(line, flush=True)
     return trainer.fit(run, logger)
+
+
+def _warn_of_trained_rows(trainer: Trainer, batches: dict) -> list[str]:
+    """Warns of rows of validation and test that the run may have trained on, where the training rows have changed."""
+    progress, samples = trainer.progress, "the SHA-256 of the training samples"
+    if trainer.config.data.split != "time" or progress.batches.get(samples, batches[samples]) == batches[samples]:
+        return []
+    counts = {split: trainer.dataset.num_until(split, progress.newest) for split in ("validation", "test")}
+    if not any(counts.values()):
+        return []
+    rows = " and ".join(f"{count:,} rows of {split}" for split, count in counts.items())
+    return [
+        f"warning: {rows} are not newer than the newest row that the run has trained on, so it may have trained on "
+        "them: the metrics are too good; start a new run, or name a table with newer rows"
+    ]

@@ -9,12 +9,15 @@ from difflib import get_close_matches
 
 #: Longer names are not compared: `difflib` would take a second for some megabytes.
 _MAX_LENGTH = 100
-#: The words of torch, CUDA, NCCL, DuckDB, the dynamic loader and Python in errors of other types than MemoryError.
+#: The words of torch, CUDA, NCCL, DuckDB, Arrow, the loader and Python in errors of other types than MemoryError.
 _WORDS = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED"
-    r"|can't start new thread|failed to map segment",
+    r"|can't start new thread|resource temporarily unavailable|failed to map segment",
     re.IGNORECASE,
 )
+#: By the words of the error the numbers of errors of the storage.
+_STORAGE = {os.strerror(number): number for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)}
+_STORAGE["File size limit exceeded"] = errno.EFBIG
 #: Arrow's message.
 _SIZE = re.compile(r"alloc of size (\d+) failed")
 
@@ -68,9 +71,19 @@ def memory_line(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return text if error.errno == errno.ENOMEM else None
     # torch.OutOfMemoryError is a RuntimeError.
-    duckdb = sys.modules.get("duckdb")
-    kinds = (RuntimeError, ImportError, *([] if duckdb is None else [duckdb.Error]))
-    return found if isinstance(error, kinds) else None
+    others = (("duckdb", "Error"), ("pyarrow", "ArrowException"))
+    kinds = [getattr(sys.modules[package], kind) for package, kind in others if sys.modules.get(package)]
+    return found if isinstance(error, (RuntimeError, ImportError, *kinds)) else None
+
+
+def storage_number(text: str) -> int | None:
+    """Returns the number of the error of the storage that another program's message speaks of; None if of none.
+
+    Example:
+        >>> storage_number("Could not write file x: No space left on device") == errno.ENOSPC
+        True
+    """
+    return next((number for words, number in _STORAGE.items() if words in text), None)
 
 
 def memory_cause(error: BaseException) -> str | None:

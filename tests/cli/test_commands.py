@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from jfi import cli
-from jfi.cli.settings import ALL
+from jfi.cli import train
+from jfi.cli.settings import ALL, setting_names, unknown_option
 from jfi.training import Config
-from jfi.training.config_parser import parse_config
+from jfi.training.config_parser import _leaves, parse_config
 
 ROOT = Path(__file__).parents[2]
 WITH_CONFIG = ("train", "prepare", "compare")
@@ -33,6 +34,29 @@ def test_the_overview_names_every_command(capsys):
     assert commands.call() == 0
     text = capsys.readouterr().out
     assert [name for name in cli.COMMANDS if f"\n  {name} " not in text] == []
+
+
+@pytest.mark.parametrize("name", WITH_CONFIG)
+def test_an_unknown_option_is_refused_before_torch_is_imported(name):
+    script = "import sys; from jfi import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    given = [sys.executable, "-c", script, name, "--data.lable", "x"]
+    done = subprocess.run(given, capture_output=True, text=True)
+    message = "error: unknown option --data.lable; did you mean '--data.label'?\n"
+    assert (done.stdout, done.stderr) == ("2 False\n", message)
+
+
+def test_the_names_of_settings_in_the_source_are_those_of_the_config():
+    assert setting_names() == list(_leaves(Config))
+    given = [
+        "--data",
+        "--data.header.interactions",
+        "--data.labels+",
+        "--data.separators.genres",
+        "--data.group=x",
+        "v",
+    ]
+    assert unknown_option("train", given) is unknown_option("train", [*train.OPTIONS, "--help=all"]) is None
+    assert unknown_option("train", ["--data.labels.nam"]) is not None is not unknown_option("prepare", ["--resume"])
 
 
 @pytest.mark.parametrize("name", WITH_CONFIG)

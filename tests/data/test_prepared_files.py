@@ -2,23 +2,28 @@
 
 import errno
 import re
+import signal
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepared import prepare
+from jfi.data.prepared import checksums, prepare, store
+from jfi.data.prepared.checksums import Verification
 from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
-from jfi.data.prepared.stages.external_sort import MemoryLimitError
+from jfi.data.prepared.stages.external_sort import MemoryLimitError, sort_batches
 from jfi.data.prepared.store import verify_dataset
 from jfi.data.schema.checked_json import checked_json, read_checked_json
-from jfi.training import resume, train
+from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config
+from jfi.training.run.interrupt import StopRequest
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
 
@@ -230,7 +235,7 @@ def test_large_files_are_verified_in_the_background(folder, damaged, monkeypatch
         with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
             attempt()
     with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
-        dataset.verification.check(wait=False)  # it is known by now
+        dataset.verification.check(0)  # it is known by now
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert load_dataset(prepared_config(folder)).verification is None  # the host's first process verifies
 
@@ -241,6 +246,40 @@ def test_nothing_is_stored_of_a_run_on_a_damaged_dataset(folder, damaged, tmp_pa
     with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
         train(config)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_only_a_full_disk_is_said_to_be_full(tmp_path):
+    rows = [pa.RecordBatch.from_pydict({"row": np.arange(i, i + 200_000)}) for i in range(4)]
+    with pytest.raises(OSError, match=r"sorting in .*No such file or directory") as caught:
+        list(sort_batches(rows, ["row"], "10MB", Path("/proc/no folder")))
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("at", ["step", "save"])
+def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, monkeypatch, at):
+    """It comes in a step, or while a checkpoint waits until the files are verified, which takes until then."""
+    saved, checked, found, running = threading.Event(), Verification.check, checksums.verify, []
+
+    def verify(*arguments) -> None:
+        found(*arguments)
+        running.append(not saved.wait(timeout=10))
+
+    def check(self, seconds=None) -> bool:
+        if at == "save" and seconds != 0:
+            signal.raise_signal(signal.SIGTERM)
+        return checked(self, seconds)
+
+    monkeypatch.setattr(checksums, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
+    monkeypatch.setattr(store, "open_checked", checksums.open_checked)
+    monkeypatch.setattr(checksums, "verify", verify)
+    monkeypatch.setattr(Verification, "check", check)
+    monkeypatch.setattr(StopRequest, "signum", signal.SIGTERM if at == "step" else 0)
+    options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.batch_size=8"]
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}", "--training.epochs=1"], "")
+    with pytest.raises(Interrupted):
+        train(config)
+    saved.set()
+    assert not running and len(list((tmp_path / "run").glob("checkpoints/*"))) == 1
 
 
 def test_a_run_on_a_dataset_that_is_damaged_later_has_no_test_metrics(folder, tmp_path, monkeypatch):

@@ -84,6 +84,45 @@ def test_data_frames_are_read_as_tables(table, module):
     )
 
 
+@pytest.mark.parametrize(
+    ("columns", "values", "why"),
+    [
+        (["user_id", "user_id"], [1, 2], r"Duplicate column names found: \['user_id', 'user_id'\]"),
+        (["user_id", "item_id"], [2**70, 2], "an integer has more than 64 bits; write texts"),
+        (["user_id", "item_id"], [[2**70], 2], "an integer has more than 64 bits; write texts"),
+    ],
+)
+def test_a_data_frame_that_arrow_cannot_read_is_refused(columns, values, why):
+    frame = pytest.importorskip("pandas").DataFrame([values], columns=columns)
+    assert re.fullmatch(f"data.interactions must be a path, .* got DataFrame: {why}", message(frame))
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.jsonl", "r.parquet", "memory"])
+def test_ids_that_floats_have_rounded_are_counted(tmp_path, monkeypatch, caplog, name):
+    """Of 19-digit ids six are whole, five are floats, and three are floats in lists."""
+    monkeypatch.setattr("jfi.data.io.blocks.BLOCK", 4)
+    first, small = 1234567890123456789, 2.0**53 - 1
+    floats = [float(first + i) for i in range(5)] + [small]
+    table = pa.table(
+        {"user_id": floats, "item_id": range(first, first + 6), "n": floats, "tags": [[x] for x in floats]}
+    )
+    table = table.set_column(3, "tags", pa.array([[], [small], [], [1e18], [1e18, -1e18, 2.0], None]))
+    source, path = table, str(tmp_path / name)
+    if name == "r.csv":
+        lines = [f"{x},{first + i},{x},a" for i, x in enumerate(floats)]
+        Path(path).write_text("\n".join(["user_id,item_id,n,tags", *lines]))
+    elif name == "r.jsonl":
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    else:
+        pa.parquet.write_table(table, tmp_path / name)
+    source = table if name == "memory" else path
+    config = DataConfig(features=[FeatureConfig("n", "event", type="number"), FeatureConfig("tags", "event")])
+    read = read_table(source, table.column_names, config)
+    assert len(set(read.ids("item_id").to_pylist())) == 6 and len(set(read.ids("user_id").to_pylist())) == 2
+    found = {re.search("column '(.*?)' has (.*) values as floats", line).groups() for line in caplog.messages}
+    assert found == {("user_id", "5"), *([] if name == "r.csv" else [("tags", "3")])}
+
+
 def test_urls_are_read_as_paths(tmp_path, memory, table):
     for name in ("day=1/part-10.csv", "day=1/part-9.csv", "day=1/_SUCCESS", ".hidden/part.csv"):
         memory.pipe(f"/clicks/{name}", CSV.replace("u0", f"{name[-5]}-0").encode())

@@ -75,6 +75,9 @@ def test_prediction_needs_no_history(trained, caplog):
         check_test_metrics(run, result.test, folder / "test.csv")
     note = f"statistics are made of the run's own interactions, since no history is given: {folder / 'all.csv'}"
     assert note in caplog.text
+    write_table(folder / "new.csv", [["new", *ROWS[-1][1:]]])
+    run.predict(folder / "new.csv")
+    assert "no history: is the log" not in caplog.text
     check_test_metrics(run, result.test, folder / "test.csv", history=folder / "log.csv")
     scores = run.predict(folder / "test.csv")["score"].to_numpy()
     assert scores == pytest.approx(

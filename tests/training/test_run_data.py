@@ -169,9 +169,47 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
     assert out.count("data: 300 rows, 7 users") == 1 and str(summary) in out and summary.rows == 300
     # Once before the training on the new data, and at the end of this and of any later resume.
     assert out.count("the metrics of epochs 1, 2 are of the data before") == 3
+    # Once, since the rows that were held out before are not newer than those that are held out now.
+    assert "may have trained on them" not in out
     # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
     assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
     assert (copied / "run/data/vocabularies.parquet").read_bytes() == vocabularies
+
+
+@pytest.mark.parametrize("change", ["data", "monitor"])
+def test_the_best_epoch_and_patience_begin_again_where_metrics_are_of_other_data_or_another_monitor(
+    copied, monkeypatch, capsys, change
+):
+    """Two epochs had an AUC above that of any later one; with a patience of 1 the second has ended the run."""
+    shutil.rmtree(copied / "run")
+    settings = {"epochs": 5, "patience": 1, "monitor": "auc"}
+    values = iter([0.9, 0.8, 0.7, 0.5, 0.6, 0.4, 0.3])
+    monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(values))
+    assert train(config_of(copied / "table.csv", copied / "run", **settings)).best_epoch == 1
+    if change == "data":
+        edit_rows(lambda rows: rows + [row(i) for i in range(200, 260)])(copied)
+        result = resume(copied / "run", data_changed="accept")
+    else:
+        monkeypatch.setattr("jfi.training.metrics.label_metrics.normalized_entropy", lambda *_: 1 + next(values))
+        edit_training(copied, monitor="ne")
+        monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: 0.5)
+        result = resume(copied / "run", config_changed="accept")
+    line = f"{'the data' if change == 'data' else 'training.monitor'} changed after epoch 1, the best so far"
+    assert capsys.readouterr().out.count(line) == 1
+    assert (result.best_epoch, result.epochs) == ((4, 5) if change == "data" else (3, 4))
+    assert f"{26 if change == 'data' else 20} samples" in str(load_run(copied / "run").calibration)
+
+
+def test_rows_to_validate_and_test_on_that_training_has_seen_are_counted(copied, capsys):
+    edit_training(copied, epochs=3)
+    edit_rows(lambda rows: rows[:150])(copied)  # it was trained on the first 160
+    resume(copied / "run", config_changed="accept", data_changed="accept")
+    assert "warning: 15 rows of validation and 15 rows of test are not newer than" in capsys.readouterr().out
+    edit_training(copied, epochs=4)
+    edit_rows(lambda rows: [row(i) for i in range(180)])(copied)
+    resume(copied / "run", config_changed="accept", data_changed="accept")
+    # The rows 144 to 179 are held out, of which it was trained on those before 160.
+    assert "warning: 16 rows of validation and 0 rows of test are not newer than" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_train_and_which_metrics_are_of_earlier_data(copied, capsys):

@@ -6,12 +6,15 @@ import signal
 import socket
 import threading
 import time
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from test_run import tiny
 
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import World
+from jfi.training.run.run_folder import check_new, new_run_dir
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.saved_run import load_run
 
@@ -24,6 +27,14 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
             holder = f"process {os.getpid()} on {socket.gethostname()}"
             assert str(caught.value) == f"{tmp_path / 'run'}: {holder} is writing this run"
     enter(tmp_path / "run")
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jfi.training.run.run_folder.datetime", SimpleNamespace(now=lambda: datetime(2025, 1, 1)))
+    paths = [str(new_run_dir()) for _ in range(3)]
+    assert paths == [f"runs/20250101-000000{end}" for end in ("", "-2", "-3")]
+    check_new(tmp_path / paths[0])
 
 
 def test_anybody_may_read_the_lock_and_nobody_runs_it(tmp_path):

@@ -109,12 +109,15 @@ class InteractionDataset:
 
     def newer_than(self, time: float) -> "InteractionDataset":
         """Returns the dataset with the training samples after a time alone; all events stay in histories."""
-        rows, times = self._rows("train"), self._arrays.events.time
-        first = bisect_right(range(len(rows)), time, key=lambda place: times[rows[place]])
-        newer = copy(self)
-        newer._arrays = replace(self._arrays, samples={**self._arrays.samples, "train": rows[first:]})
+        newer, rows = copy(self), self._rows("train")[self.num_until("train", time) :]
+        newer._arrays = replace(self._arrays, samples={**self._arrays.samples, "train": rows})
         newer._chunks, newer._order = {}, None
         return newer
+
+    def num_until(self, split: str, time: float) -> int:
+        """Returns the number of a split's rows up to a time."""
+        rows, times = self._rows(split), self._arrays.events.time
+        return bisect_right(range(len(rows)), time, key=lambda index: times[rows[index]])
 
     def newest(self) -> float:
         """Returns the time of the newest training sample."""

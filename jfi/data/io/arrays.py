@@ -114,6 +114,29 @@ def text_lists(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda
     return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), as_text(values, change), mask=mask)
 
 
+def count_rounded(column: pa.ChunkedArray) -> int:
+    """Counts values that a float may have been rounded to: whole ones from 2^53 on, of float32 from 2^24 on.
+
+    Texts count if they are written as a float: with an exponent, or with a fraction of zeros.
+    """
+    values = flatten(column)
+    while is_list(values.type):
+        values = flatten(pa.chunked_array([values.flatten()]))
+    limit = 2.0**24 if pa.types.is_float32(values.type) else 2.0**53
+    if values.type == TEXT:
+        if not pc.any(pc.match_substring_regex(values, _FLOATS)).as_py():
+            return 0
+        values = values.filter(pc.match_substring_regex(values, _FLOATS)).cast(pa.float64())
+    if not pa.types.is_floating(values.type):
+        return 0
+    sizes = pc.abs(values)
+    return pc.sum(pc.and_(pc.greater_equal(sizes, limit), pc.less(sizes, np.inf))).as_py() or 0
+
+
+#: Texts of numbers from 10^15 on by which programs write floats.
+_FLOATS = r"^-?(?:[1-9](?:\.[0-9]+)?e\+[0-9]{2,3}|[1-9][0-9]{15,}\.0*)$"
+
+
 def common_type(types: Collection[pa.DataType]) -> pa.DataType:
     """Returns the type that columns of several types have together: that of all, or else text, or lists of texts."""
     kinds = {kind for kind in types if not pa.types.is_null(kind)}

@@ -1,7 +1,9 @@
 """The files that a config names -> tables of some rows each, so that a source may be longer than memory."""
 
 import codecs
+import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +15,16 @@ import pyarrow.parquet
 
 from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import TEXT, is_list, is_text
+from jfi.data.io.arrays import TEXT, count_rounded, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
-from jfi.data.io.paths import File, find_files, is_url
+from jfi.data.io.paths import File, find_files, is_configured, is_url
 from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
 
+_log = logging.getLogger(__name__)
 #: Advice for a row without an id.
 DROP = "; data.null_ids: drop leaves such rows out"
 
@@ -70,6 +73,7 @@ def _find(paths: Any, setting: str, config: DataConfig) -> list[File]:
 
 
 def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
+    layout = replace(layout, is_configured=is_configured(setting))
     if codecs.lookup(config.encoding).name != "utf-8":
         layout = replace(layout, encodings=(config.encoding,))
     if not config.quoting:
@@ -84,7 +88,10 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
 
 
 def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
-    reading, lists = Reading(tuple(config.missing_values)), {}
+    reading, lists = Reading(tuple(config.missing_values), files[0].layout.is_configured), {}
+    ids = {config.user, config.item, config.request_id, config.session}
+    ids |= {feature.name for feature in config.features if feature.type == "category"}
+    rounded: Counter[str] = Counter()
     first = names = None
     for file in files:
         for table in _tables(file, wanted, reading):
@@ -96,7 +103,14 @@ def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Ite
             check_columns(first, table)
             _check_lists(table, lists)
             for part in table.cut(BLOCK):
+                for name in ids.intersection(part.known, part.data.column_names):
+                    rounded[name] += count_rounded(part.data.column(name))
                 yield file, part.with_ids(_id_columns(file, config)) if config.null_ids == "drop" else part
+
+    source = files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
+    for name, count in sorted((+rounded).items()):
+        what = "as floats from 2^53 on, to which ids are rounded, so that several may have become one"
+        _log.warning("%s: column '%s' has %s values %s; write integers or texts", source, name, f"{count:,}", what)
 
 
 def _id_columns(file: File, config: DataConfig) -> list[str]:

@@ -33,13 +33,13 @@ def stream_utf8(file: File) -> Iterator[bytes]:
     Raises:
         DataError: the file is in none of the encodings, or its content is another format's.
     """
-    path, first, encoding = file.path, file.layout.encodings[0], file.layout.encodings[-1]
+    first, encoding = file.layout.encodings[0], file.layout.encodings[-1]
     if first != encoding:
         with suppress(DataError):
-            for _ in _decode(path, first):
+            for _ in _decode(file, first):
                 pass
             encoding = first
-    parts = (part for part in _decode(path, encoding) if part)
+    parts = (part for part in _decode(file, encoding) if part)
     yield next(parts, b"").removeprefix(codecs.BOM_UTF8)
     yield from parts
 
@@ -65,8 +65,9 @@ def _raw_parts(path: str) -> Iterator[bytes]:
             raise DataError(f"{path}: not a whole {codec} file: {str(error).lower()}") from error
 
 
-def _decode(path: str, encoding: str) -> Iterator[bytes]:
+def _decode(file: File, encoding: str) -> Iterator[bytes]:
     """Yields the text of a file as UTF-8; no part ends between the CR and the LF of a line end."""
+    path, layout = file.path, file.layout
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=False)
     begin, offset, lines = b"", 0, 1
     for part in chain(_raw_parts(path), [b""]):
@@ -81,8 +82,8 @@ def _decode(path: str, encoding: str) -> Iterator[bytes]:
             is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             advice = "it starts like UTF-16: set data.encoding: utf-16" if is_utf16 else _ADVICE
             what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
-            raise DataError(f"{path}:{lines}: {what}; {advice}") from error
+            raise DataError(f"{path}:{lines}: {what}{layout.advice(advice)}") from error
         except UnicodeError as error:  # UTF-16 without a byte order mark, or half of a surrogate pair
-            raise DataError(f"{path}: not {encoding}: {error}; {_ADVICE}") from error
+            raise DataError(f"{path}: not {encoding}: {error}{layout.advice(_ADVICE)}") from error
         lines += count_lines(text)
         yield text

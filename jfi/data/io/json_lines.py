@@ -172,7 +172,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def _text(value: Any) -> str | None:
     if isinstance(value, list | dict):
         raise TypeError("is a list of lists or objects; it must be a list of texts or numbers")
-    text = text_of(value)
+    # A large float keeps its exponent, which `count_rounded` looks for.
+    text = repr(value) if isinstance(value, float) and abs(value) >= _EXACT else text_of(value)
     if text is None and isinstance(value, str) and value:
         raise TypeError("holds half of a surrogate pair, which is no character")
     return text

@@ -24,6 +24,7 @@ class Layout:
         separators: by multi-valued column the separator of its values.
         flags: columns of 0 and 1 that together make the multi-valued column `genres`.
         encodings: tried in this order, unless the config names another one.
+        is_configured: whether a config names the file, so that its settings can say how to read it.
     """
 
     format: Literal["text", "json", "parquet", "arrow"]
@@ -34,6 +35,11 @@ class Layout:
     separators: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     encodings: tuple[str, ...] = ("utf-8",)
+    is_configured: bool = True
+
+    def advice(self, text: str) -> str:
+        """Returns the end of a message that advises on a setting of a config; "" where none names the file."""
+        return f"; {text}" if self.is_configured else ""
 
 
 def _movielens(delimiter: str, columns: str, **other: Any) -> Layout:

@@ -45,6 +45,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def is_configured(setting: str) -> bool:
+    """True for a setting of a config, not for an option or an argument, whose file no other setting describes."""
+    return setting.startswith("data.")
+
+
 def open_file(path: str) -> IO[bytes]:
     """Opens a file of this machine or of any file system that fsspec knows."""
     return fsspec.open(path, "rb").open() if is_url(path) else open(path, "rb")
@@ -77,7 +82,7 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
-            file = File(path, _layout(path, delimiter), _partitions(path, folder), setting=setting)
+            file = File(path, _layout(path, delimiter, setting), _partitions(path, folder), setting=setting)
             other = file if folder is None else first.setdefault(folder, file)
             if file.layout != other.layout:
                 names = " and ".join(os.path.relpath(one.path, folder) for one in (other, file))
@@ -138,10 +143,10 @@ def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
     return [(folder, system.unstrip_protocol(one)) for one in sorted(found, key=by_number)]
 
 
-def _layout(path: str, delimiter: str | None) -> Layout:
+def _layout(path: str, delimiter: str | None, setting: str) -> Layout:
     layout = find_layout(path, delimiter)
     if layout is None:
-        advice = "; for other text files set data.delimiter"
+        advice = "; for other text files set data.delimiter" if is_configured(setting) else ""
         raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
     return layout
 
@@ -196,9 +201,10 @@ def as_table(table: Any, setting: str) -> pa.Table:
         if hasattr(table, "__arrow_c_stream__"):
             return pa.table(table)
         return pa.Table.from_pandas(table, preserve_index=False)
-    except (pa.ArrowException, AttributeError, TypeError) as error:
+    except (pa.ArrowException, AttributeError, OverflowError, TypeError, ValueError) as error:
         what = f"a path, a pyarrow.Table or a DataFrame that Arrow can read, got {type(table).__name__}"
-        raise DataError(f"{setting} must be {what}: {error}") from error
+        why = "an integer has more than 64 bits; write texts" if isinstance(error, OverflowError) else error
+        raise DataError(f"{setting} must be {what}: {why}") from error
 
 
 def _partitions(path: str, folder: str | None) -> dict[str, str | None]:

@@ -34,11 +34,13 @@ class Reading:
 
     Args:
         missing_values: texts that mean a missing value.
+        is_configured: whether a config names the source, so that messages advise on its settings.
         time_kinds: by column of texts the kind of its first time: a number, a time, or a time with an offset.
         warned: columns and values that a warning has named.
     """
 
     missing_values: tuple[str, ...] = ()
+    is_configured: bool = True
     time_kinds: dict[str, pa.DataType] = field(default_factory=dict)
     warned: set[tuple[str, str]] = field(default_factory=set)
 
@@ -113,7 +115,7 @@ class Table:
     def require(self, name: str, note: str = "") -> None:
         """Raises DataError, with the note after the name, if there is no such column."""
         if name not in self.known:
-            hint = header_hint(self.known)
+            hint = header_hint(self.known) if self.reading.is_configured else ""
             raise DataError(f"{self.name}: no column '{name}'{note}; {suggest(name, self.known)}{hint}")
 
     def strings(self, name: str) -> pa.Array:
@@ -142,14 +144,19 @@ class Table:
         for mark in texts.filter(pc.is_in(texts, _MARKS)).to_pylist():
             if (name, mark) not in self.reading.warned:
                 self.reading.warned.add((name, mark))
-                advice = "if it means a missing value, add it to data.missing_values"
+                cure = "add it to data.missing_values" if self.reading.is_configured else "leave it empty"
+                advice = f"if it means a missing value, {cure}"
                 _log.warning("%s: column '%s' has the value '%s'; %s", self.name, name, mark, advice)
         return texts
 
     def ids(self, name: str, advice: str = "") -> pa.Array:
-        """Returns the column as `strings` does; a missing value raises DataError, whose message ends in the advice."""
+        """Returns the column as `strings` does; a missing value raises DataError.
+
+        Its message ends in the advice where a config names the source.
+        """
         column = self.strings(name)
         if column.null_count:
+            advice = advice if self.reading.is_configured else ""
             raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'{advice}")
         return column
 

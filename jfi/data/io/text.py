@@ -153,7 +153,7 @@ class _Block:
                     if record and len(record) != len(self.names):
                         what = f"{len(record)} fields, expected {len(self.names)}"
                         is_quoted = self.layout.quote is not None and self.layout.quote in "".join(lines[start:end])
-                        raise self.fault(start + 1, f"{what}; {_UNQUOTE}" if is_quoted else what)
+                        raise self.fault(start + 1, what + self.layout.advice(_UNQUOTE) * is_quoted)
                     if record:  # a blank line has none
                         rows.append((start + 1, record))
                     start = end
@@ -161,7 +161,8 @@ class _Block:
                 if is_last or str(error) != _OPEN:
                     what = f"takes in text up to a quote within line {self._before + reader.line_num}"
                     what = "is never closed" if str(error) == _OPEN else what
-                    raise self.fault(start + 1, f"the quote that opens a field here {what}; {_UNQUOTE}") from error
+                    what += self.layout.advice(_UNQUOTE)
+                    raise self.fault(start + 1, f"the quote that opens a field here {what}") from error
         self._rows = rows
         return len(content) if is_last else len("".join(lines[:start]).encode())
 
@@ -210,14 +211,15 @@ def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, 
         what = "empty line" if line else "the file is empty"
         raise DataError(f"{place}: {what}, expected the names of the columns")
     if "\0" in line:
-        raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16? set data.encoding: utf-16")
+        advice = " set data.encoding: utf-16" if layout.is_configured else ""
+        raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16?{advice}")
     text, delimiter = _split_by_one(names.encode(), layout.delimiter)
     try:
         with _csv_reader([text.decode()], delimiter, layout.quote) as reader:
             names = next(reader)
     except csv.Error as error:
         what = "is not closed on the line" if str(error) == _OPEN else "is followed by text"
-        raise DataError(f"{place}: the quote of a column's name {what}; {_UNQUOTE}") from error
+        raise DataError(f"{place}: the quote of a column's name {what}{layout.advice(_UNQUOTE)}") from error
     longest = max(map(len, names))
     if longest > _MAX_NAME:
         raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
@@ -231,7 +233,8 @@ def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, 
         names, separators = [name for name, _ in pairs], {name: " " for name, kind in pairs if kind.endswith("_seq")}
     if len(set(names)) < len(names):
         repeated = next(name for i, name in enumerate(names) if name in names[:i])
-        raise DataError(f"{place}: column '{repeated}' appears twice{header_hint(names)}")
+        hint = header_hint(names) if layout.is_configured else ""
+        raise DataError(f"{place}: column '{repeated}' appears twice{hint}")
     return names, separators
 
 

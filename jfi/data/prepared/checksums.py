@@ -45,20 +45,23 @@ class Verification:
         except Exception as fault:
             self._fault = fault
 
-    def check(self, wait: bool = True) -> None:
+    def check(self, seconds: float | None = None) -> bool:
         """Raises the fault of the first damaged file that was found.
 
         Args:
-            wait: whether to wait until all files are verified.
+            seconds: to wait until all files are verified; None waits as long as it takes.
+
+        Returns:
+            Whether all files are verified.
 
         Raises:
             DataError: a file is missing or damaged.
             OSError: a file cannot be read.
         """
-        if wait:
-            self._thread.join()
+        self._thread.join(seconds)
         if self._fault is not None:
             raise self._fault
+        return not self._thread.is_alive()
 
 
 def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:

@@ -24,6 +24,7 @@ from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_
 from jfi.data.prepared.stages.columns import SCRATCH, Columns
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
 from jfi.data.prepared.stages.engagement import read_engagement
+from jfi.data.prepared.stages.external_sort import MemoryLimitError
 from jfi.data.prepared.stages.read import read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
@@ -98,6 +99,8 @@ class ScoringRows:
         past: Past | None = None,
     ) -> None:
         sources, statistics = _with_history(sources, config, positives)
+        #: Whether a log is there of what happened before the rows, given or the run's own.
+        self.has_history = sources.history is not None
         config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
         if not trains:
             config = replace(config, weight=None, auxiliary_labels=[])
@@ -147,7 +150,10 @@ class ScoringRows:
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            sort_rows(folder / "read", folder / "rows", self._config, "1GB", folder / SCRATCH, advance)
+            try:
+                sort_rows(folder / "read", folder / "rows", self._config, "1GB", folder / SCRATCH, advance)
+            except MemoryLimitError as error:
+                raise MemoryLimitError("sorting the rows needs more memory than 1GB; give fewer at a time") from error
         remove_columns(folder / "read")
         self._open(reader.rows - self.num_rows, positives)
 

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -43,10 +44,12 @@ class Trainer(Steps):
         #: Counts ids outside of tables, and samples a second since the last evaluation, to be shown.
         self._outside, self._speed = OutsideCounts(), math.nan
         data = world.on_first(lambda: name_data(run))
+        log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
+        if progress.epoch < training.epochs:
+            self._say(progress.forget_best(log, data, self.config))
         if finished := progress.finished(training):
             self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
         else:
-            log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
             self._say(describe_earlier(log, data))
             if self.dataset.policy is not None and world.is_first:
                 share = self.dataset.removed_share(self.config.training.batch_size)
@@ -66,6 +69,7 @@ class Trainer(Steps):
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
+            check = partial(stop.check, run.path, world)
             try:
                 if self.warm and progress.step == 0:
                     start = {split: self._evaluate(split, run, stop) for split in ("validation", "test")}
@@ -73,7 +77,7 @@ class Trainer(Steps):
                     recorder.metrics("validation", 0, 0, *start["validation"])
                 while not progress.finished(training):
                     epoch = self._train(run, recorder, stop)
-                    self._end_evaluation(epoch, *self._evaluate("validation", run, stop), run, recorder)
+                    self._end_evaluation(epoch, *self._evaluate("validation", run, stop), run, recorder, check)
             except Interrupted:
                 if progress.step > 0:
                     self.save(run, recorder)
@@ -81,7 +85,7 @@ class Trainer(Steps):
             finally:
                 if self._captured is not None:
                     self._captured.reset()  # NCCL would wait at its end for graphs of its collectives
-            self.load_best(run)
+            self.load_best(run, check)
             test, speed = self._evaluate("test", run, stop)
             recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
@@ -135,7 +139,7 @@ class Trainer(Steps):
                     logged, logged_samples = now, done
                 due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
                 if due and progress.position < end:
-                    self.save(run, recorder)
+                    self.save(run, recorder, partial(stop.check, run.path, self.world))
                     saved = self.clock()
                     started, logged = saved, logged + saved - started
                 stop.check(run.path, self.world)
@@ -147,7 +151,7 @@ class Trainer(Steps):
 
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
         """Records the mean loss since the last line of the log, and samples a second; reports ids outside of tables."""
-        self.check_data(wait=False)
+        self.check_data()
         step, outside = self.progress.step, all_outside_ids(self.model)
         counts = [one.on(self.device).double() for one in outside]
         loss, labels, samples, *counts = self.world.sum(torch.cat([self.window, *counts])).tolist()
@@ -201,7 +205,13 @@ class Trainer(Steps):
         return predictions.on_cpu()
 
     def _end_evaluation(
-        self, epoch: float, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder | SilentRecorder
+        self,
+        epoch: float,
+        metrics: dict[str, float],
+        speed: float,
+        run: RunFolder,
+        recorder: Recorder | SilentRecorder,
+        check: Callable[[], None],
     ) -> None:
         progress = self.progress
         progress.end_evaluation(epoch, metrics, self.config.monitor, self._calibration)
@@ -212,4 +222,4 @@ class Trainer(Steps):
             captured = "" if self._captured is None else f"; {self._captured.summary()}"
             tqdm.write(f"epoch {epoch:.4g}: validation {shown}{trained}{captured}")
             sys.stdout.flush()
-        self.save(run, recorder)
+        self.save(run, recorder, check)

@@ -13,6 +13,7 @@ follow/         of a run that follows a log: its metrics, and the state of the l
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 
+import itertools
 import json
 import tempfile
 from datetime import datetime
@@ -96,16 +97,22 @@ class RunFolder:
         return settled_as(config, known) == known
 
 
-def new_run_dir(prefix: str = "") -> str:
-    """`runs/<prefix><date>-<time>`."""
-    return f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+def new_run_dir(prefix: str = "") -> Path:
+    """Makes `runs/<prefix><date>-<time>`, with a number after it where another run has begun in the same second."""
+    path = first = Path(f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}")
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            path = first.with_name(f"{first.name}-{number}")
 
 
-def check_new(path: Path) -> None:
+def check_new(path: Path, advice: str = ", or continue with --resume {}") -> None:
     """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
     begun = {LOCK, unfinished_name(RunFolder(path).config).name}
     if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
-        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")
+        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder{advice.format(path)}")
 
 
 def check_writable(path: Path) -> None:

@@ -21,7 +21,7 @@ from jfi.training.checkpoints.checkpoint import (
 from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.label_metrics import LESS_IS_BETTER
-from jfi.training.run.recorder import parse_metrics
+from jfi.training.run.recorder import DATA, parse_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.json_files import convert
 
@@ -161,6 +161,29 @@ than a constant; try lower learning rates or training.monitor: ne
             )
         return lines
 
+    def forget_best(self, log: list[dict], data: str, config: Config) -> str | None:
+        """Forgets the best metric if it is of other data or another monitor; returns a line that says so, or None.
+
+        The best checkpoint, with its calibration, stays until the next evaluation takes its place.
+
+        Args:
+            log: the lines of metrics.jsonl.
+            data: names the data that the run goes on with.
+            config: that it goes on with.
+        """
+        names = {line["step"]: line.get(DATA, data) for line in log if line["split"] == "validation"}
+        if names.get(0, data) != data:
+            self.start = {}
+        auto = config.with_training(monitor="auto").monitor
+        before = self.config.get("training", {}).get("monitor", config.monitor)
+        changed = [] if names.get(self.best_step, data) == data else ["the data"]
+        changed += [] if config.monitor == (auto if before == "auto" else before) else ["training.monitor"]
+        if not self.best_step or not changed:
+            return None
+        self.best, self.since_best = -math.inf, 0
+        taken = "the next evaluation takes its place, and training.patience counts from there"
+        return f"{' and '.join(changed)} changed after epoch {self.best_epoch:.4g}, the best so far: {taken}"
+
     def end_evaluation(self, epoch: float, metrics: dict[str, float], monitor: str, calibration: dict) -> None:
         """Counts an evaluation after so many epochs, as the best if it is; at the end of one, goes on to the next."""
         if epoch > self.epoch and isinstance(epoch, int):
@@ -170,7 +193,7 @@ than a constant; try lower learning rates or training.monitor: ne
         self.evaluated_epoch, self.evaluated_step = epoch, self.step
         score = _score(metrics, monitor)
         self.since_best += 1
-        if not self.best_step or score > self.best:
+        if self.best == -math.inf or score > self.best:
             self.best, self.calibration, self.since_best = score, calibration, 0
             self.best_epoch, self.best_batch, self.best_step = epoch, self.batch, self.step
 
@@ -216,14 +239,16 @@ def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
 _PLACES = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
 
 
-def check_config(run: RunFolder, config: Config) -> None:
+def check_config(
+    run: RunFolder, config: Config, advice: str = ", or continue with the new values: --config-changed accept"
+) -> None:
     """Raises ConfigError if the config of the run's config.yaml has changed since the last checkpoint.
 
     The run folder and the data may have moved; whether the data itself has changed is checked by its fingerprint.
     """
     _, progress = last_progress(run)
     if changed := describe_changes(config, progress):
-        raise ConfigError(f"--resume {run.path}: {changed}, or continue with the new values: --config-changed accept")
+        raise ConfigError(f"--resume {run.path}: {changed}{advice}")
 
 
 def describe_changes(config: Config, progress: Progress, matters: Callable[[str], bool] = bool) -> str | None:

@@ -182,7 +182,7 @@ def scored(
 
             if rows.dataset is not None:
                 samples = rows.dataset.arrays().samples["rows"]
-                if sources.history is None:
+                if not rows.has_history:
                     _warn_of_empty_histories(rows.dataset)
                 batches = rows.dataset.batches("rows", batch_size, pin_memory=device.type == "cuda")
                 for number, logits in enumerate(run(batches.__getitem__, range(len(batches)))):

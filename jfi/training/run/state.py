@@ -6,7 +6,7 @@ tables.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -40,6 +40,9 @@ from jfi.training.run.recorder import Recorder, SilentRecorder
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import Progress, last_progress, load_progress
 from jfi.training.run.warm_start import warm_start
+
+#: Seconds between two looks for a signal while the files of a dataset are verified.
+_TICK = 0.1
 
 
 class RunState:
@@ -202,38 +205,49 @@ class RunState:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.device)
 
-    def check_data(self, wait: bool = True) -> None:
+    def check_data(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Checks the files of a prepared dataset, which a process of each host verifies; all call it together.
 
         Args:
-            wait: whether to wait until all files are verified.
+            meanwhile: called again and again until all files are verified; None does not wait for that.
 
         Raises:
             DataError: a file is damaged.
         """
-        dataset = self.dataset
-        if dataset.folder is not None:
-            self.world.on_each_host(lambda: dataset.verification and dataset.verification.check(wait))
+        world, verification, seconds = self.world, self.dataset.verification, 0.0 if meanwhile is None else _TICK
+        if self.dataset.folder is None:
+            return
+        while world.max(not world.on_each_host(lambda: verification is None or verification.check(seconds))):
+            if meanwhile is None:
+                return
+            meanwhile()
 
-    def load_best(self, run: RunFolder) -> None:
-        """Loads the parameters of the best epoch.
+    def load_best(self, run: RunFolder, meanwhile: Callable[[], None]) -> None:
+        """Loads the parameters of the best epoch; `meanwhile` is as of `check_data`.
 
         Raises:
             DataError: a file of the dataset, of which the test metrics are, is damaged.
         """
-        self.check_data()
+        self.check_data(meanwhile)
         best = self._module_state()
         load_checkpoint(run.checkpoints / self.progress.best_checkpoint, best, self.world)
         self._load_modules(best)
 
-    def save(self, run: RunFolder, recorder: Recorder | SilentRecorder) -> None:
+    def save(
+        self, run: RunFolder, recorder: Recorder | SilentRecorder, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Writes a checkpoint, and removes those but this one and that of the best epoch.
+
+        Args:
+            run: the run.
+            recorder: of its metrics.
+            meanwhile: as of `check_data`; None, after a signal, does not wait until the dataset's files are verified.
 
         Raises:
             FloatingPointError: training has diverged; nothing is written.
             DataError: a file of the dataset is damaged; nothing is written.
         """
-        self.check_data()
+        self.check_data(meanwhile)
         progress = self.progress
         self.groups.average(progress.step)
         with self._frozen.released(), self._all_recorded():

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.errors import DataError
+from jfi.utils.errors import storage_number
 from jfi.utils.jagged import BLOCK
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def sort_batches(
 
     Raises:
         DataError: `memory` is malformed, or it is too little (`MemoryLimitError`).
-        OSError: the disk is full.
+        OSError: the disk is full, or fails.
     """
     batches = iter(batches)
     first = next(batches)
@@ -73,8 +74,10 @@ def sort_batches(
             for batch in connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK):
                 yield pa.RecordBatch.from_arrays(batch.columns, names=names)
         except duckdb.IOException as error:
-            raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
+            raise OSError(storage_number(str(error)) or errno.EIO, f"sorting in {folder}: {error}") from error
         except duckdb.OutOfMemoryException as error:
+            if "max_temp_directory_size" in str(error):  # nearly all of the space that the disk has left
+                raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
             raise MemoryLimitError(
                 f"sorting the table needs more memory than {memory}; `jfi prepare --memory` names more"
             ) from error
