@@ -201,7 +201,7 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 @contextmanager
 def server(path: Path, *options: object, command: Sequence[str] = ("-m", "jfi", "serve")):
     """`jfi serve`, or another command with its options, in a process of its own; gives its address."""
-    whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, *options]
+    whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, "--drain-seconds", 0, *options]
     # This checkout's jfi, whichever is installed.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
     process = subprocess.Popen(list(map(str, whole)), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
