@@ -133,7 +133,7 @@ class RequestReader:
         }
         self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
         #: Parts that a request may have, for messages.
-        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME] if past is not None else []
+        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME]
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
@@ -180,7 +180,7 @@ class RequestReader:
     def _read(self, request: dict) -> Request:
         now = stored = None
         check_count("candidates", request.get("candidates"), self.limits.max_candidates)
-        if (self._past is not None or self.has_state) and TIME in request:
+        if TIME in request:
             now = read_time(request[TIME], TIME, 0.0 if self._past is None else self._past.fields.until)
             request = {name: part for name, part in request.items() if name != TIME}
         parts = self._parts

@@ -300,12 +300,11 @@ def request_schema(
         choices += [_in_one(name, name in statistics) for name in any_of]
     if codec is not None:
         properties["codec"] = {"const": codec}
-    if statistics or user_id is not None:
-        optional.append("time")
-        what = ["the artifact's own statistics are looked up"] if statistics else []
-        what += ["the user's events are read"] if user_id is not None else []
-        text = f"seconds since 1970 at which {' and '.join(what)}; by default now"
-        properties["time"] = time_schema(text, until)
+    optional.append("time")
+    what = ["the artifact's own statistics are looked up"] if statistics else []
+    what += ["the user's events are read"] if user_id is not None else []
+    text = f"at which {' and '.join(what)}; by default now" if what else "which this model does not read"
+    properties["time"] = time_schema(f"seconds since 1970, {text}", until)
     return (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
