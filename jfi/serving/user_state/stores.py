@@ -175,8 +175,8 @@ class RedisStore:
     acknowledged.
 
     Args:
-        url: of the server, without the password, which is that of `PASSWORD`; its parameter `prefix` is put before all keys, with a colon, which it does not have itself:
-            the keys of one prefix would begin as those of another.
+        url: of the server, without the password, which is that of `PASSWORD`; its parameter `prefix` is put before all
+            keys, with a colon, which it does not have itself: the keys of one prefix would begin as those of another.
         timeout: seconds for an answer.
 
     Raises:
