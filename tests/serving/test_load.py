@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import serving_attack
 from jfi.serving.scorer import Scorer
 from jfi.serving.server import hot_swap as live
 
@@ -23,6 +24,7 @@ from aiohttp import compression_utils
 from jfi.serving.server import admission
 from jfi.serving.server.app import once_a_minute
 
+from .conftest import as_sent
 from .test_server import samples, serve
 
 
@@ -221,6 +223,40 @@ def test_hostile_requests_get_an_answer_that_is_no_failure(scorer, request_body,
 
     statuses = serve(scorer, talk, max_body=40_000, pace=1e6)
     assert len(statuses) == 2000 and set(statuses) <= {200, 400, 404, 405, 413, 415} and statuses.count(400) > 1000
+    assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, seconds):
+    """On 64 connections; the benchmark has the times. Each answer is one of its kind, and counted by the server."""
+    columns = {
+        part: {name: [row[name] for row in request_body[part]] for name in request_body[part][0]}
+        for part in ("history", "candidates")
+    }
+    sent = serving_attack.attacks(request_body | columns)
+    wanted = as_sent(scorer.score([scorer.reader(request_body)])[0])
+
+    async def talk(client):
+        messages = {name: message for name, (message, _) in sent.items()}
+        other = serving_attack.attack(client.host, client.port, messages, 64, seconds)
+        attack, answered = asyncio.create_task(other), []
+        while not attack.done():
+            answer = await client.post("/score", json=request_body)
+            answered.append((answer.status, (await answer.json())["scores"]))
+            assert (await client.get("/health/live")).status == 200
+            found = await samples(client)
+            assert found["jfi_requests_inside"] <= 64 and found["jfi_connections"] <= 256
+        await bodies_arriving(client, 0)
+        return await attack, answered, await samples(client)
+
+    (messages, found), answered, counted = serve(scorer, talk, connections=256, body_seconds=1, pace=1000)
+    assert len(answered) > 1 and set(map(repr, answered)) == {repr((200, wanted))}
+    assert messages.keys() == sent.keys() and messages.total() - found.total() <= 64  # the last of each connection
+    assert {(name, status) for name, status in found if status not in {*sent[name][1], 408}} == set()
+    for reason, status in {"compressed": 415, "too_large": 413, "slow_body": 408, "not_found": 404}.items():
+        received = sum(count for (_, one), count in found.items() if one == status)
+        assert 0 < received <= counted[f'jfi_refused_total{{reason="{reason}"}}'] <= received + 64
+    assert counted['jfi_refused_total{reason="slow_headers"}'] >= found["half of headers", 0] > 0
     assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
 
 

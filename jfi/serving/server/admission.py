@@ -109,7 +109,7 @@ class Bodies:
 
 
 class Pace:
-    """Paces the answers to faulty requests and to probes, so that a client that sends many leaves time to others.
+    """Paces the answers to faulty requests, or to probes, so that a client that sends many leaves time to others.
 
     Args:
         rate: answers a second; as many more are given at once. One to a large body counts as several.
@@ -118,12 +118,12 @@ class Pace:
     def __init__(self, rate: float) -> None:
         self._seconds, self._next = 1 / rate, 0.0
 
-    async def pause(self, num_bytes: int) -> None:
+    async def pause(self, num_bytes: int = 0) -> None:
         """Waits until a request may be answered whose body had so many bytes."""
         now = asyncio.get_running_loop().time()
-        self._next = max(self._next, now - 1.0) + self._seconds * (1 + num_bytes // _BYTES_OF_ONE)
-        if self._next > now:
-            await asyncio.sleep(min(self._next - now, _LONGEST_PAUSE))
+        then = max(self._next, now - 1.0) + self._seconds * (1 + num_bytes // _BYTES_OF_ONE)
+        self._next = min(then, now + _LONGEST_PAUSE)
+        await asyncio.sleep(max(0.0, self._next - now))
 
 
 class Connections:
@@ -179,7 +179,8 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.waits_since is not None and self._alarm is None:
-            self._alarm = self._loop.call_later(self._connections.seconds, self._give_up)
+            # In two steps: after the first, what has arrived while the event loop was late is read.
+            self._alarm = self._loop.call_later(self._connections.seconds, self._give_up, 0.1)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.begin()
@@ -197,9 +198,9 @@ class Connection(web.RequestHandler):
         """Notes that the request is answered."""
         self.waits_since = self._loop.time()
 
-    def _give_up(self) -> None:
-        self._alarm = None
-        if self.waits_since is not None:
+    def _give_up(self, seconds: float | None = None) -> None:
+        self._alarm = None if seconds is None else self._loop.call_later(seconds, self._give_up)
+        if seconds is None and self.waits_since is not None:
             self._connections.close(self, "slow_headers")
 
 

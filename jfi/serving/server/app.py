@@ -50,7 +50,7 @@ LIVE = web.AppKey("live", Live)
 _METRICS = web.AppKey("metrics", Metrics)
 _BODIES = web.AppKey("bodies", Bodies)
 _CONNECTIONS = web.AppKey("connections", Connections)
-_PACE = web.AppKey("pace", Pace)
+_FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
@@ -90,7 +90,8 @@ def make_app(
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
     app = web.Application(middlewares=[_answer])
     app[_METRICS], app[_BODIES], app[_STOPPING] = metrics, arriving, asyncio.Event()
-    app[_CONNECTIONS], app[_PACE] = Connections(connections, body_seconds, metrics), Pace(pace)
+    app[_FAULTS], app[_PROBES] = Pace(pace), Pace(pace)
+    app[_CONNECTIONS] = Connections(connections, body_seconds, metrics)
 
     async def running(app: web.Application):
         nonlocal scorer
@@ -271,9 +272,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer.headers["X-Request-ID"] = name
     if request.app[_STOPPING].is_set():
         answer.force_close()  # with the header Connection: close
-    elif answer.status in _REASONS or (request.method == "GET" and path != "/health/live"):
-        await request.app[_PACE].pause(request.content.total_bytes)
-    request.protocol.end()
+    elif answer.status in _REASONS:
+        await request.app[_FAULTS].pause(request.content.total_bytes)
+    elif request.method == "GET" and path != "/health/live":
+        await request.app[_PROBES].pause()
+    if request.content.is_eof():
+        request.protocol.end()
+    else:
+        answer.force_close()  # once the rest of a body that was refused is skipped
     spent = (time.perf_counter() - start) * 1e3
     why = "" if refused is None else f" {refused}"
     _requests.info("id=%s %s %s %d%s %.1f ms", name, request.method, path, answer.status, why, spent)
