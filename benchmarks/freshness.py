@@ -151,7 +151,7 @@ def main() -> int:
         seldom = "--checkpoint-seconds", 60  # one takes 3 s, after which the next part is looked for
         with running(folder, "trainer", "train", "--resume", run, "--follow", folder / "parts", *seldom):
             until(lambda: numbers(run / "published"))
-            shared = "--state", folder / "users", "--port", 0
+            shared = "--state", folder / "users", "--port", 0, "--drain-seconds", 0
             with running(folder, "server", "serve", "--follow", run / "published", *shared) as said:
                 line = until(lambda: "serving on" in said.read_text() and said.read_text())
                 with Client(line.split("serving on ")[1].split(";")[0]) as client:

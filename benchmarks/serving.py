@@ -2,6 +2,7 @@
 
 python -m benchmarks.serving --synthetic                 a model of D=64, H=4 with a table of 1,000,000 items
 python -m benchmarks.serving --synthetic --state         users with and without state, see benchmarks/serving_state.py
+python -m benchmarks.serving --synthetic --attack        beside a client that sends anything, see serving_attack.py
 python -m benchmarks.serving --artifact ARTIFACT
 """
 
@@ -63,11 +64,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
     parser.add_argument("--seconds", type=float, default=2.5, help="on each figure")
     parser.add_argument("--state", action="store_true", help="compare ways to send histories, with --synthetic")
+    parser.add_argument("--attack", action="store_true", help="compare a quiet server with one that is attacked")
     lengths = "of the histories that --state compares"
     parser.add_argument("--lengths", type=int, nargs="+", default=(200, 2000, 20_000), help=lengths)
     options = parser.parse_args()
-    if options.state and not options.synthetic:
-        parser.error("--state needs --synthetic")
+    if (options.state or options.attack) and not options.synthetic:
+        parser.error("--state and --attack need --synthetic")
     return options
 
 
@@ -199,13 +201,19 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 
 
 @contextmanager
-def server(path: Path, *options: object, command: Sequence[str] = ("-m", "jfi", "serve")):
+def server(
+    path: Path,
+    *options: object,
+    command: Sequence[str] = ("-m", "jfi", "serve"),
+    begun: Callable[[subprocess.Popen], object] = lambda _: None,
+):
     """`jfi serve`, or another command with its options, in a process of its own; gives its address."""
-    whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, *options]
+    whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, "--drain-seconds", 0, *options]
     # This checkout's jfi, whichever is installed.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
     process = subprocess.Popen(list(map(str, whole)), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     try:
+        begun(process)
         for line in process.stdout:
             if found := re.search(r"http://[\w.]+:\d+", line):
                 yield found[0]
@@ -265,6 +273,10 @@ def main() -> int:
         from benchmarks import serving_state  # which takes the model, the clients and the server from here
 
         return serving_state.run(options)
+    if options.attack:
+        from benchmarks import serving_attack
+
+        return serving_attack.run(options)
     shapes = [Shape(*options.large), Shape(*options.small)]
     with tempfile.TemporaryDirectory() as folder:
         path = options.artifact or Path(folder) / "artifact"

@@ -199,7 +199,7 @@ def main() -> None:
         while not (first := run / "published/0000000001").exists():  # its model is compiled
             trainer.check()
             time.sleep(0.1)
-        shared = ["--state", "users", "--port", "0"]
+        shared = ["--state", "users", "--port", "0", "--drain-seconds", "0"]
         artifact = first.relative_to(out) / "artifact"
         with (
             running(out, "server", "serve", "--follow", "runs/online/published", *shared) as server,

@@ -223,12 +223,14 @@ def serve() -> OptionParser:
     parser.add_argument("--queue", **counts, default=64, help="concurrent requests, more get a 503 (default: 64)")
     parser.add_argument("--deadline-ms", **counts, default=5000, help="wait for the model, then a 503 (default: 5000)")
     parser.add_argument("--bodies", **counts, default=256, help="bodies that are arriving (default: 256)")
-    parser.add_argument("--body-seconds", **counts, default=10, help="for a body to arrive (default: 10)")
+    connections = "most connections, further ones replace idle ones (default: 1024)"
+    parser.add_argument("--connections", **counts, default=1024, help=connections)
+    parser.add_argument("--body-seconds", **counts, default=10, help="for headers or a body to arrive (default: 10)")
     parser.add_argument("--max-batch", **counts, default=4096, help="candidates per batch (default: 4096)")
     waits = "time that a batch waits for more requests (default: 0)"
     parser.add_argument("--max-wait-ms", type=at_least_zero, default=0.0, help=waits)
-    drain = "after SIGTERM, to accept requests while /health/ready is 503, so that a load balancer leaves (default: 0)"
-    parser.add_argument("--drain-seconds", type=at_least_zero, default=0.0, help=drain)
+    drain = "after SIGTERM, to accept requests while /health/ready is 503, so that callers leave (default: 10)"
+    parser.add_argument("--drain-seconds", type=at_least_zero, default=10.0, help=drain)
     _state_options(parser)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)"
     kinds = ["logits", "probabilities", "calibrated"]

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import logging
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -90,20 +91,34 @@ def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
         answer_lines(scorer, open_stdin(), sys.stdout.buffer, incoming=incoming, **limits)
 
 
+def most_connections(wanted: int) -> int:
+    """Returns how many connections, at most `wanted`, leave file descriptors to the rest of the process."""
+    own = 256  # the model, the state, what is loaded in a swap, and connections that are just accepted
+    soft, hard = (
+        sys.maxsize if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if soft < wanted + own:
+        soft = min(wanted + own, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard if hard < sys.maxsize else resource.RLIM_INFINITY))
+    return min(wanted, max(soft - own, soft // 4))
+
+
 def serve(options: argparse.Namespace, limits: dict) -> int:
     from aiohttp import web
     from prometheus_client import disable_created_metrics
 
-    from jfi.serving.server.app import LIVE, make_app, run, without_traceback
+    from jfi.serving.server.app import LIVE, make_app, once_a_minute, run, without_traceback
     from jfi.serving.server.follow import open_follower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
+    logging.getLogger("asyncio").addFilter(once_a_minute())
     if options.log_requests:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
     more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
+    more["connections"] = most_connections(options.connections)
     load, swaps = partial(load_artifact, options, open_state(options)), set()
     if options.follow is not None:
         follower = open_follower(options.follow, lambda path: load(path=path), options.tables_device)

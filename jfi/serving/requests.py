@@ -12,13 +12,14 @@ import numpy as np
 
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.schema import Field, Limits, Schema, request_schema
+from jfi.serving.schema import Field, Limits, Schema, request_schema, schemas_of
 from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.validation import (
     BadRequestError,
     Place,
     Rows,
     Values,
+    check_count,
     check_names,
     columns_of,
     ids_of,
@@ -132,11 +133,12 @@ class RequestReader:
         }
         self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
         #: Parts that a request may have, for messages.
-        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME] if past is not None else []
+        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME]
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
-        fields, answer = self.fields, self._answer
+        of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
+        fields, answer = {part: schemas_of(kinds, of[part]) for part, kinds in self.fields.items()}, self._answer
         user_id = self.schema.user_id if self.has_state else None
         until = 0.0 if self._past is None else self._past.fields.until
         return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics, user_id, until)
@@ -177,7 +179,8 @@ class RequestReader:
 
     def _read(self, request: dict) -> Request:
         now = stored = None
-        if (self._past is not None or self.has_state) and TIME in request:
+        check_count("candidates", request.get("candidates"), self.limits.max_candidates)
+        if TIME in request:
             now = read_time(request[TIME], TIME, 0.0 if self._past is None else self._past.fields.until)
             request = {name: part for name, part in request.items() if name != TIME}
         parts = self._parts
@@ -202,8 +205,6 @@ class RequestReader:
         candidates = Rows("candidates", given, names)
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
-        if count > self.limits.max_candidates:
-            raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {count}")
         history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
         history.keep_last(self.limits.max_history)
 
@@ -333,7 +334,7 @@ class RequestReader:
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":
-                parts = [texts(one, columns[name], place) for name in one.columns]  # checked before: they come first
+                parts = [texts(replace(one, name=name), columns[name], place) for name in one.columns]
                 encoded.ids[one.keys[0]] = self.known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]

@@ -18,7 +18,10 @@ MAX_VALUES = 1000
 LATEST = 1e11
 #: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
 LONGEST_ID = 480
+#: Bytes of the longest text of a column with a capacity: its hash takes one step after the other for each 8 bytes.
+LONGEST_RAW = 1024
 _VALUE = {"type": ["string", "number", "boolean", "null"]}
+_RAW = _VALUE | {"maxLength": LONGEST_RAW}
 _LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
 _TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
 _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
@@ -26,6 +29,8 @@ _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
 KINDS: dict[str, dict] = {
     "category": {"description": "a string, a number or a boolean, or null", **_VALUE},
     "categories": {"description": _TEXT_OF_LIST, **_LIST},
+    "raw": {"description": f"a string of at most {LONGEST_RAW} bytes, a number or a boolean, or null", **_RAW},
+    "raws": {"description": f"{_TEXT_OF_LIST}; each of at most {LONGEST_RAW} bytes", **_LIST, "items": _RAW},
     "slots": {"description": _TEXT_OF_LIST, **_LIST},
     "number": {"description": "a finite number of float32's range, or null", "type": ["number", "null"], **_FLOAT32},
     "quantile": {"description": "a finite number, or null", "type": ["number", "null"]},
@@ -79,6 +84,13 @@ class Field:
         if self.capacity:
             return HashedIds(self.capacity)
         return HashBuckets(self.num_buckets) if self.num_buckets else None
+
+
+def schemas_of(kinds: Mapping[str, str], fields: Sequence[Field]) -> dict[str, dict]:
+    """Returns by name the JSON Schemas of values of these kinds; texts have a bound where `fields` hash them."""
+    hashed = {name for one in fields if one.capacity for name in one.columns or [one.name]}
+    raw = {"category": "raw", "categories": "raws", "slots": "raws"}
+    return {name: KINDS[raw.get(kind, kind) if name in hashed else kind] for name, kind in kinds.items()}
 
 
 @dataclass(frozen=True)
@@ -242,7 +254,7 @@ class Inputs:
 
 
 def request_schema(
-    fields: Mapping[str, Mapping[str, str]],
+    parts: Mapping[str, Mapping[str, dict]],
     codec: str | None,
     limits: Limits,
     answer: str,
@@ -256,7 +268,7 @@ def request_schema(
     twice, and that semantic IDs are those of the codec.
 
     Args:
-        fields: by part of a request the kinds of its fields by name, see `jfi.serving.schema.Field`.
+        parts: by part of a request the JSON Schemas of its fields by name.
         codec: fingerprint of the codec of semantic IDs, None without such IDs.
         limits: of a request.
         answer: what a score is.
@@ -265,7 +277,6 @@ def request_schema(
         until: time of the artifact's own statistics.
     """
     kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
-    parts = {part: {name: KINDS[kind] for name, kind in of.items()} for part, of in fields.items()}
     properties, optional, choices = {"user": _object(parts["user"])}, [], []
     if user_id is not None:
         with_history, without = properties["user"], _user_with_id(parts["user"], user_id)
@@ -289,12 +300,11 @@ def request_schema(
         choices += [_in_one(name, name in statistics) for name in any_of]
     if codec is not None:
         properties["codec"] = {"const": codec}
-    if statistics or user_id is not None:
-        optional.append("time")
-        what = ["the artifact's own statistics are looked up"] if statistics else []
-        what += ["the user's events are read"] if user_id is not None else []
-        text = f"seconds since 1970 at which {' and '.join(what)}; by default now"
-        properties["time"] = time_schema(text, until)
+    optional.append("time")
+    what = ["the artifact's own statistics are looked up"] if statistics else []
+    what += ["the user's events are read"] if user_id is not None else []
+    text = f"at which {' and '.join(what)}; by default now" if what else "which this model does not read"
+    properties["time"] = time_schema(f"seconds since 1970, {text}", until)
     return (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",

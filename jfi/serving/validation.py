@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, MAX_VALUES, Field
+from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, LONGEST_RAW, MAX_VALUES, Field
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, text_of
 from jfi.utils.errors import suggest
@@ -80,6 +80,14 @@ class Rows:
         return f"{self.name}[{row}].{field}" if field else f"{self.name}[{row}]"
 
 
+def check_count(name: str, given: object, most: int) -> None:
+    """Checks how many rows a part of a request has, before anything is made of them."""
+    lists = list(given.values()) if isinstance(given, dict) else [given]
+    count = max((len(one) for one in lists if isinstance(one, list)), default=0)
+    if count > most:
+        raise BadRequestError(f"{name} must be at most {most}, got {count}")
+
+
 def columns_of(rows: list, names: Sequence[str], place: Place) -> dict[str, Sequence[object]]:
     """The values of each field; every row must be an object with these fields alone."""
     try:
@@ -123,9 +131,19 @@ def texts(
     if only_equality and kinds <= {int, type(None)}:
         return values
     if kinds <= {str, type(None)}:  # many are equal
-        found = {value: text_of(value) for value in set(values)}
-        return list(map(found.__getitem__, values))
-    return list(map(text_of, values))
+        by_value = {value: text_of(value) for value in set(values)}
+        found = list(map(by_value.__getitem__, values))
+    else:
+        found = list(map(text_of, values))
+    if one.capacity:
+        _check_lengths(found, lambda row: place(row, one.name))
+    return found
+
+
+def _check_lengths(values: list[str | None], place: Callable[[int], str]) -> None:
+    for row, text in enumerate(values):
+        if text is not None and len(text) > LONGEST_RAW // 4 and (size := len(text.encode())) > LONGEST_RAW:
+            raise BadRequestError(f"{place(row)} must have texts of at most {LONGEST_RAW} bytes, got one of {size}")
 
 
 def ids_of(
@@ -172,7 +190,8 @@ def lists(
         there = np.array([text_of(value) is not None for value in flat])
         lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[there], minlength=len(lengths))
         flat = take(flat, there.nonzero()[0], there.nonzero()[0].tolist()) if there.any() else []
-    return ids_of(one, known, flat, place), lengths
+    ends = lengths.cumsum()
+    return ids_of(one, known, flat, lambda i, name: place(int(np.searchsorted(ends, i, "right")), name)), lengths
 
 
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:

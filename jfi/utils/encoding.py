@@ -242,12 +242,14 @@ def hash_words(values: Sequence[str]) -> np.ndarray:
     encoded = [value.encode() for value in values]
     lengths = np.fromiter(map(len, encoded), np.uint64, len(encoded))
     words, hashed = np.maximum(-(-lengths.astype(np.int64) // 8), 1), mix(lengths)
-    for count in np.unique(words).tolist():
-        rows = np.flatnonzero(words == count)
-        table = np.array([encoded[row] for row in rows.tolist()], f"S{8 * count}").view("<u8").reshape(-1, count)
-        state = hashed[rows]
-        for column in table.T:
-            state = mix(state ^ column)
+    sizes = np.exp2(np.ceil(np.log2(words))).astype(np.int64)  # few tables, whatever the lengths are
+    for size in np.unique(sizes).tolist():
+        rows = np.flatnonzero(sizes == size)
+        table = np.array([encoded[row] for row in rows.tolist()], f"S{8 * size}").view("<u8").reshape(-1, size)
+        state, count = hashed[rows], words[rows]
+        for position, column in enumerate(table.T[: count.max()]):
+            mixed = mix(state ^ column)
+            state = mixed if position <= size // 2 else np.where(position < count, mixed, state)
         hashed[rows] = state
     return hashed
 

@@ -114,7 +114,7 @@ def write_clicks(path: Path, rows: int, begin: datetime) -> None:
 @contextmanager
 def serving(shell, command: str):
     """Yields the address of a server on a free port, and stops it by SIGTERM."""
-    server = shell(f"exec {command} --port 0", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    server = shell(f"exec {command} --port 0 --drain-seconds 0", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         found = next(filter(None, (re.search(r"serving on (http://\S+);", line) for line in server.stdout)), None)
         assert found, f"the server ended with {server.wait()}"

@@ -199,7 +199,7 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
         port = free_port()
         server = Program(
             *(tmp_path, "server", "serve", "--follow", run / "published"),
-            *("--state", tmp_path / "users", "--port", port),
+            *("--state", tmp_path / "users", "--port", port, "--drain-seconds", 0),
         )
         programs.append(server)
         address, rows = f"http://127.0.0.1:{port}", [row for part in make_log()[1] for row in part]

@@ -34,7 +34,7 @@ pytest.importorskip("aiohttp")
 @contextmanager
 def server(*options: object, env: dict[str, str] | None = None, begun: Callable = lambda process: None):
     """A process of `jfi serve` and the address it says; `begun` is called with the process when it has just begun."""
-    command = [sys.executable, "-u", "-m", "jfi", "serve", "--port", "0", *map(str, options)]
+    command = [sys.executable, "-u", "-m", "jfi", "serve", "--port", "0", "--drain-seconds", "0", *map(str, options)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, env=env, **pipes)
     try:

@@ -243,7 +243,7 @@ def test_export_without_a_log(folder, tmp_path, run):
     assert "data.statistics" not in shown
     assert not (tmp_path / "none" / PAST).exists()
     bare, own = Scorer(tmp_path / "none"), Scorer(folder / "run/artifact")
-    assert "time" not in bare.reader.json_schema()["properties"]
+    assert "this model does not read" in bare.reader.json_schema()["properties"]["time"]["description"]
     own.reader.fields = bare.reader.fields  # as if the model read both ids
     with pytest.raises(ArtifactError, match="has no statistics of the past of its own, which requests may leave out"):
         check(bare, own)

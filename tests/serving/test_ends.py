@@ -198,7 +198,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def test_a_server_that_ends_while_it_loads_leaves_nothing(exported, temporary):
-    command = [sys.executable, "-m", "jfi", "serve", "--artifact", exported.path, "--port", "0"]
+    command = [sys.executable, "-m", "jfi", "serve", "--artifact", exported.path, "--port", "0", "--drain-seconds", "0"]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(temporary), stdout=subprocess.PIPE)
     try:
         # Python itself tries the folder first with a file that it removes at once.

@@ -235,6 +235,7 @@ def test_the_command_follows_and_refuses_by_name(published, tmp_path, capsys):
     assert "--artifact" in refuse("--follow", tmp_path, "--artifact", tmp_path)
     assert "--follow" in refuse()
     command = [sys.executable, "-m", "jfi", "serve", "--follow", str(published.folder), "--port", "0"]
+    command += ["--drain-seconds", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = server.stdout.readline()

@@ -1,6 +1,7 @@
 """The JSON Schema of requests accepts what the reader accepts, and nothing else."""
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from jfi.serving.requests import BadRequestError, RequestReader
-from jfi.serving.schema import Field, Schema
+from jfi.serving.schema import LONGEST_RAW, Field, Schema
 
 from .test_requests import READ, SCHEMA, request
 
@@ -58,7 +59,7 @@ def changed(tree: Any) -> Iterator[Any]:
 def test_the_schema_accepts_what_the_reader_accepts(form):
     user = Field("tags", "categories", ["user_tags"])
     reader = RequestReader(replace(SCHEMA, user=[user, *SCHEMA.user]), READ.limits)
-    valid, whole, outcomes = validator(reader), request(), set()
+    valid, whole, outcomes = validator(reader), request() | {"time": 1767225600.5}, set()
     whole["user"]["tags"] = ["a"]
     for body in [whole, *changed(both_forms(whole)[form])]:
         outcome = accepts(reader, body)
@@ -89,6 +90,36 @@ def test_an_integer_of_json_schema_may_have_a_fraction_of_0():
             reader(whole | {"candidates": [{"sid": sid}]})
     with pytest.raises(BadRequestError, match="is 9007199254740992, which is no ID of"):
         reader(whole | {"candidates": [{"sid": 2.0**53}]})
+
+
+@pytest.mark.parametrize("form", [0, 1], ids=["rows", "columns"])
+def test_a_column_with_a_capacity_has_texts_of_a_bounded_length(form):
+    """Also one of a cross with a capacity; a column with a vocabulary takes any."""
+    candidate = [Field("item", "category", ["item"], capacity=9), Field("tags", "categories", ["tags"], capacity=9)]
+    pair = Field("pair", "cross", ["history_pair"], columns=["item", "way"], capacity=9)
+    event = [Field("item", "category", ["history_item"]), Field("way", "category", ["history_way"]), pair]
+    vocabularies = {"item": ["a"], "way": ["b"], "city": ["c"]}
+    reader = RequestReader(Schema([Field("city", "category", ["city"])], candidate, event, vocabularies), READ.limits)
+    text, longer, valid = "x" * LONGEST_RAW, "x" * (LONGEST_RAW + 1), validator(reader)
+    whole = {
+        "user": {"city": longer},
+        "history": [{"item": text, "way": text}, {"item": text, "way": text}],
+        "candidates": [{"item": text, "tags": []}, {"item": None, "tags": [None, text]}],
+    }
+    whole = both_forms(whole)[form]
+    assert valid.is_valid(whole) and accepts(reader, whole)
+    for part, row, name in [("history", 1, "way"), ("candidates", 0, "item"), ("candidates", 1, "tags")]:
+        for value in (longer, "é" * 520):
+            wrong = deepcopy(whole)
+            at, key = (wrong[part][row], name) if form == 0 else (wrong[part][name], row)
+            at[key] = [None, "", value] if name == "tags" else value
+            place = re.escape(f"{part}[{row}].{name}" if form == 0 else f"{part}.{name}[{row}]")
+            size = len(value.encode())
+            with pytest.raises(
+                BadRequestError, match=f"^{place} must have texts of at most 1024 bytes, got one of {size}$"
+            ):
+                reader(wrong)
+            assert valid.is_valid(wrong) == (value != longer)  # JSON Schema counts characters
 
 
 def test_the_schema_names_fields_limits_and_the_answer():

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import gc
+import gzip
 import json
+import logging
 import random
 import re
 import resource
@@ -12,11 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import serving_attack
 from jfi.serving.scorer import Scorer
 from jfi.serving.server import hot_swap as live
 
 pytest.importorskip("aiohttp")
+from aiohttp import compression_utils
 
+from jfi.serving.server import admission
+from jfi.serving.server.app import once_a_minute
+
+from .conftest import as_sent
 from .test_server import samples, serve
 
 
@@ -90,6 +98,73 @@ def test_bodies_that_arrive_have_a_bound_of_bytes_together(scorer, request_body)
     assert serve(scorer, talk, queue=1, max_body=20_000, body_seconds=3600) == ([200] * 3, 503, 1, 200)
 
 
+def test_compressed_bodies_are_refused_by_name_and_not_inflated(scorer, request_body, monkeypatch):
+    """aiohttp would inflate even what it reads after the answer."""
+    monkeypatch.setattr(compression_utils.ZLibDecompressor, "decompress_sync", None)
+    bomb = gzip.compress(bytes(2**24))
+
+    async def talk(client):
+        encodings = ["gzip", "deflate", "br", "GZIP, identity"] * 4
+        sent = [client.post("/score", data=bomb, headers={"Content-Encoding": one}) for one in encodings]
+        answers = await asyncio.gather(*sent)
+        headers = {"Content-Encoding": "identity"}
+        assert (await client.post("/score", json=request_body, headers=headers)).status == 200
+        refused = (await samples(client))['jfi_refused_total{reason="compressed"}']
+        return [(answer.status, (await answer.json())["error"]) for answer in answers], refused
+
+    answers, refused = serve(scorer, talk)
+    assert refused == len(answers) == 16 and {status for status, _ in answers} == {415}
+    assert answers[0][1] == "Content-Encoding is 'gzip'; the server takes no compressed body, send it as it is"
+
+
+def test_headers_that_do_not_arrive_close_the_connection(scorer, request_body):
+    async def talk(client):
+        ends = [await asyncio.open_connection(client.host, client.port) for _ in range(3)]
+        for (_, writer), sent in zip(
+            ends, (b"POST /score HT", b"GET /health HTTP/1.1\r\nHost: a\r\nX: ", b""), strict=True
+        ):
+            writer.write(sent)
+        assert [await reader.read() for reader, _ in ends[:2]] == [b"", b""]
+        found = await samples(client)
+        ends[2][1].write(b"GET /health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await ends[2][0].read()).startswith(b"HTTP/1.1 200 ")  # it has waited, but for no headers
+        return found['jfi_refused_total{reason="slow_headers"}'], found["jfi_connections"]
+
+    assert serve(scorer, talk, body_seconds=0.2) == (2, 2)
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle", "new"])
+def test_connections_have_a_bound(scorer, request_body, monkeypatch, idle):
+    """Those that have been idle are closed for new ones; if there are none, new ones are."""
+    monkeypatch.setattr(admission, "_CLOSED_AFTER", 0.0 if idle else 3600.0)
+
+    async def talk(client):
+        for _ in range(2):  # the connection of this client stays in use
+            assert (await client.post("/score", json=request_body)).status == 200
+        many = [await asyncio.open_connection(client.host, client.port) for _ in range(10)]
+        while (found := await samples(client))['jfi_refused_total{reason="full_connections"}'] < 7:
+            await asyncio.sleep(0.01)
+        assert (await client.post("/score", json=request_body)).status == 200
+        closed = [reader.at_eof() for reader, _ in many]
+        for _, writer in many:
+            writer.close()
+        return found["jfi_connections"], closed
+
+    count, closed = serve(scorer, talk, connections=4)
+    assert count == 4 and closed == ([True] * 7 + [False] * 3 if idle else [False] * 3 + [True] * 7)
+
+
+def test_connections_without_a_file_descriptor_are_logged_once_a_minute():
+    passes, passed = once_a_minute(), []
+    for seconds in (0, 1, 59, 60, 61, 121):
+        record = logging.makeLogRecord(
+            {"msg": "socket.accept() out of system resource\nsocket: ...", "created": seconds}
+        )
+        passed += [seconds] if passes(record) else []
+        assert passes(logging.makeLogRecord({"msg": "another", "created": seconds}))
+    assert passed == [0, 60, 121] and record.getMessage() == "no connection can be accepted: too many open files"
+
+
 def hostile(body: dict, draw: random.Random) -> tuple[str, str, bytes, dict]:
     """Method, path, body and headers of a request that somebody should not send."""
     text = json.dumps(body).encode()
@@ -146,8 +221,42 @@ def test_hostile_requests_get_an_answer_that_is_no_failure(scorer, request_body,
         assert (await client.post("/score", json=request_body)).status == 200
         return statuses
 
-    statuses = serve(scorer, talk, max_body=40_000)
-    assert len(statuses) == 2000 and set(statuses) <= {200, 400, 404, 405, 413} and statuses.count(400) > 1000
+    statuses = serve(scorer, talk, max_body=40_000, pace=1e6)
+    assert len(statuses) == 2000 and set(statuses) <= {200, 400, 404, 405, 413, 415} and statuses.count(400) > 1000
+    assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, seconds):
+    """On 64 connections; the benchmark has the times. Each answer is one of its kind, and counted by the server."""
+    columns = {
+        part: {name: [row[name] for row in request_body[part]] for name in request_body[part][0]}
+        for part in ("history", "candidates")
+    }
+    sent = serving_attack.attacks(request_body | columns)
+    wanted = as_sent(scorer.score([scorer.reader(request_body)])[0])
+
+    async def talk(client):
+        messages = {name: message for name, (message, _) in sent.items()}
+        other = serving_attack.attack(client.host, client.port, messages, 64, seconds)
+        attack, answered = asyncio.create_task(other), []
+        while not attack.done():
+            answer = await client.post("/score", json=request_body)
+            answered.append((answer.status, (await answer.json())["scores"]))
+            assert (await client.get("/health/live")).status == 200
+            found = await samples(client)
+            assert found["jfi_requests_inside"] <= 64 and found["jfi_connections"] <= 256
+        await bodies_arriving(client, 0)
+        return await attack, answered, await samples(client)
+
+    (messages, found), answered, counted = serve(scorer, talk, connections=256, body_seconds=1, pace=1000)
+    assert len(answered) > 1 and set(map(repr, answered)) == {repr((200, wanted))}
+    assert messages.keys() == sent.keys() and messages.total() - found.total() <= 64  # the last of each connection
+    assert {(name, status) for name, status in found if status not in {*sent[name][1], 408}} == set()
+    for reason, status in {"compressed": 415, "too_large": 413, "slow_body": 408, "not_found": 404}.items():
+        received = sum(count for (_, one), count in found.items() if one == status)
+        assert 0 < received <= counted[f'jfi_refused_total{{reason="{reason}"}}'] <= received + 64
+    assert counted['jfi_refused_total{reason="slow_headers"}'] >= found["half of headers", 0] > 0
     assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
 
 
@@ -193,7 +302,7 @@ def test_a_client_with_a_large_history_keeps_nobody_waiting(scorer, request_body
 
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "rows"])
 def test_large_histories_leave_no_memory_behind(scorer, request_body, columns):
-    body = large_body(request_body, 7_500_000)
+    body = large_body(request_body, 7_500_000 if columns else 3_000_000)
     if columns:
         whole = json.loads(body)
         body = json.dumps(

@@ -18,12 +18,12 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.server import hot_swap as live
 
 pytest.importorskip("aiohttp")
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 
 from jfi.serving.server.app import LIVE, make_app
 
 from .conftest import rewriting
-from .test_server import Slow, samples, serve
+from .test_server import Server, Slow, samples, serve
 
 
 def variant(path: Path, source: Path, factor: float = 2.0, **info: object) -> Path:
@@ -99,6 +99,22 @@ def test_it_is_ready_only_while_the_model_scores(exported, scorer, request_body,
 
     assert serve(slow, talk) == ([200, 503, 200], 200)
     assert "not ready: TimeoutError" in log()
+
+
+def test_probes_that_come_together_are_one_call_of_the_model(scorer, monkeypatch):
+    slow, called, probe = Slow(scorer), [], live.Live.probe
+    monkeypatch.setattr(live.Live, "probe", lambda self: called.append(self) or probe(self))
+
+    async def talk(client):
+        probes = [asyncio.create_task(client.get("/health/ready")) for _ in range(64)]
+        while len(called) < 64 or not slow.batches:
+            await asyncio.sleep(0.01)
+        probes.pop().cancel()  # others need the probe that it has begun
+        assert (await client.get("/health/live")).status == 200
+        slow.let_go.set()
+        return {(await one).status for one in probes}
+
+    assert serve(slow, talk) == {200} and slow.batches == [1]
 
 
 def test_a_request_is_found_in_the_log_by_its_id(scorer, request_body, log):
@@ -180,7 +196,7 @@ def test_the_first_artifact_is_released_when_it_is_swapped(exported, request_bod
 
     async def run():
         app = make_app(Scorer(exported.path), max_batch=100, load=lambda: Scorer(other))
-        async with TestClient(TestServer(app)) as client:
+        async with TestClient(Server(app)) as client:
             assert (await client.post("/score", json=request_body)).status == 200
             first = weakref.ref(app[LIVE].now.scorer)
             assert await app[LIVE].swap()

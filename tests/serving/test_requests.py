@@ -8,7 +8,7 @@ import pytest
 from jfi.serving import vocabulary_tables as known
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.server.body import parse
+from jfi.serving.server.body import MAX_PARTS, parse, read_body
 from jfi.serving.validation import columns_of
 from jfi.utils.encoding import HashBuckets, Vocabulary
 
@@ -147,7 +147,7 @@ def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
 @pytest.mark.parametrize(
     "body",
     [
-        *[b"", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 1e400}'],
+        *[b"", b"{", b'{"a": NaN}', b"\xff", b"[" * 50_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 1e400}'],
         *[b'"\\ud800"', b'\xef\xbb\xbf{"a": 1}', '{"a": 1}'.encode("utf-16"), b'{"a": 1}{}', b"[1,]"],
     ],
     ids=range(12),
@@ -155,6 +155,29 @@ def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
 def test_what_is_no_json_is_refused(body):
     with pytest.raises(BadRequestError, match="not JSON"):
         parse(body)
+
+
+def test_rows_and_lists_are_counted_before_anything_is_made_of_them(monkeypatch):
+    """Wherever they are; and the rows of candidates before their context is written into each."""
+    for brackets in (b"[]", b"{}"):
+        body = b"[" + b",".join([brackets] * MAX_PARTS) + b"]"
+        with monkeypatch.context() as patch:
+            patch.setattr("jfi.serving.server.body.orjson.loads", None)
+            with pytest.raises(BadRequestError, match=f"at most 65536 lists and objects, got {MAX_PARTS + 1}$"):
+                parse(body)
+    assert len(parse(b"[" + b",".join([b"{}"] * (MAX_PARTS - 1)) + b"]")) == MAX_PARTS - 1
+    monkeypatch.setattr("jfi.serving.requests.Rows", None)
+    reader = RequestReader(replace(SCHEMA, user_id="user"), READ.limits, has_state=True)
+    for candidates in ([{}] * 4, {"item": [1] * 4}, {"item": 1, "tags": [[]] * 4}):
+        with pytest.raises(BadRequestError, match="candidates must be at most 3, got 4"):
+            reader({"user": {}, "candidates": candidates, "context": {"tags": []}})
+
+
+def test_a_field_that_is_there_twice_is_named_in_a_small_body():
+    for size, named in ((1000, " 'a' twice"), (100_000, " twice")):
+        body = b'{"a": 1, "a": 2, "b": [' + b"1," * size + b"1]}"
+        with pytest.raises(BadRequestError, match=f"an object with (a|the) field{named}$"):
+            read_body(body, lambda given: given)
 
 
 @pytest.mark.parametrize("row", [[], "", ()])

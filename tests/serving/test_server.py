@@ -16,7 +16,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from jfi.serving.server.app import _BODIES, make_app, run
+from jfi.cli import options
+from jfi.serving.server.app import _BODIES, make_app, make_runner, run
 from jfi.serving.server.batcher import Batcher
 from jfi.serving.server.json_lines import answer_lines
 
@@ -31,12 +32,19 @@ def test_both_servers_have_the_limits_of_the_command():
         assert given["max_wait"].default == inspect.signature(Batcher).parameters["max_wait"].default == 0
 
 
+class Server(TestServer):
+    """With the bounds of `run`."""
+
+    async def _make_runner(self, **_):
+        return make_runner(self.app)
+
+
 def serve(scorer, talk, **how):
     """Runs `talk(client)` with a server that listens on the loopback address."""
 
     async def run():
         app = make_app(scorer, **{"max_batch": 100, **how})
-        async with TestClient(TestServer(app)) as client:
+        async with TestClient(Server(app)) as client:
             return await talk(client)
 
     return asyncio.run(run())
@@ -105,7 +113,7 @@ def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
         ]
         for reason, answer in found.items():
             assert answer.status == 400 and reason in (await answer.json())["error"]
-        assert [answer.status for answer in other] == [413, 413, 404, 405, 400]
+        assert [answer.status for answer in other] == [413, 413, 404, 405, 415]
         assert all([(await answer.json())["error"] for answer in other])
         return {(await answer).status for answer in good}
 
@@ -231,24 +239,60 @@ def test_waiting_for_more_makes_batches(scorer, request_body, max_wait):
     assert slow.batches == ([2] if max_wait else [1, 1])
 
 
-def test_a_signal_while_the_server_stops_listening_ends_the_wait_for_bodies(scorer, monkeypatch):
-    async def end():
-        stop, begun = asyncio.Event(), asyncio.Future()
+def test_clients_that_leave_when_they_are_told_lose_no_request(scorer, request_body, monkeypatch):
+    """They keep their connections until an answer has `Connection: close`."""
+    body = json.dumps(request_body).encode()
+    message = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    answers, stop = [], asyncio.Event()
 
-        class Site(web.TCPSite):
-            async def start(self):
-                await super().start()
-                begun.set_result(self.name)
+    async def client(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        head = b""
+        while b"Connection: close" not in head:
+            writer.write(message)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+            answers.append(head[:12])
+            if len(answers) == 40:
+                stop.set()
+        writer.close()
 
-            async def stop(self):
-                await super().stop()
+    async def end() -> None:
+        running, host, port = await begin(make_app(scorer, max_batch=100), stop, monkeypatch, drain_seconds=3600)
+        await asyncio.gather(*(client(host, port) for _ in range(16)))
+        stop.set()
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(end())
+    assert len(answers) >= 40 and set(answers) == {b"HTTP/1.1 200"}
+    assert options.serve().get_default("drain_seconds") == 10
+
+
+async def begin(app, stop, monkeypatch, *, stops_again=False, **how) -> tuple[asyncio.Task, str, int]:
+    """Lets a server run; gives its task, its host and its port. It may set `stop` when it has stopped to listen."""
+    begun = asyncio.Future()
+
+    class Site(web.TCPSite):
+        async def start(self):
+            await super().start()
+            begun.set_result(self.name)
+
+        async def stop(self):
+            await super().stop()
+            if stops_again:
                 stop.set()
 
-        monkeypatch.setattr(web, "TCPSite", Site)
-        app = make_app(scorer, max_batch=1, body_seconds=600)
-        running = asyncio.create_task(run(app, "127.0.0.1", 0, stop))
-        host, port = (await begun).removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+    monkeypatch.setattr(web, "TCPSite", Site)
+    running = asyncio.create_task(run(app, "127.0.0.1", 0, stop, **how))
+    host, port = (await begun).removeprefix("http://").split(":")
+    return running, host, int(port)
+
+
+def test_a_signal_while_the_server_stops_listening_ends_the_wait_for_bodies(scorer, monkeypatch):
+    async def end():
+        stop, app = asyncio.Event(), make_app(scorer, max_batch=1, body_seconds=600)
+        running, host, port = await begin(app, stop, monkeypatch, stops_again=True)
+        _, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
         while not app[_BODIES].arriving:
             await asyncio.sleep(0.01)

@@ -11,13 +11,14 @@ GET  /health/ready   200 if the model scores now, otherwise 503, from the signal
 GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
-that does not arrive in time, 413 for one that is too large, 500 if the model fails, and 503 with Retry-After if the
-server is at capacity, a request has waited until its deadline, or the state of users does not answer. Every answer has
-the header X-Request-ID, which is the request's own if it has one.
+that does not arrive in time, 413 for one that is too large, 415 for one that is compressed, 500 if the model fails, and
+503 with Retry-After if the server is at capacity, a request has waited until its deadline, or the state of users does
+not answer. Every answer has the header X-Request-ID, which is the request's own if it has one.
 """
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
@@ -30,7 +31,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.admission import Admission, Bodies, OverloadedError
+from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
 from jfi.serving.server.follow import Follower
@@ -41,12 +42,15 @@ from jfi.serving.user_state.stores import StoreUnavailableError
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _REASONS = {400: "bad_request", 404: "not_found", 405: "method", 408: "slow_body", 413: "too_large"}
+_REASONS |= {415: "compressed"}
 _log = logging.getLogger("jfi.serving")
 _requests = logging.getLogger("jfi.serving.requests")
 
 LIVE = web.AppKey("live", Live)
 _METRICS = web.AppKey("metrics", Metrics)
 _BODIES = web.AppKey("bodies", Bodies)
+_CONNECTIONS = web.AppKey("connections", Connections)
+_FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
@@ -60,12 +64,14 @@ def make_app(
     queue: int = 64,
     max_body: int = 2**21,
     bodies: int = 256,
+    connections: int = 1024,
     body_seconds: float = 10.0,
+    pace: float = 200.0,
     deadline: float = 5.0,
     load: Callable[[], Scorer] | None = None,
     follower: Follower | None = None,
 ) -> web.Application:
-    """The application. `run` serves it; others need `handler_cancellation=True`, so that who leaves is not scored.
+    """The application, which `run` serves.
 
     Args:
         scorer: scores the requests.
@@ -73,7 +79,9 @@ def make_app(
         queue: most requests that are read, wait or are scored; more get a 503.
         max_body: most bytes of a request's body.
         bodies: most bodies that are arriving, which have at most `queue * max_body` bytes together.
-        body_seconds: for a body to arrive.
+        connections: most connections; a further one takes the place of one that waits for its next request.
+        body_seconds: for a body to arrive, or the headers of a request.
+        pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         load: gives the artifact that `app[LIVE].swap()` puts in place of the one that answers.
         follower: keeps it at the newest published version, which each answer names; `scorer` is of it.
@@ -82,6 +90,8 @@ def make_app(
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
     app = web.Application(middlewares=[_answer])
     app[_METRICS], app[_BODIES], app[_STOPPING] = metrics, arriving, asyncio.Event()
+    app[_FAULTS], app[_PROBES] = Pace(pace), Pace(pace)
+    app[_CONNECTIONS] = Connections(connections, body_seconds, metrics)
 
     async def running(app: web.Application):
         nonlocal scorer
@@ -90,6 +100,7 @@ def make_app(
         metrics.queue_length.set_function(lambda: len(live.now.batcher))
         metrics.queue_capacity.set(queue)
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
+        metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         del scorer  # an artifact in use is held by Live alone, which releases it after a swap
         following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
@@ -155,6 +166,11 @@ def make_app(
     return app
 
 
+def make_runner(app: web.Application) -> Runner:
+    """Returns what runs an application of `make_app` within its bounds."""
+    return Runner(app, app[_CONNECTIONS])
+
+
 async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, drain_seconds: float = 0.0) -> None:
     """Serves until `stop` is set, and then answers all requests that it has accepted.
 
@@ -168,7 +184,7 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
     Raises:
         OSError, OverflowError: it cannot listen there.
     """
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = make_runner(app)
     try:
         await runner.setup()
         site = web.TCPSite(runner, host, port)
@@ -177,6 +193,8 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
         await stop.wait()
         stop.clear()
         app[_STOPPING].set()
+        if drain_seconds:
+            _log.warning("the server stops in %g s, on another signal at once", drain_seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
                 await stop.wait()
@@ -192,10 +210,10 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
         hurry.cancel()
 
 
-async def _close_connections(runner: web.AppRunner, stop: asyncio.Event) -> None:
+async def _close_connections(runner: Runner, stop: asyncio.Event) -> None:
     """Ends all requests once `stop` is set."""
     await stop.wait()
-    for connection in runner.server.connections:
+    for connection in [*runner.connections.open]:
         if connection.transport is not None:
             connection.transport.abort()
 
@@ -209,6 +227,25 @@ def without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+def once_a_minute() -> Callable[[logging.LogRecord], bool]:
+    """Returns a filter for the logger "asyncio": of connections that lack a file descriptor, one line a minute.
+
+    While there is none, asyncio writes a traceback for each try to accept one, thousands in a second.
+    """
+    last = -math.inf
+
+    def passes(record: logging.LogRecord) -> bool:
+        nonlocal last
+        if not record.getMessage().startswith("socket.accept() out of system resource"):
+            return True
+        record.msg, record.args, record.exc_info = "no connection can be accepted: too many open files", (), None
+        if is_due := record.created - last >= 60:
+            last = record.created
+        return is_due
+
+    return passes
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -220,6 +257,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     name = given if _ID.fullmatch(given) else uuid.uuid4().hex
     # Of what clients make up nothing may become a label: each value would be kept.
     path = "other" if request.match_info.http_exception is not None else request.match_info.route.resource.canonical
+    request.protocol.begin()
     try:
         answer, refused = await handler(request), None
     except (asyncio.CancelledError, ConnectionError):
@@ -234,6 +272,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer.headers["X-Request-ID"] = name
     if request.app[_STOPPING].is_set():
         answer.force_close()  # with the header Connection: close
+    elif answer.status in _REASONS:
+        await request.app[_FAULTS].pause(request.content.total_bytes)
+    elif request.method == "GET" and path != "/health/live":
+        await request.app[_PROBES].pause()
+    if request.content.is_eof():
+        request.protocol.end()
+    else:
+        answer.force_close()  # once the rest of a body that was refused is skipped
     spent = (time.perf_counter() - start) * 1e3
     why = "" if refused is None else f" {refused}"
     _requests.info("id=%s %s %s %d%s %.1f ms", name, request.method, path, answer.status, why, spent)

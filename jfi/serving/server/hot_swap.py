@@ -17,8 +17,10 @@ from jfi.serving.validation import BadRequestError
 
 T = TypeVar("T")
 
-#: Bytes of a body that is read in a thread; a smaller one takes less than 5 ms.
-LARGE = 2**18
+#: Bytes of a body that is read in a thread; a smaller one takes less than 2 ms.
+LARGE = 2**14
+#: Bytes of a body that is read in another thread, so that smaller ones do not wait for it.
+_LARGEST = 2**18
 #: Seconds for the model to score a request of one candidate, before the server says that it is not ready.
 PROBE_SECONDS = 5.0
 _log = logging.getLogger("jfi.serving")
@@ -67,7 +69,8 @@ class Live:
     def __init__(self, scorer: Scorer, load: Callable[[], Scorer] | None, metrics: Metrics, **batching: float) -> None:
         self._load, self._metrics, self._batching = load, metrics, batching
         self.now, self._swapping = Loaded(scorer, metrics, **batching), asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, "read")
+        self._threads = [ThreadPoolExecutor(1, name) for name in ("read", "read large")]
+        self._probe: asyncio.Task | None = None
 
     async def score(self, body: bytes, deadline: float) -> tuple[Answer, Request]:
         """The scores of a body, and its request, which says what was read of the state of users, and by which version.
@@ -101,18 +104,25 @@ class Live:
         """
         if len(body) < LARGE:
             return read(body)
+        thread = self._threads[len(body) >= _LARGEST]
         try:
             async with asyncio.timeout_at(deadline):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, read, body)
+                return await asyncio.get_running_loop().run_in_executor(thread, read, body)
         except TimeoutError:
             raise DeadlineExceededError from None
 
     async def probe(self) -> None:
-        """Scores a request of one candidate, before all that wait.
+        """Scores a request of one candidate, before all that wait, once for all who call this meanwhile.
 
         Raises:
             Exception: the model fails; TimeoutError, if it does not answer in `PROBE_SECONDS`.
         """
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._score_example())
+            self._probe.add_done_callback(lambda one: one.cancelled() or one.exception())  # read, if all have left
+        await asyncio.shield(self._probe)
+
+    async def _score_example(self) -> None:
         with self.now as loaded:
             async with asyncio.timeout(PROBE_SECONDS):
                 await loaded.batcher.score(loaded.scorer.example(), first=True)
@@ -156,7 +166,8 @@ class Live:
         """Waits for the last answer and for a swap that has begun, and releases the artifact."""
         async with self._swapping:
             await self.now.close()
-            await asyncio.to_thread(self._thread.shutdown)
+            for thread in self._threads:
+                await asyncio.to_thread(thread.shutdown)
             del self.now
 
 

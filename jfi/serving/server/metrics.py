@@ -36,6 +36,7 @@ class Metrics:
         self.queue_length = Gauge("jfi_queue_length", "Requests that wait for a call of the model.", **own)
         self.queue_capacity = Gauge("jfi_queue_capacity", "Most requests inside.", **own)
         self.bodies_arriving = Gauge("jfi_bodies_arriving", "Bodies that are arriving.", **own)
+        self.connections = Gauge("jfi_connections", "Connections that are open.", **own)
         described = "Events of POST /events, by what became of them."
         self.events = Counter("jfi_state_events_total", described, ["result"], **own)
         for result in ("added", "repeated", "refused", "failed"):

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import KINDS, Field, PastFields, id_schema, time_schema
+from jfi.serving.schema import KINDS, Field, PastFields, id_schema, schemas_of, time_schema
 from jfi.serving.user_state.layout import (
     EVENT_ID,
     IN_HISTORY,
@@ -23,6 +23,7 @@ from jfi.serving.validation import (
     Place,
     Rows,
     Values,
+    check_count,
     lists,
     numbers,
     read_id,
@@ -101,7 +102,7 @@ class EventReader:
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of events."""
-        values = {name: KINDS[kind] for name, kind in self.fields.items()}
+        values = schemas_of(self.fields, self.layout.fields)
         own = {
             USER: id_schema("the id of the user"),
             TIME: time_schema("seconds since 1970"),
@@ -141,13 +142,12 @@ class EventReader:
         Raises:
             BadRequestError: a fault, with its place.
         """
+        check_count("events", given, self.max_events)
         names = [USER, TIME, *self.fields]
         given_too = [name for name in self.optional if _any_has(given, name)]
         rows = Rows("events", given, [*names, *given_too])
         if not (count := len(rows)):
             raise BadRequestError("events must not be empty")
-        if count > self.max_events:
-            raise BadRequestError(f"events must be at most {self.max_events} in a body, got {count}")
         columns, place = rows.columns(), rows.place
         users = users_of(columns[USER], place)
         records = np.zeros(count, self.layout.dtype)
@@ -216,7 +216,7 @@ class EventReader:
         if column.role == "session":
             return hashes(texts(one, columns[one.name], place))
         if one.kind == "cross":
-            return cross(*(texts(one, columns[name], place) for name in one.columns))
+            return cross(*(texts(replace(one, name=name), columns[name], place) for name in one.columns))
         if one.kind == "quantile":
             return quantile_ids(numbers(one, columns[one.name], place), np.array(one.edges), one.default)
         if one.kind == "sid":

@@ -4,6 +4,7 @@ Both have four operations. `get` reads many keys in one call; `update` reads and
 and no other writer comes between; `put` writes many keys without that promise, to fill a new store; `scan` reads all.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ _BYTES_AT_ONCE = 1 << 26
 _TRIES = 100
 #: What the client says before an error of a pipeline: the command, with all bytes of its value.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
+#: Name of the environment variable with the password of a server: all users of a machine see what commands are given.
+PASSWORD = "JFI_STATE_PASSWORD"
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 
@@ -73,7 +76,7 @@ def without_password(name: str) -> str:
         >>> without_password("redis://writer:secret@localhost:6379/0?prefix=clicks")
         'redis://writer:***@localhost:6379/0?prefix=clicks'
     """
-    return re.sub(r"(//[^/@:]*:)[^/@]*(?=@)|([?&]password=)[^&]*", r"\1\2***", name) if is_url(name) else name
+    return re.sub(r"(//[^/@:]*:)[^?]*(?=@)|([?&]password=)[^&]*", r"\1\2***", name) if is_url(name) else name
 
 
 def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: float = 0.2) -> Store:
@@ -172,12 +175,12 @@ class RedisStore:
     acknowledged.
 
     Args:
-        url: of the server; its parameter `prefix` is put before all keys, with a colon, which it does not have itself:
-            the keys of one prefix would begin as those of another.
+        url: of the server, without the password, which is that of `PASSWORD`; its parameter `prefix` is put before all
+            keys, with a colon, which it does not have itself: the keys of one prefix would begin as those of another.
         timeout: seconds for an answer.
 
     Raises:
-        StateError: the package valkey is missing, or a wrong URL.
+        StateError: the package valkey is missing, or a wrong URL, such as one with a password.
     """
 
     def __init__(self, url: str, timeout: float = 0.2) -> None:
@@ -190,13 +193,16 @@ class RedisStore:
         prefix = query.pop("prefix", "jfi")
         if ":" in prefix:
             raise StateError(f"{without_password(url)} cannot be used: prefix is '{prefix}', must have no colon")
+        if without_password(url) != url:
+            why = f"all users of the machine see its password; set the environment variable {PASSWORD} to it"
+            raise StateError(f"{without_password(url)} cannot be used: {why}")
         self._prefix = prefix.encode() + b":"
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
         self._error, self._conflict = valkey.ValkeyError, valkey.WatchError
         try:
-            limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-            self._client = valkey.Valkey.from_url(address, **limits)
+            how = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "password": os.environ.get(PASSWORD)}
+            self._client = valkey.Valkey.from_url(address, **how)
             self._client.connection_pool.make_connection()  # reads the parameters, and connects only when it is used
         except (valkey.ValkeyError, ValueError, TypeError) as error:
             raise StateError(f"{without_password(url)} cannot be used: {error}") from None

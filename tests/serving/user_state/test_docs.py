@@ -55,7 +55,7 @@ def test_its_events_are_read_by_columns_and_by_rows(reader):
 
 
 def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
-    (event,) = re.findall(r"```json\n(\{\"user\": \"u3\".*?\})\n```", TEXT)
+    (body,) = re.findall(r"```json\n(\[\{\"user\": \"u3\".*?\}\])\n```", TEXT)
     past = PastFields("user", "item_id", 0.0, ["item"], 8, [], False, {}, 1, [], {})
     schema = Schema(
         user=[],
@@ -66,9 +66,9 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
         item_id="item_id",
     )
     reader = RequestReader(schema, Limits(100, 30), has_state=True)
-    events = EventReader(EventLayout(schema, 30), reader, past=past).read(f"[{event}]".encode())
+    events = EventReader(EventLayout(schema, 30), reader, past=past).read(body.encode())
     assert (events.items, events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])
-    assert set(json.loads(event)) == {"user", "time", "event_id", "item_id", "action", "label", "in_history"}
+    assert set(json.loads(body)[0]) == {"user", "time", "event_id", "item_id", "action", "label", "in_history"}
 
 
 def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful):

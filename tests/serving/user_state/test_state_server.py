@@ -66,7 +66,7 @@ def test_bad_bodies_of_events_are_named(stateful, store):
     bodies = {
         "the request is not JSON": b"",
         "events must not be empty": b"[]",
-        "events must be at most 20 in a body, got 21": json.dumps(rows),
+        "events must be at most 20, got 21": json.dumps(rows),
         "has an object with the field 'rating' twice": twice,
         "events must be a list of objects or an object of lists, got 'x'": b'"x"',
         "events[0] must be an object, got None": b"[null]",

@@ -219,6 +219,21 @@ def test_a_full_redis_keeps_what_it_has(tmp_path):
         store.close()
 
 
+def test_the_password_of_a_redis_is_that_of_the_environment(tmp_path, monkeypatch):
+    secret = "p@ss:w/rd#%20"
+    with running_redis(tmp_path) as (socket, _):
+        before = open_store(f"unix://{socket}", timeout=10.0)
+        before._client.config_set("requirepass", secret)
+        with pytest.raises(StoreUnavailableError, match="Authentication"):
+            open_store(f"unix://{socket}", timeout=10.0).get([b"a"])
+        monkeypatch.setenv("JFI_STATE_PASSWORD", secret)
+        store = open_store(f"unix://{socket}", timeout=10.0)
+        store.put([(b"a", b"1")])
+        assert store.get([b"a"]) == [b"1"]
+        for one in (before, store):
+            one.close()
+
+
 def test_a_redis_that_is_stopped_or_gone_is_named_and_comes_back(tmp_path):
     calls = {
         "get": lambda store: store.get([b"a"]),
