@@ -17,7 +17,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from jfi.modules.changed_rows import ChangedRows
 from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, checked_options
-from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
+from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
 
 #: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
@@ -38,7 +38,7 @@ class FusedTables(FusedOptimizer):
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
     `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
-    more: `average` and `averaged_at`.
+    more: `average` and `averaged_at`. Stochastic rounding of tables in half precision reads `step`, which SGD then has.
 
     Args:
         tables: modules by table name, each with a `weight` [N, D].
@@ -47,6 +47,7 @@ class FusedTables(FusedOptimizer):
         ema_decay: decay of an exponential moving average of the weights, or None.
         states: by table the optimizer's states, to use their memory; None makes them.
         prefix: of the parameter names, such as "embeddings.".
+        stochastic_rounding: whether new weights in half precision are rounded stochastically, else to nearest.
 
     Raises:
         ValueError, TypeError: another optimizer, or an option of a wrong name or value.
@@ -60,6 +61,7 @@ class FusedTables(FusedOptimizer):
         ema_decay: float | None,
         states: dict[str, tuple[Tensor, ...]] | None = None,
         prefix: str = "",
+        stochastic_rounding: bool = True,
     ) -> None:
         options = checked_options(optimizer_type, options, ema_decay)
         name, self._state_names, _ = OPTIMIZERS[optimizer_type]
@@ -67,7 +69,7 @@ class FusedTables(FusedOptimizer):
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
         self.group = ParameterGroup(options)
         self.steps = torch.zeros((), dtype=torch.int64)
-        self._tables, self._prefix = tables, prefix
+        self._tables, self._prefix, self.stochastic_rounding = tables, prefix, stochastic_rounding
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: The look-ups of each running backward pass, and those of finished ones that are not stepped yet.
         self._running: dict[int, list[_Batch]] = {}
@@ -111,7 +113,7 @@ class FusedTables(FusedOptimizer):
             states = dict(zip((*self._state_names, "average", "averaged_at"), self._states[name], strict=False))
             if self.optimizer.name == "rowwise_adagrad":
                 states["sum"] = states["sum"].view(-1, 1)
-            if states:
+            if states or self.rounds_stochastically(weight):
                 found[weight] = {"step": self.steps, **states}
         return found
 
@@ -125,6 +127,10 @@ class FusedTables(FusedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: object) -> None: ...
+
+    def rounds_stochastically(self, weight: Tensor) -> bool:
+        """Returns whether new values of a weight are rounded stochastically."""
+        return self.stochastic_rounding and weight.dtype.itemsize == 2
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""
@@ -310,17 +316,24 @@ class FusedTables(FusedOptimizer):
             in_order = SortedRows(*is_sorted) if is_sorted else sort_rows(rows, total)
             if self.changed is not None:
                 self.changed.mark({name: len(weight) for name, weight in tables.items()}, in_order.rows)
+            blocks, states, seeds = self._blocks(names)
             step_rows(
-                [weight.detach() for weight in tables.values()],
-                [self._states[name] for name in names],
+                blocks,
+                states,
                 in_order,
                 [grad for batch in own for grad in batch.grads],
                 [size for batch in own for size in batch.sizes],
                 self.optimizer,
                 self.group.learning_rate,
                 self.steps,
+                seeds=seeds if self.stochastic_rounding else None,
             )
             torch.autograd.graph.increment_version(list(tables.values()))
+
+    def _blocks(self, names: tuple[str, ...]) -> tuple[list[Tensor], list[tuple[Tensor, ...]], list[int]]:
+        """Returns of tables the weights and states that a step writes, and the seeds of their rounding."""
+        weights, seeds = self.weights, [rounding_seed(name) for name in names]
+        return [weights[name].detach() for name in names], [self._states[name] for name in names], seeds
 
 
 class _Handles(torch.autograd.Function):
