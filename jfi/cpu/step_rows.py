@@ -29,7 +29,7 @@ def step_rows(
     optimizer: RowOptimizer,
     learning_rate: Tensor,
     step: Tensor,
-    seeds: list[int] | None,
+    seeds: list[tuple[int, int]] | None,
 ) -> None:
     """Steps the rows, as `jfi.ops.step_rows.step_rows` says."""
     first = [0, *accumulate(table.shape[0] for table in tables)]
@@ -50,8 +50,8 @@ def step_rows(
             part = slice(begin, min(begin + block, begins[t + 1]))
             low, high = int(starts[begin]), int(ends[part.stop - 1])
             g = F.embedding_bag(order[low:high], joined, starts[part] - low, mode="sum")
-            seed = None if seeds is None else seeds[t]
-            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count, seed)
+            keys = None if seeds is None else _keys(rows[part], seeds)
+            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count, keys)
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _step(
     optimizer: RowOptimizer,
     lr: float,
     t: int,
-    seed: int | None,
+    keys: Tensor | None,
 ) -> None:
     """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
     name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.ema_decay, optimizer.eps
@@ -107,7 +107,7 @@ def _step(
         state[1].index_copy_(0, rows, square)
         root = square.sqrt_().div_(math.sqrt(1 - optimizer.beta2**t)).add_(eps)
         w.addcdiv_(mean, root, value=-lr / (1 - optimizer.beta1**t))
-    stored = w.to(table.dtype) if seed is None else round_stochastically(w, table.dtype, rows, t, seed)
+    stored = w.to(table.dtype) if keys is None else round_stochastically(w, table.dtype, keys, t)
     table.index_copy_(0, rows, stored)
     if average is not None:
         _average(*state[-2:], rows, before, stored.to(g.dtype), average, t)
@@ -130,15 +130,21 @@ def _average(
     averaged_at.index_fill_(0, rows, t)
 
 
-def round_stochastically(x: Tensor, dtype: torch.dtype, rows: Tensor, step: int, seed: int) -> Tensor:
-    """Returns rows [U] of a table, x [U, D] float32, in float16 or bfloat16, see `jfi.ops.step_rows`.
+def _keys(rows: Tensor, seeds: list[tuple[int, int]]) -> Tensor:
+    """Returns the key [U] int64 of each row: (its number in its table) ROW_FACTOR + the table's crc32, modulo 2**32."""
+    firsts, shifts = zip(*[(first, seed - first * ROW_FACTOR & _WORD) for first, seed in seeds], strict=True)
+    of = torch.bucketize(rows, torch.tensor(firsts[1:], dtype=rows.dtype, device=rows.device), right=True)
+    return rows.long() * ROW_FACTOR + torch.tensor(shifts, device=rows.device)[of] & _WORD
+
+
+def round_stochastically(x: Tensor, dtype: torch.dtype, keys: Tensor, step: int) -> Tensor:
+    """Returns rows x [U, D] float32 with keys [U] in float16 or bfloat16, see `jfi.ops.step_rows`.
 
     Random bits are added where the mantissa's last bits are cut off: a carry rounds away from zero. For a row and a
-    step they are the upper bits of h c[column], with h a hash of step, row and seed, and c odd numbers.
+    step they are the upper bits of h c[column], with h a hash of the step and the row's key, and c odd numbers.
     """
     columns = _mix(2 * torch.arange(x.shape[1], device=x.device) + 1) | 1
-    keys = _mix((rows * ROW_FACTOR + seed & _WORD) ^ _mix(step & _WORD))
-    random = keys.to(torch.int32).unsqueeze(1) * columns.to(torch.int32)
+    random = _mix(keys ^ _mix(step & _WORD)).to(torch.int32).unsqueeze(1) * columns.to(torch.int32)
     shift, offset, raised = 16, None, x.contiguous()
     if dtype == torch.float16:
         # Subnormal numbers have a fixed point, which a sum with the smallest normal number has too.

@@ -9,6 +9,7 @@ forward pass, on a side stream.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -316,24 +317,23 @@ class FusedTables(FusedOptimizer):
             in_order = SortedRows(*is_sorted) if is_sorted else sort_rows(rows, total)
             if self.changed is not None:
                 self.changed.mark({name: len(weight) for name, weight in tables.items()}, in_order.rows)
-            blocks, states, seeds = self._blocks(names)
             step_rows(
-                blocks,
-                states,
+                [weight.detach() for weight in tables.values()],
+                [self._states[name] for name in names],
                 in_order,
                 [grad for batch in own for grad in batch.grads],
                 [size for batch in own for size in batch.sizes],
                 self.optimizer,
                 self.group.learning_rate,
                 self.steps,
-                seeds=seeds if self.stochastic_rounding else None,
+                seeds=self._rounding_seeds(tables) if self.stochastic_rounding else None,
             )
             torch.autograd.graph.increment_version(list(tables.values()))
 
-    def _blocks(self, names: tuple[str, ...]) -> tuple[list[Tensor], list[tuple[Tensor, ...]], list[int]]:
-        """Returns of tables the weights and states that a step writes, and the seeds of their rounding."""
-        weights, seeds = self.weights, [rounding_seed(name) for name in names]
-        return [weights[name].detach() for name in names], [self._states[name] for name in names], seeds
+    def _rounding_seeds(self, tables: dict[str, nn.Parameter]) -> list[tuple[int, int]]:
+        """Returns the `seeds` of `step_rows`."""
+        firsts = accumulate([0, *map(len, tables.values())])
+        return [(first, rounding_seed(name)) for name, first in zip(tables, firsts, strict=False)]
 
 
 class _Handles(torch.autograd.Function):

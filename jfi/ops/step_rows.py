@@ -71,7 +71,7 @@ def step_rows(
     learning_rate: Tensor,
     step: Tensor,
     impl: str = "auto",
-    seeds: list[int] | None = None,
+    seeds: list[tuple[int, int]] | None = None,
 ) -> None:
     """Step the rows that a batch has read, in place. Nothing synchronizes with a GPU.
 
@@ -90,7 +90,8 @@ def step_rows(
         step: [], int64, on the tables' device: number of steps, this one included.
         impl: "triton" (tables of at most 2,048 columns), "torch" (on a GPU with synchronizations), or "auto": Triton
             for CUDA tensors except float64, PyTorch otherwise.
-        seeds: by table its `rounding_seed`, for stochastic rounding of float16 and bfloat16; None rounds to nearest.
+        seeds: for stochastic rounding of float16 and bfloat16, of each table or shard the number of its first row and
+            its `rounding_seed`, ascending from row 0; None rounds to nearest.
 
     Example:
         >>> import torch

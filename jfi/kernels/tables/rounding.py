@@ -23,7 +23,7 @@ def _mix(x):
 def rounding_keys(step_ptr, cols, SPEC: tl.constexpr):
     """Returns the hash of the step, and an odd number for each column; zeros without stochastic rounding."""
     step_key, columns = 0, 0
-    if SPEC.stochastic:
+    if SPEC.num_seeds > 0:
         step_key = _mix(tl.load(step_ptr).to(tl.uint32))
         columns = _mix((2 * cols + 1).to(tl.uint32)) | 1
     return step_key, columns
@@ -32,13 +32,13 @@ def rounding_keys(step_ptr, cols, SPEC: tl.constexpr):
 @triton.jit
 def round_to(dtype: tl.constexpr, x, row, keys, SPEC: tl.constexpr):
     """Returns new rows x [rows, BLOCK_D] in the dtype of the tables, stochastically rounded if they have seeds."""
-    if SPEC.stochastic:
+    if SPEC.num_seeds > 0:
         SEEDS: tl.constexpr = SPEC.seeds
-        FIRSTS: tl.constexpr = SPEC.firsts
+        FIRSTS: tl.constexpr = SPEC.seed_firsts
         SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 19
         step_key, columns = keys
         seed = tl.full(row.shape, SEEDS[0], tl.uint32)
-        for i in tl.static_range(1, SPEC.num_tables):
+        for i in tl.static_range(1, SPEC.num_seeds):
             seed = tl.where(row >= FIRSTS[i], tl.full(row.shape, SEEDS[i], tl.uint32), seed)
         random = _mix((row.to(tl.uint32) * _ROW_FACTOR + seed) ^ step_key)[:, None] * columns[None, :]
         x = x.to(tl.float32)

@@ -282,19 +282,19 @@ def _launchers(
     width: int,
     num_grads: int,
     aligned: bool,
-    seeds: tuple[int, ...],
+    seeds: tuple[tuple[int, int], ...],
 ) -> tuple[Launcher, Launcher]:
     """Returns the launchers of both kernels.
 
     ``firsts`` are the numbers of the tables' first rows, and behind them the end; ``aligned`` says whether all tables
     and states begin at multiples of 16 bytes; ``seeds`` are those of stochastic rounding, or none.
     """
-    # Those of a row with number 0.
-    seeds = tuple([(seed - first * ROW_FACTOR) % 2**32 for seed, first in zip(seeds, firsts, strict=False)])
     block_d = power_of_two(width)
     block, _ = step_tiles(block_d)
     values = {**optimizer._asdict(), "ema_decay": optimizer.ema_decay or 0.0, "firsts": firsts, "aligned": aligned}
-    values |= {"seeds": seeds, "stochastic": len(seeds) > 0}
+    # What is added to (the number of a row) ROW_FACTOR, from each first row on.
+    seeds_of_0 = tuple([(seed - number * ROW_FACTOR) % 2**32 for number, seed in seeds])
+    values |= {"seeds": seeds_of_0, "seed_firsts": tuple([number for number, _ in seeds]), "num_seeds": len(seeds)}
     spec = spec_of(**values, num_tables=len(firsts) - 1, width=width, block_d=block_d, block=block)
     chunks = max(COPY_ELEMENTS // block_d, 1)
     return (
@@ -312,7 +312,7 @@ def step_rows(
     optimizer: RowOptimizer,
     learning_rate: Tensor | None,
     step: Tensor | None,
-    seeds: list[int] | None = None,
+    seeds: list[tuple[int, int]] | None = None,
 ) -> None:
     """Steps rows, see `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
     rows, order = sorted_rows
@@ -337,7 +337,7 @@ def step_rows(
             firsts.append(firsts[-1] + table.shape[0])
         first = firsts[-1]
         aligned = all([x.data_ptr() % 16 == 0 for x in chain(tables[own], *states[own])])
-        constants = tuple(firsts), width, len(grads), aligned, () if seeds is None else tuple(seeds[own])
+        constants = tuple(firsts), width, len(grads), aligned, tuple(seeds or ())
         step_launch, split_launch = _launchers(optimizer, *constants)
         fields = [tables[own], *zip(*states[own], strict=True)]
         if optimizer.ema_decay:  # behind both states
