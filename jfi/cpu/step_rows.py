@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.utils.operands import RowOptimizer, SortedRows
+from jfi.utils.operands import FLOAT16_TINY, ROW_FACTOR, RowOptimizer, SortedRows
 
 #: Elements of a table that are stepped together.
 _BLOCK = 2**17
+#: The bits of an unsigned number that a hash keeps.
+_WORD = 2**32 - 1
 
 
 def step_rows(
@@ -27,6 +29,7 @@ def step_rows(
     optimizer: RowOptimizer,
     learning_rate: Tensor,
     step: Tensor,
+    seeds: list[tuple[int, int]] | None,
 ) -> None:
     """Steps the rows, as `jfi.ops.step_rows.step_rows` says."""
     first = [0, *accumulate(table.shape[0] for table in tables)]
@@ -47,7 +50,8 @@ def step_rows(
             part = slice(begin, min(begin + block, begins[t + 1]))
             low, high = int(starts[begin]), int(ends[part.stop - 1])
             g = F.embedding_bag(order[low:high], joined, starts[part] - low, mode="sum")
-            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count)
+            keys = None if seeds is None else _keys(rows[part], seeds)
+            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count, keys)
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor:
@@ -70,7 +74,14 @@ def _read(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def _step(
-    table: Tensor, state: tuple[Tensor, ...], rows: Tensor, g: Tensor, optimizer: RowOptimizer, lr: float, t: int
+    table: Tensor,
+    state: tuple[Tensor, ...],
+    rows: Tensor,
+    g: Tensor,
+    optimizer: RowOptimizer,
+    lr: float,
+    t: int,
+    keys: Tensor | None,
 ) -> None:
     """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
     name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.ema_decay, optimizer.eps
@@ -96,7 +107,7 @@ def _step(
         state[1].index_copy_(0, rows, square)
         root = square.sqrt_().div_(math.sqrt(1 - optimizer.beta2**t)).add_(eps)
         w.addcdiv_(mean, root, value=-lr / (1 - optimizer.beta1**t))
-    stored = w.to(table.dtype)
+    stored = w.to(table.dtype) if keys is None else round_stochastically(w, table.dtype, keys, t)
     table.index_copy_(0, rows, stored)
     if average is not None:
         _average(*state[-2:], rows, before, stored.to(g.dtype), average, t)
@@ -117,3 +128,39 @@ def _average(
         moved = moved.lerp_(after, 1 - decay).to(average.dtype)
     average.index_copy_(0, rows, moved)
     averaged_at.index_fill_(0, rows, t)
+
+
+def _keys(rows: Tensor, seeds: list[tuple[int, int]]) -> Tensor:
+    """Returns the key [U] int64 of each row: (its number in its table) ROW_FACTOR + the table's crc32, modulo 2**32."""
+    firsts, shifts = zip(*[(first, seed - first * ROW_FACTOR & _WORD) for first, seed in seeds], strict=True)
+    of = torch.bucketize(rows, torch.tensor(firsts[1:], dtype=rows.dtype, device=rows.device), right=True)
+    return rows.long() * ROW_FACTOR + torch.tensor(shifts, device=rows.device)[of] & _WORD
+
+
+def round_stochastically(x: Tensor, dtype: torch.dtype, keys: Tensor, step: int) -> Tensor:
+    """Returns rows x [U, D] float32 with keys [U] in float16 or bfloat16, see `jfi.ops.step_rows`.
+
+    Random bits are added where the mantissa's last bits are cut off: a carry rounds away from zero. For a row and a
+    step they are the upper bits of h c[column], with h a hash of the step and the row's key, and c odd numbers.
+    """
+    columns = _mix(2 * torch.arange(x.shape[1], device=x.device) + 1) | 1
+    random = _mix(keys ^ _mix(step & _WORD)).to(torch.int32).unsqueeze(1) * columns.to(torch.int32)
+    shift, offset, raised = 16, None, x.contiguous()
+    if dtype == torch.float16:
+        # Subnormal numbers have a fixed point, which a sum with the smallest normal number has too.
+        smallest = torch.full_like(x, FLOAT16_TINY).copysign_(x)
+        shift, offset = 19, torch.where(x.abs() < FLOAT16_TINY, smallest, 0.0)
+        raised = x + offset
+    kept = 32 - shift  # bits of the random number
+    random = random >> shift & (1 << kept) - 1
+    raised = (raised.view(torch.int32) + random & -1 << kept).view(torch.float32)
+    if offset is not None:
+        raised -= offset
+    return torch.where(x.isnan(), x, raised).to(dtype)
+
+
+def _mix(x: Tensor | int) -> Tensor | int:
+    """Returns a hash of a number below 2**32, or of each of int64: the finalizer of MurmurHash3's kind."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    x = (x ^ x >> 15) * 0x846CA68B & _WORD
+    return x ^ x >> 16

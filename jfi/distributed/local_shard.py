@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.modules.fused_tables import FusedTables
+from jfi.ops.step_rows import rounding_seed
 
 _OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: torch.optim.SGD,
@@ -22,20 +24,22 @@ class LocalShard(FusedTables):
     """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
     Their memory and that of the optimizer's states is FBGEMM's, which TorchRec saves and loads; only the steps are
-    `jfi.ops.step_rows`.
+    `jfi.ops.step_rows`. Rows in half precision are rounded as the fused parameter `stochastic_rounding` says.
 
     Args:
         lookups: TorchRec's of a collection.
         tables: the names of its tables in the order of `row_shardings`.
+        steps: [] int64, where the steps are counted.
 
     Raises:
         ValueError: tables of several data types, optimizers or poolings, or with an optimizer, or options of it, that
             `jfi.ops.step_rows` has not.
     """
 
-    def __init__(self, lookups: list[nn.Module], tables: list[str]) -> None:
+    def __init__(self, lookups: list[nn.Module], tables: list[str], steps: Tensor) -> None:
         kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
-        names = [table.name for kernel in kernels for table in kernel.config.embedding_tables]
+        shards = [table for kernel in kernels for table in kernel.config.embedding_tables]
+        names = [shard.name for shard in shards]
         if len(kernels) != 1:
             raise ValueError(
                 f"tables of a collection must have one data type, one optimizer and one pooling, got those of {names}"
@@ -67,8 +71,14 @@ class LocalShard(FusedTables):
         if batched.optimizer is not EmbOptimType.EXACT_SGD:
             row_options["eps"] = options.eps
         optimizer = _OPTIMIZERS[batched.optimizer]
-        super().__init__(nn.ModuleDict({"rows": rows}), optimizer, row_options, None, {"rows": tuple(states)})
-        self.memory = memory.detach()
+        states_of, stochastic = {"rows": tuple(states)}, batched.stochastic_rounding
+        super().__init__(nn.ModuleDict({"rows": rows}), optimizer, row_options, None, states_of, "", stochastic)
+        self.memory, self.steps = memory.detach(), steps
+        seeds = [rounding_seed(shard.name, shard.local_metadata.shard_offsets[0]) for shard in shards]
+        self._seeds = list(zip(accumulate([0, *map(len, weights[:-1])]), seeds, strict=True))
+
+    def _rounding_seeds(self, tables: dict[str, nn.Parameter]) -> list[tuple[int, int]]:
+        return self._seeds
 
     def sync_learning_rate(self) -> None:
         """Takes the learning rate that TorchRec's optimizer has set."""

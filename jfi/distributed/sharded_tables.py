@@ -59,6 +59,13 @@ class ShardedTables(nn.Module):
         ranks = pg.size(), first, get_local_size(env.world_size)
         plan = {table: row_wise_shards(table, sharding, *ranks) for table, sharding in params.items()}
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
+        batched = [kernel.emb_module for lookup in self._lookups for kernel in lookup._emb_modules]
+        # Stochastic rounding reads the number of steps, which checkpoints have then.
+        rounds = any([one.stochastic_rounding and one.weights_precision.bit_rate() == 16 for one in batched])
+        on = batched[0].current_device if batched else device
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=on), persistent=rounds)
+        if rounds:
+            self.register_load_state_dict_pre_hook(_keep_steps)
         configs = module.embedding_bag_configs() if pooled else module.embedding_configs()
         #: The ranks that share the rows.
         self.pg = pg
@@ -79,7 +86,7 @@ class ShardedTables(nn.Module):
     @cached_property
     def local_shard(self) -> LocalShard:
         """The rows that this rank owns; not made at construction, after which TorchRec may move a module."""
-        return LocalShard(self._lookups, [sharding.table for sharding in self._shardings])
+        return LocalShard(self._lookups, [sharding.table for sharding in self._shardings], self.steps)
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
@@ -182,6 +189,11 @@ class ShardedTables(nn.Module):
         owned = [sharding.owned_by(self.pg.rank()) for sharding in self._replicated]
         positions = [position for _, positions in owned for position in positions]
         return torch.tensor(positions, dtype=torch.int32, device=self.local_shard.memory.device)
+
+
+def _keep_steps(tables: ShardedTables, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Lets a checkpoint without the number of steps, as TorchRec's collections have, leave it as it is."""
+    state_dict.setdefault(f"{prefix}steps", tables.steps)
 
 
 def _rows_by_id(table: Tensor, ids: Tensor, dtype: torch.dtype, parts: JaggedTensor) -> TableRows:

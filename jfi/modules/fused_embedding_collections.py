@@ -43,10 +43,12 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         optimizer_kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
         ema_decay: float | None,
+        stochastic_rounding: bool,
         device: torch.device | None,
         **options: object,
     ) -> None:
         check_device("device", device)
+        check_type("stochastic_rounding", stochastic_rounding, bool, "a bool")
         if not isinstance(tables, list | tuple) or not all(isinstance(one, self._config) for one in tables):
             raise TypeError(f"tables must be a list of {self._config.__name__}, got {shown(tables)}")
         if not tables:
@@ -64,8 +66,8 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 self._tables[config.name].to(torch.bfloat16)
         self._output_dtype = output_dtype
         self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(self)]
-        prefix = f"{self._attribute}."
-        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, ema_decay, prefix=prefix)
+        own = optimizer_type, optimizer_kwargs, ema_decay, None, f"{self._attribute}.", stochastic_rounding
+        self._fused = FusedTables(self._tables, *own)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
         self.outside_ids[0].on(self.device)
 
@@ -197,20 +199,22 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
 
     Args:
         tables: as of EmbeddingCollection; of `data_type` FP32, FP16 or BF16. Sums, states and steps are computed in
-            float32, and the new rows are rounded to the table's dtype.
+            float32, and the new rows are rounded to the table's dtype, see `stochastic_rounding`.
         optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or torchrec.optim.RowWiseAdagrad.
         optimizer_kwargs: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has, with its defaults. Adam's
             bias correction counts the steps of the collection.
         output_dtype: of the embeddings; None means float32, as of EmbeddingCollection.
         ema_decay: decay of an exponential moving average of the tables, such as 0.999, which `averages()` returns;
             None for none.
+        stochastic_rounding: whether new rows of FP16 and BF16 tables are rounded up or down at random, as by fbgemm,
+            so that steps too small for the dtype add up; False rounds to nearest. Random bits are a hash of table, row,
+            column and the number of the step, which is `step` in the optimizer's state, also in that of SGD.
         device: of the tables; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-
         >>> import torch
         >>> from jfi import FusedEmbeddingCollection
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
@@ -234,10 +238,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         >>> loss.backward()
         >>> (tables.embeddings["item"].weight != before).any(dim=1).nonzero().flatten()
         tensor([1, 3, 4])
-
-        The learning rate, as a scheduler sets it:
-
-        >>> tables.fused_optimizer.param_groups[0]["lr"] = 0.05
+        >>> tables.fused_optimizer.param_groups[0]["lr"] = 0.05  # as a scheduler sets it
     """
 
     _attribute, _config = "embeddings", EmbeddingConfig
@@ -251,9 +252,10 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         *,
         output_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
+        stochastic_rounding: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, ema_decay, device)
+        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, ema_decay, stochastic_rounding, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
         """Looks the ids up.
@@ -286,19 +288,16 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
 
     Args:
         tables: as of EmbeddingBagCollection, pooled by sum or mean.
-        optimizer_type: as of FusedEmbeddingCollection.
-        optimizer_kwargs: as of FusedEmbeddingCollection.
+        optimizer_type, optimizer_kwargs: as of FusedEmbeddingCollection.
         is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
             ids, as in fbgemm.
         output_dtype: of the pooled embeddings; None means float32.
-        ema_decay: as of FusedEmbeddingCollection.
-        device: as of FusedEmbeddingCollection.
+        ema_decay, stochastic_rounding, device: as of FusedEmbeddingCollection.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-
         >>> import torch
         >>> from jfi import FusedEmbeddingBagCollection
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
@@ -325,10 +324,11 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         is_weighted: bool = False,
         output_dtype: torch.dtype | None = None,
         ema_decay: float | None = None,
+        stochastic_rounding: bool = True,
         device: torch.device | None = None,
     ) -> None:
         check_type("is_weighted", is_weighted, bool, "a bool")
-        arguments = optimizer_type, optimizer_kwargs, output_dtype, ema_decay, device
+        arguments = optimizer_type, optimizer_kwargs, output_dtype, ema_decay, stochastic_rounding, device
         super().__init__(tables, *arguments, is_weighted=is_weighted)
         self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
 

@@ -9,6 +9,7 @@ forward pass, on a side stream.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torchrec.optim.fused import FusedOptimizer
 from jfi.modules.backward_passes import BackwardPasses
 from jfi.modules.changed_rows import ChangedRows
 from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, ScalerCheck, checked_options
-from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
+from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
 
 
@@ -37,7 +38,7 @@ class FusedTables(FusedOptimizer):
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
     `param_groups` are one group of all tables: its rate may be set, in place or by another group; the rest is refused.
     `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
-    more: `average` and `averaged_at`.
+    more: `average` and `averaged_at`. Stochastic rounding of tables in half precision reads `step`, which SGD then has.
 
     Args:
         tables: modules by table name, each with a `weight` [N, D].
@@ -46,6 +47,7 @@ class FusedTables(FusedOptimizer):
         ema_decay: decay of an exponential moving average of the weights, or None.
         states: by table the optimizer's states, to use their memory; None makes them.
         prefix: of the parameter names, such as "embeddings.".
+        stochastic_rounding: whether new weights in half precision are rounded stochastically, else to nearest.
 
     Raises:
         ValueError, TypeError: another optimizer, or an option of a wrong name or value.
@@ -59,6 +61,7 @@ class FusedTables(FusedOptimizer):
         ema_decay: float | None,
         states: dict[str, tuple[Tensor, ...]] | None = None,
         prefix: str = "",
+        stochastic_rounding: bool = True,
     ) -> None:
         options = checked_options(optimizer_type, options, ema_decay)
         name, self._state_names, _ = OPTIMIZERS[optimizer_type]
@@ -67,7 +70,7 @@ class FusedTables(FusedOptimizer):
         known = {name: one.default for name, one in signature(optimizer_type).parameters.items()} | options
         self.group = ParameterGroup(options, {name: known[name] for name in known if name not in ("params", "lr")})
         self.steps = torch.zeros((), dtype=torch.int64)
-        self._tables, self._prefix = tables, prefix
+        self._tables, self._prefix, self.stochastic_rounding = tables, prefix, stochastic_rounding
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: Running backward passes with their look-ups, and those of finished ones that are not stepped yet.
         self._running = BackwardPasses()
@@ -115,7 +118,7 @@ class FusedTables(FusedOptimizer):
             states = dict(zip((*self._state_names, "average", "averaged_at"), self._states[name], strict=False))
             if self.optimizer.name == "rowwise_adagrad":
                 states["sum"] = states["sum"].view(-1, 1)
-            if states:
+            if states or self.rounds_stochastically(weight):
                 found[weight] = {"step": self.steps, **states}
         return found
 
@@ -139,6 +142,10 @@ class FusedTables(FusedOptimizer):
     def add_param_group(self, param_group: object) -> None:
         """Raises: all tables of a collection are one group."""
         self.param_groups.append(param_group)
+
+    def rounds_stochastically(self, weight: Tensor) -> bool:
+        """Returns whether new values of a weight are rounded stochastically."""
+        return self.stochastic_rounding and weight.dtype.itemsize == 2
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""
@@ -333,8 +340,14 @@ class FusedTables(FusedOptimizer):
                 self.optimizer,
                 self.group.learning_rate,
                 self.steps,
+                seeds=self._rounding_seeds(tables) if self.stochastic_rounding else None,
             )
             torch.autograd.graph.increment_version([weight for weight in tables.values() if weight.requires_grad])
+
+    def _rounding_seeds(self, tables: dict[str, nn.Parameter]) -> list[tuple[int, int]]:
+        """Returns the `seeds` of `step_rows`."""
+        firsts = accumulate([0, *map(len, tables.values())])
+        return [(first, rounding_seed(name)) for name, first in zip(tables, firsts, strict=False)]
 
 
 class _Handles(torch.autograd.Function):

@@ -28,8 +28,8 @@ from jfi.utils.operands import MISSING, NO_ID, IdMap, SeenIds
 
 #: Row of all ids without a row of their own.
 SHARED_ROW = 0
-#: Ids without a row that a table keeps between two admissions, each time that they occur.
-_MAX_NEW = 2**20
+#: Occurrences of ids without a row that a table keeps between two admissions: at least, at most, and for each row.
+_MIN_NEW, _MAX_NEW, _NEW_PER_ROW = 2**10, 2**20, 16
 #: Multipliers and the increment of SplitMix64, as int64: see `jfi.utils.encoding.mix`.
 _INCREMENT, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -75,8 +75,9 @@ class GrowingIds(nn.Module):
     since the last admission, after which the rows with a new owner must begin anew
     (`FusedEmbeddingCollection.reset_rows`; `SequenceDLRM.admit_ids` does both). TorchRec's LRU policy decides which ids
     are evicted. Unlike TorchRec's ManagedCollision modules this one does not wait for the device where it maps,
-    so that it can be part of a captured step: its buffers stay where they are. Of ids without a row the first 2**20
-    occurrences between two admissions are kept, on a GPU in no fixed order. A compiler or a tracer records none.
+    so that it can be part of a captured step: its buffers stay where they are. Of ids without a row the first
+    16 * capacity * min_count occurrences between two admissions are kept, at least 1,024 and at most 2**20, on a GPU in
+    no fixed order. A compiler or a tracer records none.
 
     The map and what was recorded are in the `state_dict`. In a process group every process records its own batches and
     has the same map: all call `admit` together.
@@ -166,8 +167,8 @@ class GrowingIds(nn.Module):
         for config in self.configs:
             if (most := recorded[config.name][2]) >= config.capacity:
                 raise ValueError(
-                    f"capacity of table '{config.name}' must be above the number of distinct ids of a batch, {most}, "
-                    f"got {config.capacity}"
+                    f"capacity of table '{config.name}' must be above the number of distinct ids of a batch, at least "
+                    f"{most}, got {config.capacity}"
                 )
         found = {name: self._map(name).admit(ids, counts) for name, (ids, counts, _) in recorded.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
@@ -217,7 +218,8 @@ class _Map(nn.Module):
         # The ids, ascending, the row of each, and the admission before which it occurred last.
         numbers = dict.fromkeys(("sorted_ids", "rows", "last_seen"), config.capacity) | {"admissions": 1}
         # What was recorded since the last admission.
-        recorded = {"new_ids": _MAX_NEW, "num_new": 1, "batches": 1, "num_reserved": 1}
+        most = min(max(_NEW_PER_ROW * config.capacity * config.min_count, _MIN_NEW), _MAX_NEW)
+        recorded = {"new_ids": most, "num_new": 1, "batches": 1, "num_reserved": 1}
         for name, size in (numbers | recorded).items():
             memory = torch.empty(size, dtype=torch.int64, device=device)
             self.register_buffer(name, memory, persistent=name != "num_reserved")
@@ -252,13 +254,13 @@ class _Map(nn.Module):
         The last one is known if each process has had one batch alone, and else 0. In a process group it is a
         collective, after which every process has the others' marks of known ids.
         """
-        ids, counts = torch.unique(self.new_ids[: min(int(self.num_new), _MAX_NEW)], return_counts=True)
+        ids, counts = torch.unique(self.new_ids[: int(self.num_new)], return_counts=True)
         most = (len(ids) + self.is_seen.sum()) * (self.batches[0] == 1)
         return _merged_over_processes(ids, counts, most, self.is_seen)
 
     def gather_recorded(self) -> None:
         """Takes what all processes have recorded, which is no longer of one batch."""
-        num_new, ranks = self.num_new.clamp(max=_MAX_NEW), dist.get_world_size()
+        num_new, ranks = self.num_new.clamp(max=len(self.new_ids)), dist.get_world_size()
         counts = [torch.empty_like(num_new) for _ in range(ranks)]
         dist.all_gather(counts, num_new)
         longest = int(torch.stack(counts).amax())
@@ -266,7 +268,7 @@ class _Map(nn.Module):
         dist.all_gather(parts, self.new_ids[:longest].contiguous())
         _join_marks(self.is_seen)
         dist.all_reduce(self.batches)
-        new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[:_MAX_NEW]
+        new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[: len(self.new_ids)]
         self.new_ids[: len(new)] = new
         self.num_new.fill_(len(new))
 

@@ -16,13 +16,21 @@ RowWiseAdagrad, with t the number of steps, this one included:
 with m̂ = m / (1 - β₁ᵗ) and v̂ = v / (1 - β₂ᵗ). A moving average of the weights, a += (1 - d)(w - a) at every step, takes
 the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). Before the
 first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as torch's AveragedModel does.
+
+All is computed in float32, or in float64 for tables of it. New weights of tables in half precision are rounded to the
+nearest number, or with seeds stochastically: to one of the two neighbours, to each with the probability that makes the
+expected value the new weight itself. So steps below half of the distance between two numbers are not lost. The random
+bits are a hash of the table's seed, the number of the step, the row and the column, so the same step has the same bits
+everywhere. Infinities and NaN stay, and no number up to the largest finite one becomes infinite.
 """
+
+import zlib
 
 import torch
 from torch import Tensor
 
 from jfi.ops.checks import check_impl
-from jfi.utils.operands import RowOptimizer, SortedRows
+from jfi.utils.operands import ROW_FACTOR, RowOptimizer, SortedRows
 
 #: Rows that `flush_average` reads at a time.
 _FLUSHED = 65_536
@@ -44,6 +52,14 @@ def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
     return SortedRows(rows, order.to(torch.int32))
 
 
+def rounding_seed(table: str, first_row: int = 0) -> int:
+    """Returns the seed of stochastic rounding of a table by its name, or of its shard that begins at a row.
+
+    A row has the same random bits in the whole table and in a shard of it.
+    """
+    return (zlib.crc32(table.encode()) + first_row * ROW_FACTOR) % 2**32
+
+
 @torch.no_grad()
 def step_rows(
     tables: list[Tensor],
@@ -55,6 +71,7 @@ def step_rows(
     learning_rate: Tensor,
     step: Tensor,
     impl: str = "auto",
+    seeds: list[tuple[int, int]] | None = None,
 ) -> None:
     """Step the rows that a batch has read, in place. Nothing synchronizes with a GPU.
 
@@ -73,6 +90,8 @@ def step_rows(
         step: [], int64, on the tables' device: number of steps, this one included.
         impl: "triton" (tables of at most 2,048 columns), "torch" (on a GPU with synchronizations), or "auto": Triton
             for CUDA tensors except float64, PyTorch otherwise.
+        seeds: for stochastic rounding of float16 and bfloat16, of each table or shard the number of its first row and
+            its `rounding_seed`, ascending from row 0; None rounds to nearest.
 
     Example:
         >>> import torch
@@ -86,12 +105,14 @@ def step_rows(
                 [ 0.0000,  0.0000],
                 [-1.0000, -1.0000]])
     """
+    if tables[0].dtype.itemsize > 2:
+        seeds = None
     if check_impl(impl, tables[0]) == "triton":
         from jfi.kernels.tables.step import step_rows as run
     else:
         from jfi.cpu.step_rows import step_rows as run
 
-    run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step)
+    run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step, seeds)
 
 
 @torch.no_grad()

@@ -22,6 +22,10 @@ MISSING, PADDING = 0, -1
 NO_ID = 2**63 - 1
 #: By which an id is multiplied for its home in a hash index: that of SplitMix64's increment, as int64.
 HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+#: By which the number of a row is multiplied for the random bits of its rounding, modulo 2**32.
+ROW_FACTOR = 0x9E3779B1
+#: The smallest normal number of float16.
+FLOAT16_TINY = 2.0**-14
 
 
 def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from attention_worker import (
     CASES,
+    EPS,
     LOCAL,
     OWN,
     RANDOM,
@@ -34,11 +35,14 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
+from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
 from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, row_wise_shards
@@ -424,6 +428,52 @@ def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
     refused = "cannot accumulate over the tables of a ShardedEmbeddingCollection, .* use a FusedEmbeddingCollection"
     with pytest.raises(ValueError, match=refused), defer_sharded_steps(rows):
         pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, RowWiseAdagrad])
+def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
+    """A shard from row 7 on has the bits of those rows of a FusedEmbeddingCollection, also from a checkpoint on."""
+    options = {"lr": 0.01} if kind is torch.optim.SGD else {"lr": 0.01, "eps": EPS}
+
+    def tables_of(rows):
+        table = EmbeddingConfig(num_embeddings=rows, embedding_dim=8, name="t", feature_names=["t"])
+        table.data_type = DataType.FP16
+        return [table]
+
+    def train(model, first, steps):
+        for step in steps:
+            ids = first + torch.randint(0, 20, (30,), generator=torch.Generator().manual_seed(step))
+            model(KeyedJaggedTensor(["t"], ids, lengths=torch.ones_like(ids)))["t"].values().float().sum().backward()
+        return model
+
+    def build_sharded(**fused_params):
+        collection = EmbeddingCollection(tables=tables_of(20))
+        apply_optimizer_in_backward(kind, collection.parameters(), dict(options))
+        sharder = AttentionCollectionSharder(None, fused_params, replicate_below=0)
+        own = {"t": row_wise()}
+        sharding = construct_module_sharding_plan(collection, own, sharder, 1, 1, "cpu")
+        plan, on = ShardingPlan({"": sharding}), torch.device("cpu")
+        model = DistributedModelParallel(collection, device=on, plan=plan, sharders=[sharder], init_data_parallel=False)
+        (table,) = [one for lookup in model.module._lookups for one in lookup._emb_modules[0].config.embedding_tables]
+        table.local_metadata.shard_offsets[0] = 7
+        nn.init.ones_(model.module.local_shard.memory)
+        return model
+
+    for stochastic in (True, False):
+        whole = FusedEmbeddingCollection(tables_of(27), kind, {"lr": 0.01}, stochastic_rounding=stochastic)
+        weight = nn.init.ones_(whole.embeddings["t"].weight)
+        train(whole, 7, range(6))
+        begun, model = (build_sharded(stochastic_rounding=stochastic) for _ in range(2))
+        train(begun, 0, range(3))
+        model.load_state_dict(begun.state_dict())
+        model.fused_optimizer.load_state_dict(begun.fused_optimizer.state_dict())
+        train(model, 0, range(3, 6))
+        assert torch.equal(model.module.local_shard.memory, weight[7:])
+        assert ("steps" in model.state_dict()) == stochastic
+    model = build_sharded()
+    saved = model.state_dict()
+    assert int(saved.pop("steps")) == 0  # as TorchRec's own collection saves
+    model.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(

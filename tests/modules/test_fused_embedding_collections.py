@@ -28,6 +28,7 @@ from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, 
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.step_rows import RowOptimizer
 
+HALVES = [DataType.FP16, DataType.BF16]
 WIDTH = 8
 KEYS = ["item", "history_item", "history_brand", "user", "tags"]
 ROWS = {"item": 30, "brand": 5, "user": 9, "tag": 12}
@@ -533,6 +534,61 @@ def test_tables_in_half_precision(data_type, dtype):
     assert state["sum"].dtype == torch.float32
 
 
+def one_table(data_type, optimizer_type, options, size=64, **keywords):
+    config = EmbeddingConfig(name="t", embedding_dim=16, num_embeddings=size, feature_names=["a"], data_type=data_type)
+    return FusedEmbeddingCollection([config], optimizer_type, options, **keywords)
+
+
+def rows_of(fused, ids):
+    return fused(KeyedJaggedTensor(["a"], ids, lengths=torch.ones_like(ids)))["a"].values()
+
+
+@pytest.mark.parametrize("data_type", HALVES)
+def test_steps_too_small_for_a_half_precision_table_add_up(data_type):
+    fused = one_table(data_type, torch.optim.SGD, {"lr": 1e-3})
+    weight = nn.init.ones_(fused.embeddings["t"].weight)
+    for _ in range(500):
+        rows_of(fused, torch.arange(64)).sum().backward()
+    # A step has at most the variance of 1e-3 times the distance of two numbers, below 1 half of eps.
+    deviation = (500 * 1e-3 * torch.finfo(weight.dtype).eps / 2) ** 0.5
+    assert (weight.double().mean() - 0.5).abs() < 5 * deviation / weight.numel() ** 0.5
+    assert weight.double().std() < 1.1 * deviation
+
+
+def test_rowwise_adagrad_of_half_precision_tables_learns_as_in_float32():
+    def error_of(data_type):
+        fused = one_table(data_type, RowWiseAdagrad, {"lr": 0.05}, 30)
+        draw = torch.Generator().manual_seed(1)
+        nn.init.zeros_(fused.embeddings["t"].weight)
+        truth = torch.randn(30, 16, generator=draw)
+        for _ in range(500):
+            ids = torch.randint(0, 30, (64,), generator=draw)
+            noise = torch.randn(64, 16, generator=draw)
+            (rows_of(fused, ids) - truth[ids] - noise).square().mean(0).sum().backward()
+        return (fused.embeddings["t"].weight.float() - truth).square().mean().item()
+
+    error = error_of(DataType.FP32)
+    for data_type in HALVES:  # to nearest BF16 has 1.8 times the error
+        assert error_of(data_type) == pytest.approx(error, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad"])
+def test_half_precision_tables_go_on_from_a_checkpoint_with_the_same_bits(name):
+    def run(steps, *states):
+        fused = one_table(DataType.BF16, CLASSES[name][0], {"lr": 0.01}, ema_decay=0.9 if name == "sgd" else None)
+        nn.init.ones_(fused.embeddings["t"].weight)
+        for one, state in zip((fused, fused.fused_optimizer), states, strict=bool(states)):
+            one.load_state_dict(state)
+        for step in steps:
+            ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(step))
+            rows_of(fused, ids).sin().sum().backward()
+        return copy.deepcopy((fused.state_dict(), fused.fused_optimizer.state_dict()))
+
+    whole = run(range(6))
+    torch.testing.assert_close(run(range(3, 6), *run(range(3))), whole, rtol=0, atol=0)
+    torch.testing.assert_close(run(range(6)), whole, rtol=0, atol=0)
+
+
 def test_float64_and_output_dtype():
     fused = fused_events("adagrad", output_dtype=torch.float64).double()
     plain = nn.Parameter(fused.embeddings["brand"].weight.detach().clone())
@@ -704,6 +760,7 @@ def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
         (torch.optim.Adam, {"betas": (0.9, 1.0)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.Adam, {"betas": (False, 0.9)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.SGD, {}, {"ema_decay": 1.0}, "ema_decay must be between 0 and 1, or None, got 1.0"),
+        (torch.optim.SGD, {}, {"stochastic_rounding": 1}, "stochastic_rounding must be a bool, got 1"),
         (torch.optim.SGD, {}, {"output_dtype": torch.int32}, "output_dtype must be a floating torch.dtype or None"),
     ],
 )

@@ -146,6 +146,19 @@ def test_no_buffer_moves_when_ids_are_admitted():
     assert {name: x.data_ptr() for name, x in module.state_dict().items()} == places
 
 
+def test_the_state_is_in_proportion_to_the_capacity():
+    def bytes_of(capacity):
+        return sum(x.nbytes for x in growing(capacity).state_dict().values())
+
+    assert bytes_of(9) < 10_000 and bytes_of(1000) < 250 * 1000
+    (map_of_3,) = growing(1000, min_count=3).maps.values()
+    assert len(map_of_3.new_ids) == 3 * 16 * 1000
+    module = growing(9)
+    for ids in ([1], list(range(2, 2000))):  # of which the first 1,024 are kept
+        module(batch(ids))
+    assert len(module.admit()["item"]) == 8
+
+
 def test_a_state_dict_goes_on_with_the_same_bits():
     torch.manual_seed(1)
     steps = [(torch.randn(20).abs() * 6).long().tolist() for _ in range(12)]

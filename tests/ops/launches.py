@@ -160,7 +160,8 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     states = [states_of(name, table, ema_decay is not None) for table in tables]
     grads = [torch.zeros(1000, width, dtype=grad_dtype) for _ in range(2)]
     batch, one = sort_rows(torch.randint(0, 101, (2000,)), 100), torch.tensor(1)
-    tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one)
+    seeds = [(0, 1), (50, 2)] if dtype.itemsize == 2 else None
+    tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one, seeds)
     tables_step.sum_rows(grads[0], sort_rows(torch.randint(0, 50, (1000,)), 50), 50, dtype)
     ids = torch.zeros(1000, dtype=torch.int64)
     gather_rows(tuple(tables), (ids, ids), grad_dtype)

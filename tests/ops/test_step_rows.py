@@ -5,10 +5,11 @@ import torch
 from ops.ragged import SLOW_HERE
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
+from jfi.cpu.step_rows import round_stochastically
 from jfi.kernels import plan
 from jfi.kernels.tables import step as kernels
-from jfi.ops.step_rows import RowOptimizer, flush_average, sort_rows, step_rows
-from jfi.utils.operands import MAX_STEPPED_WIDTH, power_of_two
+from jfi.ops.step_rows import RowOptimizer, flush_average, rounding_seed, sort_rows, step_rows
+from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, power_of_two
 
 SIZES = [7, 1, 40]
 IMPLS = ["triton", "torch"]
@@ -214,6 +215,79 @@ def test_tables_and_gradients_in_half_precision(dtype, name, device):
     rows = torch.randint(0, 48, (100,))
     tolerance = 4 * torch.finfo(dtype).eps
     step_beside_torch(RowOptimizer(name, 1e-8), SIZES, [100], rows, 8, dtype, device, dtype, tolerance)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def keys(table, count):
+    return (torch.arange(count) * ROW_FACTOR + rounding_seed(table)) % 2**32
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-22])
+def test_stochastic_rounding_has_the_same_bits_in_the_kernels_and_in_a_shard(scale, dtype, device):
+    """Sums of gradients are exact, so that their order makes no difference; the step's number changes in place."""
+    sizes, seeds = [7, 40], [(0, rounding_seed("a")), (7, rounding_seed("b"))]
+    start = [(torch.randn(size, 5) * scale).to(dtype).to(device) for size in sizes]
+    rows = torch.cat([torch.full((40,), 3), torch.randint(0, 48, (24,))]).to(device)
+    grad = (torch.randint(-512, 512, (64, 5)) * (scale / 1024)).to(device)
+    shards = [start[0], start[1][:15], start[1][15:]]
+    ways = [
+        ("torch", start, seeds),
+        ("triton", start, seeds),
+        ("torch", shards, seeds),
+        ("triton", [torch.cat(start)], [*seeds, (22, rounding_seed("b", 15))]),
+        ("torch", start, None),
+    ]
+    found, lr = [], torch.tensor(0.5, device=device)
+    for impl, given, own in ways:
+        tables, step = [table.clone() for table in given], torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(2):
+            step += 1
+            batch, optimizer = sort_rows(rows, 47), RowOptimizer("sgd")
+            step_rows(tables, [()] * len(tables), batch, [grad], [64], optimizer, lr, step, impl, own)
+        found.append(torch.cat(tables).view(torch.int16))
+    assert all(torch.equal(found[0], other) for other in found[1:4])
+    assert not torch.equal(found[0], found[4])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_has_the_value_as_its_mean(dtype):
+    """Numbers between two neighbours go to these; those of the dtype, infinities and NaN stay."""
+    tiny = torch.finfo(dtype).smallest_normal
+    values = torch.tensor([1.001, -0.3337, 3e-8, -2.1e-5, 6.1e-5, 0.3 * tiny, -1.7 * tiny, 2000.7])
+    if dtype == torch.float16:
+        values = torch.cat([values, torch.tensor([1e-9, 65503.0])])
+    x, steps = values.repeat_interleave(32).expand(100, -1), 100
+    rounded = [round_stochastically(x, dtype, keys("t", 100), t) for t in range(steps)]
+    mean = sum(one.double() for one in rounded) / steps
+    low, high = (getattr(torch.stack(rounded), way)(0).values.double() for way in ("min", "max"))
+    distance = (high.amax((0,)) - low.amin((0,))).view(-1, 32).amax(1)
+    nearest = values.to(dtype)
+    assert (distance <= 1.01 * torch.finfo(dtype).eps * values.abs().clamp(min=tiny)).all()
+    error = (mean.mean(0).view(-1, 32).mean(1) - values).abs()
+    assert (error <= 2.5 * distance / (steps * 100 * 32) ** 0.5).all() and (distance > 0).all()
+
+    largest = torch.finfo(dtype).max
+    stays = torch.tensor([0.0, 1.0, -largest, largest, tiny, torch.inf, -torch.inf, torch.nan]).expand(100, -1)
+    stays = torch.cat([stays, nearest.float().expand(100, -1)], 1)
+    for t in range(5):
+        torch.testing.assert_close(
+            round_stochastically(stays, dtype, keys("t", 100), t).float(), stays, rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_random_bits_depend_on_the_table_the_row_the_column_and_the_step():
+    x = torch.full((64, 32), 1.0 + 2.0**-9)  # between two numbers of bfloat16
+    draws = []
+    for table, t in (("a", 1), ("a", 2), ("b", 1)):
+        draws.append(round_stochastically(x, torch.bfloat16, keys(table, 64), t) > 1)
+    again = round_stochastically(x, torch.bfloat16, keys("a", 64), 1) > 1
+    assert torch.equal(draws[0], again)
+    others = [draws[1], draws[2], draws[0].roll(1, 0), draws[0].roll(1, 1)]
+    for other in others:  # a quarter is rounded up: as independent draws 6 of 16 differ
+        assert 0.3 < (draws[0] != other).float().mean() < 0.45
 
 
 def test_rows_wider_than_a_tile_are_refused(device):

@@ -23,7 +23,8 @@ from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
 from jfi.kernels.plan import cached
-from jfi.utils.operands import MAX_STEPPED_WIDTH, RowOptimizer, ceil_div, power_of_two
+from jfi.kernels.tables.rounding import round_to, rounding_keys
+from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
 MAX_GRADS = 8
@@ -101,7 +102,7 @@ def _load_states(row, mask, tables, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
+def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr):
     """Steps the rows of the mask by their gradients g [rows, BLOCK_D], 0 from column D on."""
     N: tl.constexpr = SPEC.num_tables
     at, old, first_at, first, second_at, second, average_at, average, when_at, when = states
@@ -136,7 +137,7 @@ def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
             bias1 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta1, tl.float64)))).to(tl.float32)
             bias2 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta2, tl.float64)))).to(tl.float32)
             new -= (lr / bias1) * first / (tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps)
-        new = new.to(tables[0].dtype.element_ty)
+        new = round_to(tables[0].dtype.element_ty, new, row, keys, SPEC)
         tl.store(tables[0] + at, new, mask=keep)
         if SPEC.ema_decay > 0:
             new = new.to(tl.float32)
@@ -208,6 +209,7 @@ def step_rows_kernel(
     open_row = head
     to = partial_ptr + 2 * program * SPEC.block_d + _cols(SPEC)
     total = tl.zeros((SPEC.block_d,), tl.float32)
+    keys = rounding_keys(schedule[1], _cols(SPEC), SPEC)
     for first in range(begin, end, BLOCK):
         mask = first + at < end
         row = tl.load(rows_ptr + first + at, mask=mask, other=HIGH)
@@ -224,7 +226,7 @@ def step_rows_kernel(
         is_last = at == BLOCK - 1
         total = tl.sum(tl.where(is_last[:, None], sums, 0.0), 0)
         open_row = tl.sum(tl.where(is_last, row, 0), 0)
-        _step_rows(ends & (row != head), sums, states, tables, schedule, SPEC)
+        _step_rows(row, ends & (row != head), sums, states, tables, schedule, keys, SPEC)
         is_head = ends & (row == head)
         tl.store(to[None, :] + at[:, None] * 0, sums, mask=is_head[:, None])
     after = tl.load(rows_ptr + end, mask=end < count, other=-1)
@@ -261,7 +263,8 @@ def step_split_rows_kernel(batch, tables, schedule, count, chunk, SPEC: tl.const
     # One row of a tile.
     one = tl.arange(0, 1)
     states = _load_states(one + row, one == 0, tables, SPEC)
-    _step_rows(one == 0, total[None, :], states, tables, schedule, SPEC)
+    keys = rounding_keys(schedule[1], _cols(SPEC), SPEC)
+    _step_rows(one + row, one == 0, total[None, :], states, tables, schedule, keys, SPEC)
 
 
 def step_tiles(width: int) -> tuple[int, int]:
@@ -274,16 +277,24 @@ def step_tiles(width: int) -> tuple[int, int]:
 
 @cached
 def _launchers(
-    optimizer: RowOptimizer, firsts: tuple[int, ...], width: int, num_grads: int, aligned: bool
+    optimizer: RowOptimizer,
+    firsts: tuple[int, ...],
+    width: int,
+    num_grads: int,
+    aligned: bool,
+    seeds: tuple[tuple[int, int], ...],
 ) -> tuple[Launcher, Launcher]:
     """Returns the launchers of both kernels.
 
     ``firsts`` are the numbers of the tables' first rows, and behind them the end; ``aligned`` says whether all tables
-    and states begin at multiples of 16 bytes.
+    and states begin at multiples of 16 bytes; ``seeds`` are those of stochastic rounding, or none.
     """
     block_d = power_of_two(width)
     block, _ = step_tiles(block_d)
     values = {**optimizer._asdict(), "ema_decay": optimizer.ema_decay or 0.0, "firsts": firsts, "aligned": aligned}
+    # What is added to (the number of a row) ROW_FACTOR, from each first row on.
+    seeds_of_0 = tuple([(seed - number * ROW_FACTOR) % 2**32 for number, seed in seeds])
+    values |= {"seeds": seeds_of_0, "seed_firsts": tuple([number for number, _ in seeds]), "num_seeds": len(seeds)}
     spec = spec_of(**values, num_tables=len(firsts) - 1, width=width, block_d=block_d, block=block)
     chunks = max(COPY_ELEMENTS // block_d, 1)
     return (
@@ -301,6 +312,7 @@ def step_rows(
     optimizer: RowOptimizer,
     learning_rate: Tensor | None,
     step: Tensor | None,
+    seeds: list[tuple[int, int]] | None = None,
 ) -> None:
     """Steps rows, see `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
     rows, order = sorted_rows
@@ -325,7 +337,8 @@ def step_rows(
             firsts.append(firsts[-1] + table.shape[0])
         first = firsts[-1]
         aligned = all([x.data_ptr() % 16 == 0 for x in chain(tables[own], *states[own])])
-        step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads), aligned)
+        constants = tuple(firsts), width, len(grads), aligned, tuple(seeds or ())
+        step_launch, split_launch = _launchers(optimizer, *constants)
         fields = [tables[own], *zip(*states[own], strict=True)]
         if optimizer.ema_decay:  # behind both states
             fields[-2:-2] = [[None] * len(tables[own])] * (5 - len(fields))
