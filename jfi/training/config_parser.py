@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from jfi.data import DataError
+from jfi.data.config import FILES
+from jfi.data.io.paths import unnamed_urls
 from jfi.data.prepared.manifest import CHOICES, prepared_config
 from jfi.data.removed_settings import REMOVED, check_removed, describe_renamed
 from jfi.training.config import Config, ConfigError
-from jfi.training.config_yaml import StandIns, read_yaml
+from jfi.training.config_yaml import StandIns, read_yaml, scalars
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import EXIT_CODES, shorten
 from jfi.utils.files import is_storage_fault, write_file
@@ -65,13 +67,16 @@ def parse_config(
         file, overrides = file_parser.parse_known_args(arguments)
         option = "a value"
         removed: dict[str, object] = {}
+        named: set[str] = set()  # texts of the command line
         for place, argument in enumerate(overrides):
             if argument.startswith("--"):
                 option, _, value = argument.partition("=")
             else:
                 value = argument
+            named.add(value)
             with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
                 root = read_yaml(value, option)
+                named |= scalars(root)
                 _collect_removed(removed, option, value)
                 _check_entries(option, value)
                 if value:
@@ -94,6 +99,8 @@ def parse_config(
         fault = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
         raise ConfigError(stand_ins.restore(str(fault) if fault else _tidy(str(error)))) from None
     config = Config(**{name: stand_ins.restore(getattr(parsed, name)) for name in _SECTIONS})
+    if file.config is not None:
+        config = _mark_urls(config, named)
     own = {name.removeprefix("--").replace("-", "_") for name in options}
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
@@ -138,6 +145,14 @@ def save_config(config: Config, path: str | Path) -> None:
     """Writes all fields, including defaults, as YAML; whole or not at all."""
     tree = {"version": VERSION, **config.as_dict()}
     write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def _mark_urls(config: Config, named: set[str]) -> Config:
+    """The config with those URLs marked that its file names and the command line does not."""
+    tables = {name: unnamed_urls(getattr(config.data, name), named) for name in FILES}
+    options = {name: unnamed_urls(value, named) for name, value in config.training.logger_options.items()}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **tables))
+    return config.with_training(logger_options=options)
 
 
 def _stand_in(stand_ins: StandIns, root: yaml.Node | None, option: str, value: str) -> str:

@@ -33,6 +33,11 @@ def read_yaml(text: str, place: str) -> yaml.Node | None:
     return root
 
 
+def scalars(root: yaml.Node | None) -> set[str]:
+    """Returns the texts of all scalars of a tree."""
+    return {node.value for node in _nodes(root) if isinstance(node, yaml.ScalarNode)}
+
+
 def _nodes(root: yaml.Node | None) -> Iterator[yaml.Node]:
     """Yields each node of a tree once."""
     left, seen = [root] if root is not None else [], set()

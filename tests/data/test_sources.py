@@ -100,7 +100,7 @@ def test_urls_are_read_as_paths(tmp_path, memory, table):
         assert samples(DataConfig(interactions=url, label="clicked")) == expected
     assert message("memory://gone.csv") == "memory://gone.csv: no such file or directory"
     assert message("memory://gone/*.csv").startswith("memory://gone/*.csv: no file matches")
-    assert message("nosuch://a.csv").startswith("nosuch://a.csv: data.interactions: Protocol not known: nosuch")
+    assert message("nosuch://a.csv").startswith("nosuch://a.csv: data.interactions: its protocol must be one of file, ")
     memory.pipe("/bad.parquet", b"PAR1 no")
     assert message("memory://bad.parquet").startswith("memory://bad.parquet: a damaged Parquet file")
 

@@ -17,7 +17,7 @@ from jfi.data.io.arrays import TEXT, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
-from jfi.data.io.paths import File, find_files, is_url
+from jfi.data.io.paths import File, find_files, is_url, open_file
 from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
@@ -174,11 +174,19 @@ def existing_interactions(config: DataConfig) -> list[str]:
 
 def count_rows(config: DataConfig) -> int | None:
     """Returns the number of interactions where the files tell it without being read, else None."""
-    tables = [file.path if file.table is None else file.table for file in _files(config, _interactions(config))]
-    try:
-        return sum(len(x) if isinstance(x, pa.Table) else pyarrow.parquet.read_metadata(x).num_rows for x in tables)
-    except (OSError, pa.ArrowException):
-        return None  # text, or a file of which the reader says what is wrong
+    files, count = _files(config, _interactions(config)), 0
+    if any(file.layout.format not in ("arrow", "parquet") for file in files):
+        return None
+    for file in files:
+        if file.table is not None:
+            count += len(file.table)
+            continue
+        try:
+            with open_file(file.path) as opened:
+                count += pyarrow.parquet.read_metadata(opened).num_rows
+        except (OSError, pa.ArrowException):
+            return None  # the reader says what is wrong
+    return count
 
 
 def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:

@@ -13,10 +13,13 @@ follow/         of a run that follows a log: its metrics, and the state of the l
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 
+import dataclasses
 import json
 import tempfile
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
@@ -58,8 +61,12 @@ class RunFolder:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> "tuple[RunFolder, Config]":
+    def open(cls, path: str | Path, tables: Mapping[str, Any] | None = None) -> "tuple[RunFolder, Config]":
         """An existing run and its config.
+
+        Args:
+            path: the folder.
+            tables: where tables are now, by their settings of `data`. URLs of config.yaml itself are never opened.
 
         Raises:
             ConfigError: `path` is not a run folder.
@@ -71,6 +78,8 @@ class RunFolder:
             hint = f"; the newest run in it is {newest}" if newest else ""
             raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing{hint}")
         config = load_config(run.config)
+        if tables:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, **tables).with_absolute_paths())
         return run, config.with_training(run_dir=str(path))
 
     def read_versions(self) -> dict[str, str | None] | None:
