@@ -5,7 +5,6 @@ kernels of attention into the package. Other operators are replaced by PyTorch's
 CPU, reading rows of tables, sums of lengths.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.export import ExportedProgram
 from jfi import reference
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import write_package
+from jfi.utils.files import writing_file
 
 
 def export_module(
@@ -66,12 +66,8 @@ def export_module(
             f"the module uses {', '.join(refused)}, which cannot be exported: only target attention can, and for a GPU "
             "an encoder without times"
         )
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.pt2")
-    try:
+    with writing_file(path) as unfinished:
         write_package(program, unfinished)
-        unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return [name for name in found if name not in own]
 
 

@@ -46,6 +46,8 @@ from jfi.utils.display import Display
 from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
+#: Says what the stages of a folder are of, and that it is one of stages.
+_STATE = ".jfi-preparing.json"
 
 
 def prepare_dataset(
@@ -79,7 +81,8 @@ def prepare_dataset(
     if config.policy is not None:
         raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
     work = out.parent / f".{out.name}.preparing"
-    if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
+    is_done = all((work / name).exists() for name in (_STATE, "result.done")) and not (work / "result").exists()
+    if out.exists() and is_done:
         shutil.rmtree(work, ignore_errors=True)  # killed when all was done; another call may remove it too
         return
     if out.exists():
@@ -239,10 +242,13 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     with locking_folder(work) as is_first:
         if not is_first:
             raise DataError(f"{work}: another process is preparing this dataset")
-        path, text = work / "state.json", json.dumps(state, sort_keys=True)
-        if not path.exists() or path.read_text() != text:
-            for left in work.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        path, text, found = work / _STATE, json.dumps(state, sort_keys=True), [*work.iterdir()]
+        if found and path not in found:
+            raise DataError(f"{work}: has files, and none of `jfi prepare`; move it away")
+        if not found or path.read_text() != text:
+            for left in found:
+                if left != path:  # the last one, which says whose folder it is
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             path.write_text(text)
         yield
         shutil.rmtree(work, ignore_errors=True)

@@ -112,8 +112,8 @@ def new_run_dir(prefix: str = "") -> str:
 
 def check_new(path: Path) -> None:
     """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
-    begun = {LOCK, unfinished_name(RunFolder(path).config).name}
-    if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
+    begun = (LOCK, unfinished_name(RunFolder(path).config).name)
+    if path.exists() and (not path.is_dir() or not all(entry.name.startswith(begun) for entry in path.iterdir())):
         raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")
 
 
