@@ -4,7 +4,6 @@ import codecs
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from jfi.data.io.arrays import TEXT, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
-from jfi.data.io.paths import File, find_files, is_url, open_file
+from jfi.data.io.paths import File, find_files, identify_file, is_url, open_file
 from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
@@ -151,14 +150,14 @@ def _is_empty(column: pa.ChunkedArray) -> bool:
     return column.null_count == len(column)
 
 
-def input_files(config: DataConfig) -> list[Path]:
-    """Returns the files of this machine of all tables that a config names.
+def identify_files(config: DataConfig) -> list[tuple[str, object]]:
+    """Returns the files of all tables that a config names, each with what changes where it is replaced.
 
     Raises:
         DataError: nothing is there, or a file's kind is unknown.
     """
     files = _files(config, [name for name in FILES if getattr(config, name) is not None])
-    return [Path(file.path) for file in files if file.table is None and not is_url(file.path)]
+    return [(file.path, identify_file(file.path)) for file in files if file.table is None]
 
 
 def existing_interactions(config: DataConfig) -> list[str]:

@@ -3,6 +3,8 @@
 import glob
 import hashlib
 import os
+import re
+import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -19,6 +21,8 @@ from jfi.utils.files import by_number, reading_file
 _PREPARED = ("manifest.json", "schema.json")
 #: Before the SHA-256 of a table in memory, where it has to be named.
 _IN_MEMORY = "table://"
+#: Names under which file systems say when an object was written, or what is in it.
+_VERSION = re.compile(r"(?i)etag|time|modified|updated|created|generation|version|md5|sha|crc|lfs|blob")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 #: The file systems that URLs may name: they only read files. Others of fsspec read what a file names, or run its code.
 _PROTOCOLS = ("file", "memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "hdfs", "oss")
@@ -74,6 +78,20 @@ def open_file(path: str) -> IO[bytes]:
         return open(path, "rb")
     system, path = _file_system(path)
     return system.open(path, "rb")
+
+
+def identify_file(path: str) -> list[Any] | dict[str, str]:
+    """Returns what changes where a file is replaced, as JSON can hold it; nothing of a path where no file is.
+
+    Where the server of a URL says neither when an object was written nor what is in it, no two results are equal.
+    """
+    if not is_url(path):
+        state = os.stat(path) if os.path.exists(path) else None
+        return [] if state is None else [state.st_size, state.st_mtime_ns]
+    system, path = _file_system(path)
+    system.invalidate_cache()
+    told = {name: str(value) for name, value in sorted(system.info(path).items()) if value is not None}
+    return told if any(map(_VERSION.search, told)) else told | {"unknown": secrets.token_hex(8)}
 
 
 def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -23,7 +23,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import count_rows, describe_left_out, input_files
+from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.samples import choose_samples
 from jfi.data.prepared.sources import Tables, column_settings, open_tables
@@ -235,7 +235,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {
         "config": dataclasses.asdict(config.without_tables()),
-        "inputs": _state_of_files(config),
+        "inputs": [] if config.source == "synthetic" else identify_files(config),
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)
@@ -265,13 +265,6 @@ def _keeping(work: Path) -> Iterator[None]:
         else:
             print(f"{work} keeps what is done; call again to continue, or remove it", file=sys.stderr)
         raise
-
-
-def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:
-    if config.source == "synthetic":
-        return []
-    found = [(str(path), path.stat()) for path in input_files(config) if path.exists()]
-    return [(path, state.st_size, state.st_mtime_ns) for path, state in found]
 
 
 def _digest(schema: DataSchema) -> str:
