@@ -332,9 +332,8 @@ def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tupl
         return sources, []
     if not own:
         lack = "statistics of sampled negatives" if lacking is None else f"column '{lacking}' of data.statistics"
-        where = "at a URL that nobody has named" if "://" in str(config.interactions) else "not there"
         raise DataError(
-            f"{first.name}: no {lack}, and the run's own interactions are {where}; give a table with the past of all "
+            f"{first.name}: no {lack}, and the run's own interactions are not there; give a table with the past of all "
             "users as the history (`history`, --history), or train the run with data.statistics: []"
         )
     what = "statistics are made" if made else "histories are"
