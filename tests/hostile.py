@@ -4,10 +4,12 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import fsspec
 import pytest
 
 MODULE = "hostile_marker"
@@ -39,6 +41,38 @@ class Marker:
     def check(self, what: object) -> None:
         """Fails if code of a file has run; `what` names it."""
         assert MODULE not in sys.modules and not self.path.exists(), what
+
+
+#: Audit events of a process that goes beyond its files.
+_BEYOND = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "os.system", "os.exec")
+_BEYOND += ("os.posix_spawn", "os.spawn", "os.fork", "urllib.Request", "http.client.connect")
+_recorded: list[str] | None = None
+
+
+def _record(event: str, _: tuple) -> None:
+    if _recorded is not None and event in _BEYOND:
+        _recorded.append(event)
+
+
+sys.addaudithook(_record)  # which stays as long as the process
+
+
+@contextmanager
+def recording() -> Iterator[list[str]]:
+    """Yields a list of what the process does beyond its files, such as opening a socket or a file system of fsspec."""
+    global _recorded
+    _recorded, of_protocol = [], fsspec.core.get_filesystem_class
+
+    def recorded(protocol: str) -> type:
+        if protocol not in ("file", "local"):
+            _recorded.append(protocol)
+        return of_protocol(protocol)
+
+    try:
+        with mock.patch.object(fsspec.core, "get_filesystem_class", recorded):
+            yield _recorded
+    finally:
+        _recorded = None
 
 
 def nodes(tree: Any, at: tuple = ()) -> Iterator[tuple]:

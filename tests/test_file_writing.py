@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from jfi.utils.files import (
     temporary_folder,
     write_file,
     write_sums,
+    writing_file,
     writing_folder,
 )
 from jfi.utils.json_files import convert
@@ -41,6 +43,7 @@ def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path):
     """A folder of somebody else may hold one."""
     (tmp_path / "victim").write_text("as it was")
     (tmp_path / ".config.yaml.unfinished").symlink_to(tmp_path / "victim")
+    (tmp_path / ".config.yaml.unfinished-x").symlink_to(tmp_path)
     write_file(tmp_path / "config.yaml", "new")
     assert (tmp_path / "victim").read_text() == "as it was"
     assert not (tmp_path / "config.yaml").is_symlink() and (tmp_path / "config.yaml").read_text() == "new"
@@ -53,13 +56,10 @@ def test_a_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_path
     )
     monkeypatch.setattr(os, "replace", lambda *names: (order.append("replace"), replace(*names)))
     write_file(tmp_path / "result", b"bytes")
-    assert order == [".result.unfinished", "replace", tmp_path.name]
+    assert order == ["result", "replace", tmp_path.name]
 
 
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path):
-    """What a killed process has left is removed."""
-    (tmp_path / ".result.unfinished").mkdir()
-    (tmp_path / ".result.unfinished" / "left").touch()
     with writing_folder(tmp_path / "result") as unfinished:
         (unfinished / "file").touch()
         with pytest.raises(OSError, match="another process is writing it"), writing_folder(tmp_path / "result"):
@@ -71,19 +71,34 @@ def test_the_folder_of_a_killed_process_is_removed_with_the_next_one(tmp_path):
     code = "from jfi.utils.files import temporary_folder; from pathlib import Path; import os, sys\n"
     code += "with temporary_folder('.x-', Path(sys.argv[1])) as folder: (folder / 'file').touch(); input()"
     killed = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE)
-    while not list(tmp_path.glob(".x-*/file")):
+    while not list(tmp_path.glob(".x-*/files/file")):
         assert killed.poll() is None
     (left,) = tmp_path.iterdir()
     (tmp_path / ".x-file").touch()
-    (tmp_path / ".y-other").mkdir()
-    kept = {tmp_path / ".x-file", tmp_path / ".y-other"}
+    (tmp_path / ".x-own").mkdir()
+    (tmp_path / ".x-own" / "thesis.txt").write_text("my own")
+    shutil.copytree(left, tmp_path / ".x-other", ignore=lambda folder, names: {"files"})
+    (tmp_path / ".x-other" / ".jfi-writer").write_text("another machine, whose locks are not seen here")
+    kept = {tmp_path / ".x-file", tmp_path / ".x-own", tmp_path / ".x-other"}
     with temporary_folder(".x-", tmp_path) as folder:
-        assert set(tmp_path.iterdir()) == {left, folder, *kept}  # a process that lives keeps its own
+        assert set(tmp_path.iterdir()) == {left, folder.parent, *kept}  # a process that lives keeps its own
     killed.kill()
     killed.communicate()
     with temporary_folder(".x-", tmp_path) as folder:
-        assert set(tmp_path.iterdir()) == {folder, *kept}
-    assert set(tmp_path.iterdir()) == kept
+        assert set(tmp_path.iterdir()) == {folder.parent, *kept}
+    assert set(tmp_path.iterdir()) == kept and (tmp_path / ".x-own" / "thesis.txt").exists()
+
+
+def test_each_of_two_writers_of_a_file_publishes_what_it_has_written_itself(tmp_path):
+    path, other = tmp_path / "result", "y" * 1000
+    with writing_file(path) as first:
+        first.write_text("x" * 10)
+        with writing_file(path) as second:
+            second.write_text(other[:500])
+            assert not path.exists()
+        assert path.read_text() == other[:500]
+    assert path.read_text() == "x" * 10
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture

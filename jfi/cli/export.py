@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from jfi.cli.options import given_tables
 from jfi.data import DataError
 from jfi.serving.counters import LogCounters
 from jfi.serving.dataset_schema import read_counters, schema_of_model
@@ -37,7 +38,7 @@ def main(options: argparse.Namespace) -> None:
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
         with raise_on_sigterm():
-            past = _read_log(run, options.history)
+            past = _read_log(run, options)
             sha256 = export(
                 out,
                 run.model,
@@ -64,9 +65,9 @@ def schema_of_run(run: SavedRun) -> Schema:
     return schema_of_model(run.config.data, run.schema, run.model, own.pooling != "none", own.item_id)
 
 
-def _read_log(run: SavedRun, history: str | None) -> LogCounters | None:
+def _read_log(run: SavedRun, options: argparse.Namespace) -> LogCounters | None:
     """Returns the statistics of the log, by default of the run's own; None if each request must have those it needs."""
-    config = run.config.data
+    config, history = dataclasses.replace(run.config.data, **given_tables(options)), options.history
     if not config.statistics_columns():
         if history is not None:
             raise ConfigError(f"--history {history}: only data.statistics read a log, and run {run.path} has none")

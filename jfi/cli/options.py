@@ -146,6 +146,24 @@ def _parser(command: str, description: str) -> OptionParser:
     return OptionParser(prog=f"jfi {command}", description=description, epilog=EXIT_CODES)
 
 
+def _tables(parser: OptionParser, source: str) -> None:
+    """Adds options for tables of a config or a run: their URLs are opened only if the command line names them too."""
+    shown = f"{source} whose data.interactions is a URL: that URL again; so too --data.items and other tables"
+    for name in ("interactions", "users", "items", "validation", "test"):
+        text = shown if name == "interactions" else argparse.SUPPRESS
+        parser.add_argument(f"--data.{name}", type=_paths, metavar="URL", help=text)
+
+
+def given_tables(options: argparse.Namespace) -> dict[str, str | list[str]]:
+    """Returns the tables that options `--data.NAME` name, by NAME."""
+    given = {name.removeprefix("data."): path for name, path in vars(options).items() if name.startswith("data.")}
+    return {name: path for name, path in given.items() if path is not None}
+
+
+def _paths(text: str) -> str | list[str]:
+    return [path.strip() for path in text[1:-1].split(",")] if text.startswith("[") and text.endswith("]") else text
+
+
 def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--run", required=True, help="folder of a run of `jfi train`")
     parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
@@ -198,6 +216,7 @@ def export() -> OptionParser:
     parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help=limit)
     log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
     parser.add_argument("--history", help=log)
+    _tables(parser, "a run")
     return parser
 
 
@@ -261,6 +280,7 @@ def state() -> OptionParser:
     parser.add_argument("--run", help="load: folder of a run of `jfi train`")
     log = "load: events, with the columns of training (default: the run's own interactions); or none"
     parser.add_argument("--interactions", help=log)
+    _tables(parser, "load: a run")
     parser.add_argument("--artifact", help="migrate: folder of `jfi export`, whose encoding the new state gets")
     parser.add_argument("--out", help="export: .parquet file to write; migrate: new folder or URL")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
@@ -296,6 +316,7 @@ def policy() -> OptionParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
     source.add_argument("--config", metavar="FILE", help="config of a run; the options up to --until are not for it")
+    _tables(parser, "a config")
     parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user (default: user)")
     parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time (default: timestamp)")
     units = {"choices": ["s", "ms"], "default": "s"}

@@ -1,11 +1,13 @@
 """Runs `jfi policy`."""
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.cli.options import given_tables
 from jfi.data import DataError
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
@@ -27,7 +29,8 @@ ONLY, MISSING = "all", "unknown"
 def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
     """The events until --until, or of the config's training rows, and whether each is a conversion."""
     if options.config is not None:
-        return training_log(parse_config(["--config", options.config], "")[0].data)
+        config = parse_config(["--config", options.config], "")[0].data
+        return training_log(replace(config, **given_tables(options)))
     single = [options.user, options.time, options.dwell, options.surface, options.session]
     wanted = [name for name in [*single, *label_columns(options.conversion)] if name is not None]
     table = read_table(options.interactions, wanted, setting="--interactions")

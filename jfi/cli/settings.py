@@ -55,7 +55,7 @@ _COMMANDS = {
         ],
         {
             "config FILE": "YAML file with any setting",
-            "resume RUN": "continue a run; only --data.prepared and the options below go with it",
+            "resume RUN": "continue a run; --data.prepared, its tables and the options below go with it",
             "data-changed accept": "with --resume: go on although the data has changed",
             "config-changed accept": "with --resume: go on although config.yaml was changed",
             "follow FOLDER": "with --resume: go on with a folder of Parquet parts that grows, each scored first",

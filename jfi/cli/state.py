@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from jfi.cli.options import given_tables
 from jfi.serving import artifact
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import is_empty
@@ -42,7 +43,7 @@ def _load(options: argparse.Namespace) -> None:
 
     with _new_store(options.state, "--state", options.state_gb) as store:
         run = load_run(_required(options, "run"), setting="--run")
-        config, schema = run.config.data, schema_of_run(run)
+        config, schema = replace(run.config.data, **given_tables(options)), schema_of_run(run)
         if config.statistics_groups():
             schema = replace(schema, past=past_fields(config, run.schema))
         layout = _layout(schema, run.schema.max_history, f"--run {options.run}")

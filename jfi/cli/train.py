@@ -3,7 +3,9 @@
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
+from jfi.data.config import FILES
 from jfi.training import ConfigError, resume, train
 from jfi.training.config_parser import parse_config
 
@@ -11,7 +13,8 @@ CHANGED = {"choices": ["refuse", "accept"], "default": "refuse"}
 OPTIONS = {
     "--resume": {
         "metavar": "RUN",
-        "help": "continue the run in this folder, with its config; --data.prepared gives it another dataset",
+        "help": "continue the run in this folder, with its config; --data.prepared gives it another dataset, "
+        "--data.interactions and the like say where its tables are now",
     },
     "--data-changed": CHANGED
     | {"help": "with --resume: what to do if the data is not what the run was started with (default: refuse)"},
@@ -40,15 +43,18 @@ OPTIONS = {
         "(default: 86400)",
     },
 }
+#: Where tables of a run are now. Those of its config that are URLs have to be named.
+_TABLES = {f"--data.{name}": name for name in FILES}
 #: What belongs to --follow, and what goes with it.
 OF_FOLLOW = ("--until-idle", "--checkpoint-seconds", "--late-seconds")
-WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW)
+WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW, *_TABLES)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Trains or resumes a run, and prints its metrics."""
     config, options = parse_config(arguments, "Train a DLRM with sequence features.", OPTIONS)
     named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
+    tables = {name: getattr(config.data, name) for option, name in _TABLES.items() if option in named}
     if options.follow is None and (other := next((name for name in named if name in OF_FOLLOW), None)):
         raise ConfigError(f"{other} belongs to --follow")
     if options.resume is None:
@@ -57,14 +63,14 @@ def main(arguments: Sequence[str]) -> None:
                 raise ConfigError(f"{name} belongs to --resume")
         result = train(config)
     elif options.follow is not None:
-        _follow(options, named)
+        _follow(options, named, tables)
         return
     else:
-        others = [name for name in named if name not in (*OPTIONS, "--data.prepared")]
+        others = [name for name in named if name not in (*OPTIONS, *_TABLES, "--data.prepared")]
         if others:
             raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
         changed = {"data_changed": options.data_changed, "config_changed": options.config_changed}
-        result = resume(options.resume, prepared=config.data.prepared, **changed)
+        result = resume(options.resume, prepared=config.data.prepared, tables=tables, **changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     best = f"best epoch {result.best_epoch:.4g} of {result.epochs:.4g}"
@@ -76,14 +82,14 @@ def main(arguments: Sequence[str]) -> None:
     print(f"run folder {result.run_dir}")
 
 
-def _follow(options: SimpleNamespace, named: list[str]) -> None:
+def _follow(options: SimpleNamespace, named: list[str], tables: dict[str, Any]) -> None:
     """Trains a run on a log that grows."""
     from jfi.follow.start import follow
 
     if other := next((name for name in named if name not in WITH_FOLLOW), None):
         raise ConfigError(f"--follow uses the config of its run; it takes no other option such as {other}")
     limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
-    count = follow(options.resume, options.follow, until_idle=options.until_idle, **limits)
+    count = follow(options.resume, options.follow, tables=tables, until_idle=options.until_idle, **limits)
     print(f"trained on {count} {'part' if count == 1 else 'parts'}; run folder {options.resume}")
 
 

@@ -4,10 +4,11 @@ import glob
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -41,6 +42,7 @@ def follow(
     run_dir: str | Path,
     folder: str | Path | Parts,
     *,
+    tables: Mapping[str, Any] | None = None,
     until_idle: bool = False,
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
@@ -58,6 +60,7 @@ def follow(
     Args:
         run_dir: folder of a run of `jfi train` that has ended; its best epoch is where the first part begins.
         folder: of the parts, or another source of them.
+        tables: as of `jfi.training.resume`.
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
@@ -78,7 +81,7 @@ def follow(
             raise ConfigError(f"--{name}-seconds: got {value}, must be a number of at least 0")
     if folder == "":
         raise ConfigError("--follow: got '', must be a folder of Parquet files")
-    run, config = RunFolder.open(run_dir)
+    run, config = RunFolder.open(run_dir, tables)
     run.check_links()
     with join_world(config.training.device) as world:
         if world.launched:

@@ -6,7 +6,6 @@ CPU, reading rows of tables, sums and softmaxes of histories, sums of lengths.
 """
 
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from jfi import reference
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import write_package
+from jfi.utils.files import writing_file
 
 #: A largest size from here on is none: torch writes infinity as an int of 64 bits or a symbol, by release.
 _ANY_SIZE = 2**62
@@ -66,12 +66,8 @@ def export_module(
     if path.exists():
         raise ArtifactError(f"{path} exists already; name a new file")
     program = program_of(module, args, dynamic_shapes, kwargs)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.pt2")
-    try:
+    with writing_file(path) as unfinished:
         write_package(program, unfinished)
-        unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return [name for name in operators_of(program) if not name.startswith("jfi::")]
 
 

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from jfi.data import DataError
+from jfi.data.config import FILES
+from jfi.data.io.paths import unnamed_urls
 from jfi.data.prepared.manifest import CHOICES, prepared_config
 from jfi.data.removed_settings import REMOVED, check_removed, describe_renamed
 from jfi.training.config import Config, ConfigError
+from jfi.training.config_yaml import StandIns, read_yaml, scalars
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import EXIT_CODES, shorten
 from jfi.utils.files import is_storage_fault, write_file
@@ -32,8 +35,6 @@ _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
 #: Version of the settings' meaning; a config of another one is refused. Version 3 declares features by entries,
 #: `data.fractions` are of the labelled rows, and has defaults that follow from the table.
 VERSION = 3
-#: Of a YAML file or value.
-_DEEPEST, _MOST_VALUES = 50, 100_000
 
 
 def parse_config(
@@ -59,39 +60,47 @@ def parse_config(
         >>> config.model.num_heads, own.fast
         (8, 3)
     """
-    options = options or {}
+    options, stand_ins = options or {}, StandIns()
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     file_parser.add_argument("--config")
     try:
         file, overrides = file_parser.parse_known_args(arguments)
         option = "a value"
         removed: dict[str, object] = {}
-        for argument in overrides:
+        named: set[str] = set()  # texts of the command line
+        for place, argument in enumerate(overrides):
             if argument.startswith("--"):
                 option, _, value = argument.partition("=")
             else:
                 value = argument
+            named.add(value)
             with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
-                _check_size(value, option)
+                root = read_yaml(value, option)
+                named |= scalars(root)
                 _collect_removed(removed, option, value)
                 _check_entries(option, value)
+                if value:
+                    text = _stand_in(stand_ins, root, option, value)
+                    overrides[place] = f"{option}={text}" if argument.startswith("--") else text
             if argument.startswith("--") and not _removed(option):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
         check_removed(removed)
-        text = "{}" if file.config is None else _read_file(file.config)
+        text = "{}" if file.config is None else _read_file(file.config, stand_ins)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parse(text, overrides, description, options, {})
-            if parsed.data.prepared is not None:
+            if (prepared := stand_ins.restore(parsed.data.prepared)) is not None:
                 # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
                 with suppress(DataError):
-                    made = dataclasses.asdict(prepared_config(parsed.data.prepared))
+                    made = dataclasses.asdict(prepared_config(prepared))
                     parsed = _parse(text, overrides, description, options, {name: made[name] for name in CHOICES})
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         causes = (error, error.__cause__, error.__context__)
         fault = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
-        raise ConfigError(str(fault) if fault else _tidy(str(error))) from None
-    config = Config(**{name: getattr(parsed, name) for name in _SECTIONS})
+        raise ConfigError(stand_ins.restore(str(fault) if fault else _tidy(str(error)))) from None
+    config = Config(**{name: stand_ins.restore(getattr(parsed, name)) for name in _SECTIONS})
+    if file.config is not None:
+        config = _mark_urls(config, named)
     own = {name.removeprefix("--").replace("-", "_") for name in options}
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
@@ -128,7 +137,7 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: another version of jfi wrote it, or a key or a value is wrong.
     """
-    _read_file(str(path), needs_version=True)
+    _read_file(str(path), StandIns(), needs_version=True)
     return parse_config(["--config", str(path)], "")[0]
 
 
@@ -138,11 +147,36 @@ def save_config(config: Config, path: str | Path) -> None:
     write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
-def _read_file(path: str, needs_version: bool = False) -> str:
+def _mark_urls(config: Config, named: set[str]) -> Config:
+    """The config with those URLs marked that its file names and the command line does not."""
+    tables = {name: unnamed_urls(getattr(config.data, name), named) for name in FILES}
+    options = {name: unnamed_urls(value, named) for name, value in config.training.logger_options.items()}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **tables))
+    return config.with_training(logger_options=options)
+
+
+def _stand_in(stand_ins: StandIns, root: yaml.Node | None, option: str, value: str) -> str:
+    """The value of an option with stand-ins for texts that jsonargparse would read otherwise."""
+    hint: object = Config
+    for part in option.removeprefix("--").removesuffix("+").split("."):
+        section = _dataclass_of(hint)[0]
+        if typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        else:
+            hint = None if section is None else _fields(section).get(part)
+    if root is None:  # a comment of YAML, which a command line has not
+        return stand_ins.add(value) if str in (hint, *typing.get_args(hint)) else value
+    before = yaml.serialize(root)
+    stand_ins.replace(root, hint)
+    if yaml.serialize(root) == before:
+        return value
+    return root.value if isinstance(root, yaml.ScalarNode) else yaml.serialize(root)
+
+
+def _read_file(path: str, stand_ins: StandIns, needs_version: bool = False) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        _check_size(text, path)
-        tree = yaml.safe_load(text)
+        root, tree = read_yaml(text, path), yaml.safe_load(text)
     except OSError as error:
         if is_storage_fault(error):
             raise
@@ -163,7 +197,8 @@ def _read_file(path: str, needs_version: bool = False) -> str:
         if isinstance(tree.get("data"), dict):
             check_removed(tree["data"], f"{path}: ")
     _check_keys(tree, Config, path, "")
-    return text
+    stand_ins.replace(root, Config)
+    return yaml.serialize(root)
 
 
 def _removed(option: str) -> str | None:
@@ -181,31 +216,6 @@ def _collect_removed(settings: dict[str, object], option: str, value: str) -> No
         settings.setdefault(name, {})[column] = int(value) if value.isdecimal() else value
     else:
         settings[name] = yaml.safe_load(value) if value else settings.get(name)
-
-
-def _check_size(text: str, place: str) -> None:
-    """Raises ConfigError for YAML that is too deep or too large to be a config, before objects are built of it.
-
-    The parser's events are counted, which takes no recursion; an alias counts as all that it stands for.
-    """
-    sizes: dict[str, int] = {}  # by anchor
-    counts, anchors = [0], [None]  # of the collections that are open
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
-            counts.append(1)
-            anchors.append(event.anchor)
-        elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
-            size, anchor = counts.pop(), anchors.pop()
-            counts[-1] += size
-            sizes[anchor] = size
-        elif isinstance(event, yaml.AliasEvent):
-            counts[-1] += sizes.get(event.anchor, _MOST_VALUES)  # an alias of what is around it has no end
-        elif isinstance(event, yaml.ScalarEvent):
-            counts[-1] += 1
-            sizes[event.anchor] = 1
-        if len(counts) > _DEEPEST or counts[-1] > _MOST_VALUES:
-            what = f"nested over {_DEEPEST} deep" if len(counts) > _DEEPEST else f"over {_MOST_VALUES:,} values"
-            raise ConfigError(f"{place}: {what}, which no config is")
 
 
 def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:

@@ -1,8 +1,9 @@
 """Starts and resumes training runs."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jfi.data import DataError, InteractionDataset
 from jfi.data.config import FILES
@@ -52,7 +53,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         _check_processes(world, config, {"--resume": None})
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if begun and run_dir is not None:
-            run, config = RunFolder.open(run_dir)
+            run, config = RunFolder.open(run_dir, {name: getattr(config.data, name) for name in FILES})
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
@@ -75,6 +76,7 @@ def resume(
     run_dir: str | Path,
     *,
     prepared: str | Path | None = None,
+    tables: Mapping[str, Any] | None = None,
     data_changed: DataChanged = "refuse",
     config_changed: Literal["refuse", "accept"] = "refuse",
     logger: Logger | None = None,
@@ -89,6 +91,8 @@ def resume(
         run_dir: the run folder.
         prepared: a prepared dataset to go on with from now on, or None for the data of config.yaml. Of other rows it
             must have been prepared with the run's schema (`jfi prepare --run`).
+        tables: where tables of the run are now, by their settings of `data`, such as `{"items": "s3://bucket/items"}`;
+            None for those of config.yaml, of which URLs are refused, since somebody else may have written it.
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
@@ -99,9 +103,9 @@ def resume(
             the config has changed, or if another process writes the run.
         FloatingPointError, Interrupted: as `train`.
     """
-    run, config = RunFolder.open(run_dir)
+    run, config = RunFolder.open(run_dir, tables)
     run.check_links()
-    options: dict[str, object] = {"--resume": run.path, "--data.prepared": prepared}
+    options: dict[str, object] = {"--resume": run.path, "--data.prepared": prepared, **(tables or {})}
     options |= {"--data-changed": data_changed, "--config-changed": config_changed}
     with join_world(config.training.device) as world:
         _check_processes(world, config, options)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,6 +22,8 @@ SUMS = "SHA256SUMS"
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 #: EBADF is what NFS says of a folder.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+#: In a temporary folder, the file that its process holds locked, and the folder of what it writes.
+_WRITER, _FILES = ".jfi-writer", "files"
 _LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.-]*)")
 
 
@@ -42,9 +45,10 @@ def by_number(path: str | Path) -> tuple[list[str | int], str]:
 
 @contextmanager
 def writing_file(path: Path) -> Iterator[Path]:
-    """Yields a path in the folder of `path` to write to; when the block ends the file is flushed and replaces `path`.
+    """Yields a path of the same name to write to; when the block ends the file is flushed and replaces `path`.
 
-    If the block raises, `path` is as before. One process at a time may write a path.
+    If the block raises, `path` is as before. Of several processes that write a path, each has a file of its own; the
+    last one that ends replaces it.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -53,56 +57,52 @@ def writing_file(path: Path) -> Iterator[Path]:
         >>> [path.name for path in folder.iterdir()]
         ['result.json']
     """
-    unfinished = unfinished_name(path)
-    try:
+    with temporary_folder(_prefix(path), path.parent, path) as folder:
+        unfinished = folder / path.name
         with naming(path):
-            unfinished.unlink(missing_ok=True)  # a symbolic link would be followed
             yield unfinished
             sync(unfinished)
         unfinished.replace(path)
-    except BaseException:
-        with suppress(OSError):  # the error that matters is the first
-            unfinished.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
 def writing_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `folder`; when the block ends its files are flushed and it gets the name.
+    """Yields an empty folder on the disk of `folder`; when the block ends its files are flushed and it gets the name.
 
     Raises:
         FileExistsError: `folder` exists.
         OSError: another process is writing it.
     """
-    unfinished = begin_folder(folder)
-    with locking_folder(unfinished):
-        try:
-            yield unfinished
-            finish_folder(unfinished, folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    _check_new(folder)
+    if _remove_left(_prefix(folder), folder.parent):
+        raise OSError(errno.EBUSY, "another process is writing it", str(folder))
+    with temporary_folder(_prefix(folder), folder.parent, folder) as unfinished:
+        yield unfinished
+        finish_folder(unfinished, folder)
 
 
 def begin_folder(folder: Path) -> Path:
     """Makes an empty folder next to `folder`, for `finish_folder`; what a killed process has left there is removed.
 
+    It is for a folder of which one process at a time writes all.
+
     Raises:
         FileExistsError: `folder` exists.
-        OSError: a process is in `writing_folder` of it.
     """
+    _check_new(folder)
+    unfinished = unfinished_name(folder)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    return unfinished
+
+
+def _check_new(folder: Path) -> None:
     if folder.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(folder))
     if not folder.parent.exists():
         folder.parent.mkdir(parents=True)
         sync(folder.parent.parent)
-    unfinished = unfinished_name(folder)
-    with suppress(FileNotFoundError), locking_folder(unfinished) as is_left:
-        if not is_left:
-            raise OSError(errno.EBUSY, "another process is writing it", str(folder))
-        shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    return unfinished
 
 
 def finish_folder(unfinished: Path, folder: Path) -> None:
@@ -115,47 +115,74 @@ def finish_folder(unfinished: Path, folder: Path) -> None:
 
 
 @contextmanager
-def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yields an empty folder in `parent` (None: the system's folder for such files); it is removed after the block.
+def temporary_folder(prefix: str, parent: Path | None = None, name: Path | None = None) -> Iterator[Path]:
+    """Yields an empty folder below a new one in `parent`, None for that of the system; both are removed afterwards.
 
     Signals whose handlers raise, such as Ctrl-C, do not leave it behind. One that a killed process has left is removed
-    with the next folder of the same prefix and parent.
+    with the next folder of the same prefix and parent on this machine: it holds a file that says which machine wrote
+    it, whose lock ends with the process.
+
+    Args:
+        prefix: of the new folder's name.
+        parent: of the new folder.
+        name: what an error says where the folder cannot be made; None for the folder itself.
     """
     parent = Path(tempfile.gettempdir() if parent is None else parent)
-    folder = None
+    made: list[Path] = []
+    descriptor = None
     try:
         with _postponed_signals():
-            _remove_left(prefix, parent)
-            folder, descriptor = _make_locked(prefix, parent)
-        yield folder
+            try:
+                _remove_left(prefix, parent)
+                made.append(Path(tempfile.mkdtemp(prefix=prefix, dir=parent)))
+                descriptor = os.open(made[0] / _WRITER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                try_lock(descriptor)
+                os.write(descriptor, _machine())  # last: before, nobody takes the folder for one that was left
+                (made[0] / _FILES).mkdir()
+            except OSError as error:
+                error.filename = str(name or error.filename or made[0])
+                raise
+        yield made[0] / _FILES
     finally:
         with _postponed_signals():
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            for folder in made:
+                _remove(folder)
+            if descriptor is not None:
                 os.close(descriptor)
 
 
-def _make_locked(prefix: str, parent: Path) -> tuple[Path, int]:
-    """Makes a folder and locks it; returns it and the descriptor that holds the lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(FileNotFoundError):  # another process took it for one that was left, before it was locked
-            descriptor = os.open(folder, os.O_RDONLY)
-            if try_lock(descriptor) is not False and folder.exists():
-                return folder, descriptor
-            os.close(descriptor)
+def _prefix(path: Path) -> str:
+    return f"{unfinished_name(path).name}-"
 
 
-def _remove_left(prefix: str, parent: Path) -> None:
-    """Removes temporary folders of processes that were killed: nobody holds their locks."""
-    for path in parent.glob(f"{glob.escape(prefix)}*"):
+def _machine() -> bytes:
+    """The machine since it was started: another one may not see the locks of this one, or be seen by it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return socket.gethostname().encode()
+
+
+def _remove(folder: Path) -> None:
+    for path in (folder / _FILES, folder):  # killed in between, the folder is still known as one that was left
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left(prefix: str, parent: Path) -> bool:
+    """Removes temporary folders of processes of this machine that were killed; returns whether one's process lives."""
+    lives = False
+    for path in parent.glob(f"{glob.escape(prefix)}*/{_WRITER}"):
         with suppress(OSError):  # not ours, or gone
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if try_lock(descriptor):
-                    shutil.rmtree(path, ignore_errors=True)
+                if os.read(descriptor, 100) == _machine() and not path.parent.is_symlink():
+                    locked = try_lock(descriptor)
+                    lives |= locked is False
+                    if locked:
+                        _remove(path.parent)
             finally:
                 os.close(descriptor)
+    return lives
 
 
 @contextmanager
@@ -219,7 +246,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def unfinished_name(path: Path) -> Path:
-    """The name under which `path` is written; a killed process may leave it behind."""
+    """How the name under which `path` is written begins; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.unfinished")
 
 

@@ -103,7 +103,7 @@ def test_json_lines_of_more_than_a_block(write, monkeypatch):
             '{"tags": ["a", ["b"]]}',
             "r.jsonl:3: 'tags' is a list of lists or objects; it must be a list of texts or num",
         ),
-        ("[" * 100_000, "r.jsonl:3: nested too deeply"),
+        ('{"user_id": ' + "[" * 100_000, "r.jsonl:3: nested too deeply"),
     ],
 )
 def test_faults_of_json_lines(write, line, expected):

@@ -171,6 +171,15 @@ def test_a_failed_preparation_keeps_what_another_call_can_use_and_says_so(config
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
+def test_a_folder_of_somebody_else_is_not_taken_for_an_unfinished_preparation(config, tmp_path):
+    own = tmp_path / ".out.preparing"
+    own.mkdir()
+    (own / "thesis.txt").write_text("my own")
+    with pytest.raises(DataError, match="has files, and none of `jfi prepare`; move it away"):
+        prepare_dataset(config, tmp_path / "out")
+    assert [path.name for path in own.iterdir()] == ["thesis.txt"]
+
+
 def test_every_bit_that_changes_is_noticed(folder):
     assert verify_dataset(folder) is None
     names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")

@@ -4,6 +4,7 @@ import datetime
 import json
 import logging
 import re
+import signal
 from pathlib import Path
 
 import fsspec
@@ -14,6 +15,7 @@ from data_configs import data_config, line_of, replace_data
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.prepared import prepare
 from jfi.data.prepared.prepare import prepare_dataset
 
 ROWS = [(f"u{i % 4}", i % 5, i * i % 3 % 2, 10 * i) for i in range(40)]
@@ -139,9 +141,31 @@ def test_urls_are_read_as_paths(tmp_path, memory, table):
         assert samples(DataConfig(interactions=url, label="clicked")) == expected
     assert message("memory://gone.csv") == "memory://gone.csv: no such file or directory"
     assert message("memory://gone/*.csv").startswith("memory://gone/*.csv: no file matches")
-    assert message("nosuch://a.csv").startswith("nosuch://a.csv: data.interactions: Protocol not known: nosuch")
+    assert message("nosuch://a.csv").startswith("nosuch://a.csv: data.interactions: its protocol must be one of file, ")
     memory.pipe("/bad.parquet", b"PAR1 no")
     assert message("memory://bad.parquet").startswith("memory://bad.parquet: a damaged Parquet file")
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["a system that tells times", "one that does not"])
+def test_a_preparation_of_a_url_that_was_replaced_starts_over(tmp_path, memory, monkeypatch, tells):
+    """It was interrupted after its rows had been read."""
+    if not tells:
+        info = type(memory).info
+        told = {"name", "size", "type"}
+        monkeypatch.setattr(
+            type(memory), "info", lambda *own: {name: one for name, one in info(*own).items() if name in told}
+        )
+    config = DataConfig(interactions="memory://clicks.csv", label="clicked", statistics=[])
+    memory.pipe("/clicks.csv", CSV.encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "order_and_split", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_dataset(config, tmp_path / "out")
+    assert (tmp_path / ".out.preparing" / "rows.done").exists()
+    before = samples(config)
+    memory.pipe("/clicks.csv", re.sub(r",([01]),(\d+)\n", lambda m: f",{1 - int(m[1])},{m[2]}\n", CSV).encode())
+    prepare_dataset(config, tmp_path / "out")
+    assert samples(DataConfig(prepared=str(tmp_path / "out"))) == samples(config) != before
 
 
 def test_a_delimiter_and_a_header_by_settings(write):

@@ -8,6 +8,7 @@ import pytest
 from data_configs import line_of
 
 from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.io import decode
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.io.table import Table
 
@@ -180,6 +181,38 @@ def test_rows_longer_than_the_largest_block_are_refused(write, monkeypatch):
     monkeypatch.setattr("jfi.data.io.text.LONGEST_ROW", 1 << 12)
     path = write("r.csv", HEADER, *["u1,a,1"] * 1000, f"u2,{'x' * 10_000},2", "u3,b,3")
     assert message(path).startswith("r.csv:1002: a row longer than ")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "part", "refused"),
+    [
+        ("r.json", "[", b'{"user": 1},', "r.json:1: a line longer than 0 MiB; must be an object such as"),
+        ("r.jsonl", '{"user": 1}\n', b'{"user": 1},', "r.jsonl:2: a line longer than 0 MiB; must be an object such as"),
+        ("r.csv", "", b"user,", "r.csv:1: a line longer than 0 MiB, expected the names of columns"),
+    ],
+)
+def test_a_line_without_an_end_is_refused_before_the_file_is_read(write, monkeypatch, name, begin, part, refused):
+    monkeypatch.setattr("jfi.data.io.decode.PART", 1 << 10)
+    for module, limit in (("json_lines", "LONGEST_ROW"), ("text", "LONGEST_ROW"), ("text", "_MAX_HEADER")):
+        monkeypatch.setattr(f"jfi.data.io.{module}.{limit}", 1 << 12)
+    read, count = decode._raw_parts, 0
+
+    def counted(path: str):
+        nonlocal count
+        for one in read(path):
+            count += 1
+            yield one
+
+    monkeypatch.setattr(decode, "_raw_parts", counted)
+    path = write(name, begin + part.decode() * 10_000)
+    assert message(path, wanted=["user"]).startswith(refused)
+    assert count <= 6
+
+
+def test_a_large_array_of_json_is_not_decoded(write, monkeypatch):
+    monkeypatch.setattr("json.JSONDecoder.decode", lambda *_: pytest.fail("decoded"))
+    path = write("r.json", "[" + ",".join(['{"user": 1}'] * 100) + "]")
+    assert message(path) == 'r.json:1: must be an object such as {"user_id": 1}, one a line'
 
 
 def test_headers_that_are_none(write):

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import yaml
 
 from jfi.cli.options import OptionError, OptionParser, at_least_zero
 from jfi.data import DataConfig, DataError, FeatureConfig
+from jfi.data.config import LabelConfig
 from jfi.training import Config, ConfigError
+from jfi.training.config import ModelConfig, PretrainedConfig, TrainingConfig
 from jfi.training.config_parser import load_config, parse_config, save_config
 from jfi.utils.exit_codes import run_command
 
@@ -71,6 +74,56 @@ def test_saved_config_is_the_same_config(tmp_path):
     config = parse("--model.bias", "history_age", "--data.source", "synthetic", "--training.patience", "null")
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
+
+
+#: Each is something else, or a part of a document, where it is read as YAML without quotes.
+TEXTS = ["#clicks", "#", "~", "null", "NULL", "no", "true", "7", "007", "-1", "1e-3", ".5", "0x1F", "1_000", "12:30:45"]
+TEXTS += ["2026-01-01", "2026-13-45", ".inf", "[a, b]", "[a", "{a: b}", "a: b", "- a", "'a'", '"', "*a", "&a b", "!a"]
+TEXTS += ["%a", "@a", "", " a ", "a\nb", "|", ">", "=", "<<", "?", "a #b", "é\u2028", "[" * 60, "[" * 9999]
+
+
+def config_of_texts(shift: int) -> Config:
+    """A config with a text of `TEXTS` in each setting that takes any."""
+    texts = itertools.islice(itertools.cycle(TEXTS), shift, None)
+    names = [f.name for f in dataclasses.fields(DataConfig) if f.type in (str, str | None, str | list[str] | None)]
+    data = {name: next(texts) for name in names if name not in ("encoding", "prepared")}
+    features = [FeatureConfig(next(texts), "item", separator=next(texts), default=next(texts)) for _ in range(2)]
+    data |= {"features": [*features, FeatureConfig(next(texts), "event", cross=[next(texts)])]}
+    data |= {"labels": [LabelConfig(next(texts), next(texts))], "auxiliary_labels": [next(texts), next(texts)]}
+    data |= {"missing_values": [*itertools.islice(texts, 9)], "header": {"items": [next(texts), next(texts)]}}
+    pretrained = {next(texts): PretrainedConfig(next(texts), next(texts))}
+    own = {"logger": "wandb", "logger_options": {"name": next(texts), "project": next(texts)}, "run_dir": next(texts)}
+    return Config(DataConfig(**data), ModelConfig(pretrained=pretrained), training=TrainingConfig(**own))
+
+
+@pytest.mark.parametrize("shift", [0, 14, 28])
+def test_any_text_of_a_setting_is_the_same_text_after_it_was_saved(tmp_path, shift):
+    config = config_of_texts(shift)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_quoted_text_is_a_text_and_a_list_of_texts_takes_what_is_written(yaml_file):
+    written = 'title: \'#t\', history: "null", label: no, missing_values: [NULL, no, -1, 1e3, "~"], weight: null'
+    expected = {"title": "#t", "history": "null", "label": "no", "missing_values": ["NULL", "no", "-1", "1e3", "~"]}
+    options = [x for part in ("title: '#t'", 'history: "null"', "label: no") for x in f"--data.{part}".split(": ")]
+    options += ["--data.missing_values", '[NULL, no, -1, 1e3, "~"]', "--data.weight", "null", "--data.delimiter", "#"]
+    for arguments in (["--config", yaml_file(f"data: {{{written}, delimiter: '#'}}")], options):
+        data = parse(*arguments).data
+        assert {name: getattr(data, name) for name in expected} == expected
+        assert (data.weight, data.delimiter) == (None, "#")
+    message = fault("--config", yaml_file('training: {monitor: "null"}'))
+    assert "got null" in message.replace("'", ""), message
+
+
+def test_a_key_that_is_there_twice_is_refused_with_its_line(yaml_file):
+    path = yaml_file("data:\n  user: u\nmodel:\n  num_heads: 2\ndata:\n  item: i\n")
+    assert fault("--config", path) == f"{path}:5: the key data is there twice, first in line 1"
+    path = yaml_file("data:\n  features: [{name: a,\n   of: item, name: b}]\n")
+    assert fault("--config", path) == f"{path}:3: the key name is there twice, first in line 2"
+    assert "name is there twice" in fault("--data.features", "[{name: a, of: item, name: b}]")
+    path = yaml_file("model: &model {num_heads: 2}\nencoder: {<<: {num_heads: 2}, num_layers: 1}\n")
+    assert parse("--config", path).encoder.num_heads == 2
 
 
 @pytest.mark.parametrize(

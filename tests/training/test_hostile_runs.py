@@ -6,19 +6,23 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from hostile import MODULE, Marker, attack
+from commands import call
+from hostile import MODULE, Marker, attack, recording
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, load_dataset
+from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.features.semantic_ids import codec_folder, write_sids
+from jfi.data.io.blocks import read_table
+from jfi.data.prepared.manifest import Manifest
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.data.schema.checked_json import checked_json
@@ -44,6 +48,7 @@ def made(tmp_path_factory) -> Path:
     """A table, its semantic IDs, a policy, a prepared dataset, pretrained rows, and a run of all but the third."""
     folder = tmp_path_factory.mktemp("hostile")
     write_table(folder / "table.csv", [row(i) for i in range(300)])
+    (folder / "users.csv").write_text("\n".join(["user_id", *(f"u{i}" for i in range(6))]))
     codec = DiscretePCA(num_digits=6).fit(torch.randn(11, 4))
     codec_folder(folder / "sids.parquet").mkdir()
     codec.save(codec_folder(folder / "sids.parquet") / "codec.safetensors")
@@ -175,6 +180,80 @@ def test_a_config_that_names_code_is_refused_by_every_command(run, marker, comma
         with pytest.raises(jfi.training.ConfigError):
             command()
         marker.check(changes)
+
+
+def reference(folder: Path, marker: Marker) -> str:
+    """The URL of a file system whose files are what a template says; some versions of fsspec run what it has."""
+    run = "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}".replace("MARKER", str(marker.path))
+    (folder / "refs.json").write_text(json.dumps({"version": 1, "templates": {"u": run}, "refs": {"x.csv": ["{{u}}"]}}))
+    return f"reference://x.csv::{folder / 'refs.json'}"
+
+
+@pytest.mark.parametrize("url", ["reference", "s3://bucket/x.csv"])
+def test_a_url_of_a_file_is_opened_only_if_the_command_line_names_it_too(made, run, marker, capfd, url):
+    url = reference(run, marker) if url == "reference" else url
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"] |= {"interactions": [url], "items": url, "users": url, "policy": None}
+    tree["training"] |= {"run_dir": str(run.parent / "new")}
+    write_config(run, tree)
+    out, refused = run.parent / "out.csv", "of a config file or a run is a URL, " + url
+    # What the command line names is read, and then the next URL is refused.
+    rows = f"--interactions {made / 'table.csv'}"
+    cases = [
+        (f"predict --run {run} --out {out} {rows}", f"--users {refused}"),
+        (f"evaluate --run {run} {rows} --users {made / 'table.csv'}", f"--items {refused}"),
+        (f"state load --run {run} --state {run.parent / 'state'}", f"data.interactions {refused}"),
+        (f"prepare --run {run} --out {run.parent / 'out'}", f"data.interactions {refused}"),
+        (f"train --resume {run}", f"data.users {refused}"),
+        (f"train --resume {run} --data.users {made / 'users.csv'}", f"add --data.items {url}"),
+        (f"train --config {run / 'config.yaml'}", f"add --data.users {url}"),
+        (f"compare --config {run / 'config.yaml'}", f"add --data.users {url}"),
+        (f"policy --config {run / 'config.yaml'} --out {run.parent / 'new.json'}", f"add --data.users {url}"),
+    ]
+    for arguments, part in cases:
+        with recording() as done:
+            code = call(*arguments.split())
+        text = capfd.readouterr().err
+        assert (code, done) == (2, []) and part in text, (arguments, text, done)
+        marker.check(arguments)
+
+
+def test_pretrained_rows_and_metrics_go_nowhere_that_a_config_says(run, commands):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    path = run / "config.yaml"
+    shutil.rmtree(run / "checkpoints")  # as a run that was killed at its start
+    for section, name, value, message in (
+        ("model", "pretrained", {"genre": {"path": "s3://bucket/x.parquet"}}, "no such file"),
+        ("training", "logger_options", {"tracking_uri": "http://127.0.0.1:9"}, "set the environment variable MLFLOW_"),
+    ):
+        changes = {name: value} | ({"logger": "mlflow"} if section == "training" else {})
+        path.write_text(yaml.safe_dump(tree | {section: tree[section] | changes}))
+        with recording() as done, pytest.raises(jfi.training.ConfigError, match=message):
+            resume(run, config_changed="accept")
+        assert done == []
+
+
+def test_urls_that_the_command_line_names_are_read(made, run, capfd):
+    fsspec.filesystem("memory").pipe("/named.csv", (made / "table.csv").read_bytes())
+    tree, named = yaml.safe_load((run / "config.yaml").read_text()), "[memory://named.csv]"
+    tree["data"]["interactions"] = ["memory://named.csv"]
+    write_config(run, tree)
+    assert call("train", "--resume", str(run), "--data.interactions", named) == 0, capfd.readouterr()
+    tree["data"]["policy"] = None
+    (config := run.parent / "config.yaml").write_text(yaml.safe_dump(tree))
+    out = run.parent / "prepared"
+    assert call("prepare", "--config", str(config), "--out", str(out), "--data.interactions", named) == 0
+    # A dataset that was prepared of them keeps their names, which are as those of a config.
+    with pytest.raises(DataError, match=r"add --data\.interactions memory://named\.csv"):
+        load_dataset(dataclasses.replace(Manifest.load(out).data, prepared=None))
+
+
+@pytest.mark.parametrize("protocol", ["reference", "filecache", "zip", "github", "S3", "s3 ", ""])
+def test_only_known_protocols_are_read(protocol):
+    for url in (f"{protocol}://x.csv", f"file://x.csv::{protocol}://y.zip"):
+        with recording() as done, pytest.raises(DataError, match=r"must be one of file, |chained by ::"):
+            read_table(url, ["user_id"])
+        assert done == []
 
 
 @pytest.mark.parametrize("tag", ["python/object/apply", "python/object/new", "python/name", "python/module"])

@@ -101,6 +101,6 @@ def test_a_run_that_died_before_it_wrote_its_config_can_be_started_again(tmp_pat
     for name in ("draw_curves", "draw_attention"):
         monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
     enter(tmp_path / "run")
-    (tmp_path / "run" / ".config.yaml.unfinished").write_text("data:")
+    (tmp_path / "run" / ".config.yaml.unfinished-a").mkdir()
     train(tiny(tmp_path / "run", epochs=1))
     shutil.rmtree(tmp_path / "run")

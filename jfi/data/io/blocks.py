@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +18,7 @@ from jfi.data.io.arrays import TEXT, count_rounded, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
-from jfi.data.io.paths import File, find_files, is_configured, is_url
+from jfi.data.io.paths import File, find_files, identify_file, is_configured, is_url, open_file
 from jfi.data.io.table import BLOCK, Reading, Table, check_columns, join_tables, of_other_kind
 from jfi.data.io.text import iterate_text
 from jfi.utils.files import reading_file
@@ -165,14 +164,14 @@ def _is_empty(column: pa.ChunkedArray) -> bool:
     return column.null_count == len(column)
 
 
-def input_files(config: DataConfig) -> list[Path]:
-    """Returns the files of this machine of all tables that a config names.
+def identify_files(config: DataConfig) -> list[tuple[str, object]]:
+    """Returns the files of all tables that a config names, each with what changes where it is replaced.
 
     Raises:
         DataError: nothing is there, or a file's kind is unknown.
     """
     files = _files(config, [name for name in FILES if getattr(config, name) is not None])
-    return [Path(file.path) for file in files if file.table is None and not is_url(file.path)]
+    return [(file.path, identify_file(file.path)) for file in files if file.table is None]
 
 
 def existing_interactions(config: DataConfig) -> list[str]:
@@ -188,11 +187,19 @@ def existing_interactions(config: DataConfig) -> list[str]:
 
 def count_rows(config: DataConfig) -> int | None:
     """Returns the number of interactions where the files tell it without being read, else None."""
-    tables = [file.path if file.table is None else file.table for file in _files(config, _interactions(config))]
-    try:
-        return sum(len(x) if isinstance(x, pa.Table) else pyarrow.parquet.read_metadata(x).num_rows for x in tables)
-    except (OSError, pa.ArrowException):
-        return None  # text, or a file of which the reader says what is wrong
+    files, count = _files(config, _interactions(config)), 0
+    if any(file.layout.format not in ("arrow", "parquet") for file in files):
+        return None
+    for file in files:
+        if file.table is not None:
+            count += len(file.table)
+            continue
+        try:
+            with open_file(file.path) as opened:
+                count += pyarrow.parquet.read_metadata(opened).num_rows
+        except (OSError, pa.ArrowException):
+            return None  # the reader says what is wrong
+    return count
 
 
 def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:

@@ -16,6 +16,8 @@ from jfi.data.io.paths import File, open_file
 UTF8 = "utf-8"
 #: Bytes of a part of a file, of which memory holds a few.
 PART = 1 << 24
+#: No row is longer.
+LONGEST_ROW = 1 << 26
 _MAGIC = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it",
     b"PAR1": "a Parquet file; let its name end in .parquet",

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -11,11 +11,12 @@ import pyarrow.json
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
-from jfi.data.io.decode import stream_utf8
+from jfi.data.io.decode import LONGEST_ROW, stream_utf8
 from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, of_other_kind
 from jfi.utils.encoding import text_of
 
+_LINE = 'must be an object such as {"user_id": 1}, one a line'
 #: Integers up to it are exact in float64.
 _EXACT = 2.0**53
 
@@ -30,7 +31,7 @@ def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterat
     """
     known: dict[str, None] = {}
     before = 0
-    for content in _whole_lines(stream_utf8(file)):
+    for content in _whole_lines(file):
         block = _Block(file.path, content, before)
         data = block.parse(wanted)
         known.update((name, None) for name in data.column_names if name)
@@ -38,12 +39,15 @@ def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterat
         before += content.count(b"\n")
 
 
-def _whole_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+def _whole_lines(file: File) -> Iterator[bytes]:
     rest: list[bytes] = []  # of a line that goes on
-    begun = False
-    for part in parts:
+    begun, lines = False, 1
+    for part in stream_utf8(file):
         end = part.rfind(b"\n") + 1
+        if sum(map(len, rest)) + (part.find(b"\n") if end else len(part)) > LONGEST_ROW:
+            raise DataError(f"{file.path}:{lines}: a line longer than {LONGEST_ROW >> 20} MiB; {_LINE}")
         if end:
+            lines += part.count(b"\n")
             yield b"".join([*rest, part[:end]])
             begun, rest = True, []
         rest.append(part[end:])
@@ -109,6 +113,8 @@ class _Block:
         return DataError(f"{self._path}:{self._before + line}: {what}")
 
     def _record(self, line: int, text: bytes) -> dict[str, Any]:
+        if text.lstrip()[:1] == b"[":  # before a large array is decoded
+            raise self._fault(line, _LINE)
         try:
             record = _DECODER.decode(text.decode())
         except json.JSONDecodeError as error:
@@ -118,7 +124,7 @@ class _Block:
         except RecursionError as error:
             raise self._fault(line, "nested too deeply") from error
         if not isinstance(record, dict):
-            raise self._fault(line, 'must be an object such as {"user_id": 1}, one a line')
+            raise self._fault(line, _LINE)
         return record
 
     def _column(self, name: str, values: list[Any], rows: list[tuple[int, bytes]]) -> pa.Array:

@@ -3,6 +3,9 @@
 import glob
 import hashlib
 import os
+import re
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import IO, Any
 from urllib.parse import unquote
@@ -18,7 +21,11 @@ from jfi.utils.files import by_number, reading_file
 _PREPARED = ("manifest.json", "schema.json")
 #: Before the SHA-256 of a table in memory, where it has to be named.
 _IN_MEMORY = "table://"
+#: Names under which file systems say when an object was written, or what is in it.
+_VERSION = re.compile(r"(?i)etag|time|modified|updated|created|generation|version|md5|sha|crc|lfs|blob")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+#: The file systems that URLs may name: they only read files. Others of fsspec read what a file names, or run its code.
+_PROTOCOLS = ("file", "memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "hdfs", "oss")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,26 @@ class File:
     setting: str = "data.interactions"
 
 
+class UnnamedURL(str):
+    """A URL that a file names, such as a run's config, and the command line does not; `find_files` refuses it."""
+
+    def __deepcopy__(self, memo: dict) -> str:
+        return str(self)  # `dataclasses.asdict` copies values, to write them
+
+
+def unnamed_urls(paths: Any, named: Collection[str] = ()) -> Any:
+    """Returns the paths of a setting that a file gives, in which a URL of another machine is an `UnnamedURL`.
+
+    Args:
+        paths: what the setting holds.
+        named: URLs that the command line names, which stay as they are.
+    """
+    if isinstance(paths, list):
+        return [unnamed_urls(path, named) for path in paths]
+    is_marked = isinstance(paths, str) and is_url(paths) and not paths.startswith("file://") and paths not in named
+    return UnnamedURL(paths) if is_marked else paths
+
+
 def is_url(path: str) -> bool:
     """True for a path that fsspec opens, such as `s3://bucket/rows.parquet`."""
     return "://" in path
@@ -51,8 +78,39 @@ def is_configured(setting: str) -> bool:
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Opens a file of this machine or of any file system that fsspec knows."""
-    return fsspec.open(path, "rb").open() if is_url(path) else open(path, "rb")
+    """Opens a file of this machine or of one of the file systems that URLs may name."""
+    if not is_url(path):
+        return open(path, "rb")
+    system, path = _file_system(path)
+    return system.open(path, "rb")
+
+
+def identify_file(path: str) -> list[Any] | dict[str, str]:
+    """Returns what changes where a file is replaced, as JSON can hold it; nothing of a path where no file is.
+
+    Where the server of a URL says neither when an object was written nor what is in it, no two results are equal.
+    """
+    if not is_url(path):
+        state = os.stat(path) if os.path.exists(path) else None
+        return [] if state is None else [state.st_size, state.st_mtime_ns]
+    system, path = _file_system(path)
+    system.invalidate_cache()
+    told = {name: str(value) for name, value in sorted(system.info(path).items()) if value is not None}
+    return told if any(map(_VERSION.search, told)) else told | {"unknown": secrets.token_hex(8)}
+
+
+def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Returns the file system of a URL, and the path there.
+
+    Raises:
+        ValueError: the URL names another protocol, or chains several.
+    """
+    protocol = url.split("://")[0]
+    if protocol not in _PROTOCOLS:
+        raise ValueError(f"its protocol must be one of {', '.join(_PROTOCOLS)}")
+    if "::" in url:
+        raise ValueError("URLs that are chained by :: are not read")
+    return fsspec.url_to_fs(url)
 
 
 def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | None = None) -> list[File]:
@@ -77,6 +135,10 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
     files: list[File] = []
     seen: dict[str, str] = {}
     for source in listed:
+        if isinstance(source, UnnamedURL):
+            what = f"{setting} of a config file or a run is a URL, {source}; only those that the command line names too"
+            given = listed[0] if len(listed) == 1 else f"'[{', '.join(map(str, listed))}]'"
+            raise DataError(f"{what} are opened: add --{setting.removeprefix('--')} {given}")
         if not isinstance(source, str | os.PathLike):
             files.append(File("the table", Layout("arrow"), table=as_table(source, setting), setting=setting))
             continue
@@ -128,7 +190,7 @@ def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
     if url.startswith(_IN_MEMORY):
         raise DataError(f"{setting} was a table in memory, which no file holds; set it again")
     try:
-        system, path = fsspec.url_to_fs(url)
+        system, path = _file_system(url)
     except (ImportError, ValueError) as error:
         raise DataError(f"{url}: {setting}: {error}") from error
     if system.isfile(path):

@@ -16,14 +16,13 @@ import pyarrow.csv
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT
-from jfi.data.io.decode import count_lines, stream_utf8
+from jfi.data.io.decode import LONGEST_ROW, count_lines, stream_utf8
 from jfi.data.io.layouts import Layout
 from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, header_hint
 
-#: No row is longer.
-LONGEST_ROW = 1 << 26
-_MAX_NAME = 1000
+#: Bytes of the line of the columns' names, and characters of a name.
+_MAX_HEADER, _MAX_NAME = 1 << 22, 1000
 #: Arrow and csv split at single characters: a longer delimiter becomes the ASCII unit separator.
 _UNIT_SEPARATOR = "\x1f"
 _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
@@ -46,6 +45,8 @@ def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterat
         pending += part or b""
         if names is None:
             header = re.match(rb"[^\r\n]*(\r\n|\r|\n)?", pending)
+            if header.end() > _MAX_HEADER:
+                raise DataError(f"{path}:1: a line longer than {_MAX_HEADER >> 20} MiB, expected the names of columns")
             if part is not None and header.end() == len(pending):  # it may go on
                 continue
             names, separators = _header(path, layout, header[0].decode())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jfi.data.config import FILES, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
+from jfi.data.io.paths import unnamed_urls
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 
 FORMAT = "jfi prepared dataset 3"
@@ -52,7 +53,9 @@ class Manifest:
         if not path.is_file():
             what = "it is no folder" if Path(folder).is_file() else f"{MANIFEST} is missing"
             raise DataError(f"{folder}: not a prepared dataset, {what}")
-        return read_checked_json(path, FORMAT, cls)
+        made = read_checked_json(path, FORMAT, cls)
+        tables = {name: unnamed_urls(getattr(made.data, name)) for name in FILES}
+        return dataclasses.replace(made, data=dataclasses.replace(made.data, **tables))
 
 
 def prepared_config(folder: str | Path, **choices: float | str | None) -> DataConfig:

@@ -23,7 +23,7 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import count_rows, describe_left_out, input_files
+from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.samples import choose_samples
 from jfi.data.prepared.sources import Tables, column_settings, open_tables
@@ -46,6 +46,8 @@ from jfi.utils.display import Display
 from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
+#: Says what the stages of a folder are of, and that it is one of stages.
+_STATE = ".jfi-preparing.json"
 
 
 def prepare_dataset(
@@ -79,7 +81,8 @@ def prepare_dataset(
     if config.policy is not None:
         raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
     work = out.parent / f".{out.name}.preparing"
-    if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
+    is_done = all((work / name).exists() for name in (_STATE, "result.done")) and not (work / "result").exists()
+    if out.exists() and is_done:
         shutil.rmtree(work, ignore_errors=True)  # killed when all was done; another call may remove it too
         return
     if out.exists():
@@ -232,17 +235,20 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {
         "config": dataclasses.asdict(config.without_tables()),
-        "inputs": _state_of_files(config),
+        "inputs": [] if config.source == "synthetic" else identify_files(config),
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)
     with locking_folder(work) as is_first:
         if not is_first:
             raise DataError(f"{work}: another process is preparing this dataset")
-        path, text = work / "state.json", json.dumps(state, sort_keys=True)
-        if not path.exists() or path.read_text() != text:
-            for left in work.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        path, text, found = work / _STATE, json.dumps(state, sort_keys=True), [*work.iterdir()]
+        if found and path not in found:
+            raise DataError(f"{work}: has files, and none of `jfi prepare`; move it away")
+        if not found or path.read_text() != text:
+            for left in found:
+                if left != path:  # the last one, which says whose folder it is
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             path.write_text(text)
         yield
         shutil.rmtree(work, ignore_errors=True)
@@ -259,13 +265,6 @@ def _keeping(work: Path) -> Iterator[None]:
         else:
             print(f"{work} keeps what is done; call again to continue, or remove it", file=sys.stderr)
         raise
-
-
-def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:
-    if config.source == "synthetic":
-        return []
-    found = [(str(path), path.stat()) for path in input_files(config) if path.exists()]
-    return [(path, state.st_size, state.st_mtime_ns) for path, state in found]
 
 
 def _digest(schema: DataSchema) -> str:

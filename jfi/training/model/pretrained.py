@@ -85,11 +85,13 @@ def _read_npy(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]
 def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
     names = list({config.id_column: None, config.vector_column: None})
     try:
-        schema = pyarrow.parquet.read_schema(config.path)
-        for name in names:
-            if name not in schema.names:
-                raise ConfigError(f"{key}: {config.path} has no column '{name}'; known: {', '.join(schema.names)}")
-        table = pyarrow.parquet.read_table(config.path, columns=names)
+        with open(config.path, "rb") as opened:  # Arrow would open the path as a URL if it is no file
+            file = pyarrow.parquet.ParquetFile(opened)
+            for name in names:
+                if name not in file.schema_arrow.names:
+                    known = ", ".join(file.schema_arrow.names)
+                    raise ConfigError(f"{key}: {config.path} has no column '{name}'; known: {known}")
+            table = file.read(names)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{key}: {_fault(error, config.path)}") from None
     lists = table.column(config.vector_column).combine_chunks()

@@ -8,9 +8,11 @@ import importlib
 import importlib.util
 import logging
 import math
+import os
 import sys
 from typing import Any, Protocol
 
+from jfi.data.io.paths import UnnamedURL
 from jfi.training.config import ConfigError, TrainingConfig
 
 _log = logging.getLogger(__name__)
@@ -29,9 +31,13 @@ class Logger(Protocol):
 
 
 def check_packages(config: TrainingConfig) -> None:
-    """Raises ConfigError if a package that the tracker `training.logger` needs is not installed."""
+    """Raises ConfigError if the tracker `training.logger` lacks a package, or its URL is that of somebody else."""
     if config.logger is None:
         return
+    uri = config.logger_options.get("tracking_uri")
+    if isinstance(uri, UnnamedURL) and uri != os.environ.get("MLFLOW_TRACKING_URI"):
+        what = f"training.logger_options.tracking_uri of a config file or a run is a URL, {uri}"
+        raise ConfigError(f"{what}; to let metrics go there, set the environment variable MLFLOW_TRACKING_URI to it")
     missing = [package for package in ("lightning", config.logger) if importlib.util.find_spec(package) is None]
     if missing:
         have = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"

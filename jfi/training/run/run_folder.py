@@ -13,11 +13,14 @@ follow/         of a run that follows a log: its metrics, and the state of the l
 .lock           held by the process that writes the run, see `jfi.training.run.run_lock`
 """
 
+import dataclasses
 import itertools
 import json
 import tempfile
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
@@ -59,8 +62,12 @@ class RunFolder:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> "tuple[RunFolder, Config]":
+    def open(cls, path: str | Path, tables: Mapping[str, Any] | None = None) -> "tuple[RunFolder, Config]":
         """An existing run and its config.
+
+        Args:
+            path: the folder.
+            tables: where tables are now, by their settings of `data`. URLs of config.yaml itself are never opened.
 
         Raises:
             ConfigError: `path` is not a run folder.
@@ -72,6 +79,8 @@ class RunFolder:
             hint = f"; the newest run in it is {newest}" if newest else ""
             raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing{hint}")
         config = load_config(run.config)
+        if tables:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, **tables).with_absolute_paths())
         return run, config.with_training(run_dir=str(path))
 
     def read_versions(self) -> dict[str, str | None] | None:
@@ -110,8 +119,8 @@ def new_run_dir(prefix: str = "") -> Path:
 
 def check_new(path: Path, advice: str = ", or continue with --resume {}") -> None:
     """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
-    begun = {LOCK, unfinished_name(RunFolder(path).config).name}
-    if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
+    begun = (LOCK, unfinished_name(RunFolder(path).config).name)
+    if path.exists() and (not path.is_dir() or not all(entry.name.startswith(begun) for entry in path.iterdir())):
         raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder{advice.format(path)}")
 
 
