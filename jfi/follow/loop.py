@@ -33,7 +33,7 @@ from jfi.utils.display import Display
 from jfi.utils.files import temporary_folder
 
 
-class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
+class LogPlace(msgspec.Struct):
     """The place in the log of a checkpoint.
 
     Args:
@@ -42,7 +42,6 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
         parts: number of parts that were trained on.
         rows: number of their rows that count.
         newest: time of the newest row, in seconds.
-        types: by column what the parts hold, see `jfi.follow.rows.PartRows`.
         log_length: bytes of the file of metrics.
         log_sha256: SHA-256 of these bytes.
     """
@@ -52,7 +51,6 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
     parts: int
     rows: int
     newest: float
-    types: dict[str, str]
     log_length: int = 0
     log_sha256: str = ""
 
@@ -146,7 +144,7 @@ class Follower(Steps):
         """
         before, begin = self.place, self.clock()
         with temporary_folder(".jfi-") as folder:
-            rows = PartRows(part, before.types if before else {}, state, self._reading, folder)
+            rows = PartRows(part, state, self._reading, folder)
             self.is_within_part = True
             metrics, closed = {}, []
             if rows.dataset is not None:
@@ -158,7 +156,7 @@ class Follower(Steps):
         count = rows.counts.rows - rows.counts.repeated - rows.counts.too_old
         known = (before.parts, before.rows) if before else (0, 0)
         counted = known[0] + 1, known[1] + count, state.place.newest
-        place = LogPlace(part.name, part.sha256, *counted, rows.types)
+        place = LogPlace(part.name, part.sha256, *counted)
         self.progress.batch += 1  # the checkpoint of a part without steps has a name of its own
         self.progress.newest = max(self.progress.newest, place.newest)
         speed = rows.counts.labeled / max(self.clock() - begin, 1e-9)

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.io.arrays import TEXT, TEXTS, is_list
+from jfi.data.io.arrays import TEXT, TEXTS, has_values, is_list, is_text
 from jfi.data.io.blocks import DROP
+from jfi.data.io.layouts import find_layout
 from jfi.data.io.table import Table
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
@@ -28,6 +29,8 @@ IN_HISTORY = "jfi: in history"
 MARGIN, OTHERS = 64, 256
 #: Seconds that a row may be ahead of the clock of this machine.
 _MAX_AHEAD = 3600.0
+#: What a column holds that has no type of its own, see `Records.contents`.
+ANY = ""
 _RECORD = b"h"
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
@@ -42,6 +45,9 @@ class Records:
 
     def __init__(self, config: DataConfig, schema: DataSchema) -> None:
         self._config, self._keep = config, schema.max_history + MARGIN
+        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
+        #: The columns that a part must have.
+        self.wanted = config.columns(of_interactions=True) - made
         apart = {*config.names("context")} - {*config.names("event")} | {config.title}
         #: The columns that histories read, each with whether it holds numbers and whether it holds lists.
         self.columns = [
@@ -85,6 +91,26 @@ class Records:
                 values = pa.nulls(len(table), TEXTS if lists else TEXT)
             columns.append(values)
         return users, pa.Table.from_arrays(columns, schema=self.schema)
+
+    def contents(self, table: Table) -> dict[str, str]:
+        """Returns by column what it holds, such as "numbers": equal for types that are read to the same values.
+
+        A column without values is left out; `ANY` is one of a text file, whose types are not known.
+
+        Args:
+            table: whose times have been read.
+        """
+        found, layout = {}, find_layout(table.name, self._config.delimiter)
+        for name in sorted(self.wanted.intersection(table.known)):
+            column = table.column(name)
+            if name == self._config.timestamp:
+                kind = table.reading.time_kinds.get(name)
+                if kind is not None:
+                    found[name] = _content(kind)
+            elif has_values(pc.list_flatten(column) if is_list(column.type) else column):
+                is_untyped = layout is not None and layout.format == "text" and is_text(column.type)
+                found[name] = ANY if is_untyped else _content(column.type)
+        return found
 
     def of(self, get: Get, users: Sequence[str]) -> tuple[np.ndarray, pa.Table]:
         """Returns the rows of distinct users in the store, by time, and for each the number of its user `[N]` int64."""
@@ -144,6 +170,20 @@ class Records:
         is_full = np.bincount(kind[known], minlength=size) >= np.tile([OTHERS, self._keep], size // 2)
         oldest[~is_full] = -np.inf
         return (again | (time <= oldest[kind]))[len(old[0]) :]
+
+
+def _content(kind: pa.DataType) -> str:
+    if is_list(kind):
+        return f"lists of {_content(kind.value_type)}"
+    if pa.types.is_dictionary(kind):
+        return _content(kind.value_type)
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):  # binary is read as UTF-8
+        return "texts"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    if pa.types.is_timestamp(kind):
+        return "times without a time zone" if kind.tz is None else f"times in {kind.tz}"
+    return str(kind)
 
 
 def number_users(users: pa.Array) -> tuple[np.ndarray, list[str]]:

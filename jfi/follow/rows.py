@@ -8,12 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
-from jfi.data.io.arrays import is_list, is_text
 from jfi.data.io.blocks import read_table
-from jfi.data.io.table import Table
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.follow.parts import Part
-from jfi.follow.records import IN_HISTORY, number_users
+from jfi.follow.records import ANY, IN_HISTORY, number_users
 from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
@@ -57,19 +55,12 @@ class Reading:
     policy: Policy | None
     late_seconds: float
 
-    def columns(self) -> set[str]:
-        """Returns the columns that a part must have."""
-        config = self.config
-        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
-        return config.columns(of_interactions=True) - made
-
 
 class PartRows:
     """Reads a part into a dataset, and changes the records of its users and the counters.
 
     Args:
         part: of the log.
-        types: by column what the parts before it held, see `types`; none for the first part.
         state: of the log before the part.
         reading: settings.
         folder: an empty folder for the files of the dataset.
@@ -78,16 +69,17 @@ class PartRows:
         DataError: a fault in the part, as one line that names it; the state is as it was.
     """
 
-    def __init__(self, part: Part, types: dict[str, str], state: LogState, reading: Reading, folder: Path) -> None:
+    def __init__(self, part: Part, state: LogState, reading: Reading, folder: Path) -> None:
         self._reading, self._state = reading, state
         self.counts = Counts()
         #: Its splits have the labeled rows, in the order of time; None if there are none.
         self.dataset: InteractionDataset | None = None
-        config, wanted = reading.config, reading.columns()
+        config, wanted = reading.config, state.records.wanted
         table = read_table(str(part.path), wanted, config, "--follow")
-        #: By column what the parts up to this one hold, such as "numbers"; none of a column that was always empty.
-        self.types = _check_types(part, table, wanted, types)
+        for name in sorted(wanted):
+            table.require(name)
         users, rows = state.records.read(table)
+        _check_types(part, state.records.contents(table), state.place.types)
         self.counts.rows = len(rows)
         user, names = number_users(users)
         old = state.records.of(state.overlay.get, names)
@@ -141,31 +133,11 @@ class PartRows:
         return arrays.events.time[arrays.samples[SCORED]]
 
 
-def _check_types(part: Part, table: Table, wanted: set[str], before: dict[str, str]) -> dict[str, str]:
-    for name in sorted(wanted):
-        table.require(name)
-    found = {name: _content(table.data.schema.field(name).type) for name in sorted(wanted)}
-    types = {name: what for name, what in found.items() if what is not None}
-    for name, what in types.items():
-        if before.get(name, what) != what:
-            raise DataError(f"{part.path}: column '{name}' holds {what}, but {before[name]} in the parts before")
-    return before | types
-
-
-def _content(kind: pa.DataType) -> str | None:
-    """Returns what a column of a type holds, equal for types that are read to the same values; None for nulls alone."""
-    if pa.types.is_dictionary(kind):
-        return _content(kind.value_type)
-    if is_list(kind):
-        inner = _content(kind.value_type)
-        return None if inner is None else f"lists of {inner}"
-    if is_text(kind):
-        return "texts"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return "numbers"
-    if pa.types.is_timestamp(kind):
-        return "times"
-    return None if pa.types.is_null(kind) else str(kind)
+def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> None:
+    """Raises DataError if a column holds something else than in the run's own interactions."""
+    for name, what in found.items():
+        if types.get(name, ANY) not in (ANY, what):
+            raise DataError(f"{part.path}: column '{name}' holds {what}, but {types[name]} in the run's interactions")
 
 
 def _with_times(rows: pa.Table, config: DataConfig, kept: pa.Table) -> pa.Table:

@@ -148,8 +148,8 @@ def test_bad_parts(rows, followed):
     refused(run, parts, r"part-0002\.parquet: a damaged Parquet file")
     write(bad, good, pa.schema([one for one in KINDS if one.name != "price"]))
     refused(run, parts, r"part-0002\.parquet: no column 'price'")
-    write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _as_text("item_id"))
-    refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the parts before")
+    write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _with_type("item_id", pa.string()))
+    refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the run's interactions")
     write(bad, [*good, good[0] | {"timestamp": time.time() + 7200.0}])
     refused(run, parts, r"part-0002\.parquet:41: 'timestamp' is 20.*, which is in the future")
     write(bad, [good[0] | {"timestamp": 1e300}])
@@ -166,9 +166,8 @@ def test_bad_parts(rows, followed):
     assert follow(run, parts, until_idle=True) == 1
 
 
-def _as_text(name: str) -> pa.Schema:
-    number = KINDS.get_field_index(name)
-    return KINDS.set(number, pa.field(name, pa.string()))
+def _with_type(name: str, kind: pa.DataType) -> pa.Schema:
+    return KINDS.set(KINDS.get_field_index(name), pa.field(name, kind))
 
 
 def test_a_part_with_more_items_than_a_table_has_rows(rows, tmp_path):
@@ -225,20 +224,48 @@ def test_parts_in_another_order_or_changed(rows, followed):
     assert follow(run, parts, until_idle=True) == 0
 
 
-def test_files_that_are_being_written_are_not_read(tmp_path):
-    for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt"):
+def test_files_that_are_no_parts_are_not_read(tmp_path, caplog):
+    """Those that may have been meant as parts are named, the first of each kind once."""
+    for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt", "_SUCCESS", ".part-0.crc"):
         (tmp_path / name).write_bytes(b"half")
-    assert PartFolder(tmp_path).next("") is None
+    parts = PartFolder(tmp_path)
+    assert parts.next("") is None and not caplog.messages
+    for name in ("e.parq", "f.parq", "g.csv", "day/part-00000-c000.snappy.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    assert parts.next("") is None and parts.next("") is None
+    named = sorted(Path(one.split(": not read; parts are files")[0]).name for one in caplog.messages)
+    assert len(named) == 3 and named[0] == "day" and named[1] in ("e.parq", "f.parq") and named[2] == "g.csv"
 
 
-def test_parts_without_rows_or_labels(rows, run, tmp_path):
+def test_parts_without_rows_or_labels(rows, run, tmp_path, capsys):
+    """The columns of a part without rows, and those without a value, may have any type."""
     parts = tmp_path / "parts"
-    write(parts / "a.parquet", [])
-    write(parts / "b.parquet", [row | {"rating": None} for row in rows[KNOWN : KNOWN + 5]])
-    write(parts / "c.parquet", rows[KNOWN + 5 : KNOWN + 50])
-    assert follow(run, parts, until_idle=True) == 3
-    assert [line["labeled"] for line in lines(run)] == [0, 0, 45]
-    assert [line["rows"] for line in lines(run)] == [0, 5, 45]
+    write(parts / "a.parquet", [], pa.schema([(name, pa.float64()) for name in KINDS.names]))  # as pandas writes it
+    new = [row | {"rating": None, "device": float("nan")} for row in rows[KNOWN : KNOWN + 5]]
+    write(parts / "b.parquet", new, _with_type("device", pa.float64()))
+    write(parts / "c.parquet", [row | {"rating": 1} for row in rows[KNOWN + 5 : KNOWN + 20]])
+    write(parts / "d.parquet", rows[KNOWN + 20 : KNOWN + 50])
+    assert follow(run, parts, until_idle=True) == 4
+    assert [line["labeled"] for line in lines(run)] == [0, 0, 15, 30]
+    assert [line["rows"] for line in lines(run)] == [0, 5, 15, 30]
+    said = capsys.readouterr().out.splitlines()
+    assert [one.endswith("; no labeled row") for one in said] == [True, True, False, False]
+    loss = lines(run)[2]["loss"]
+    assert said[2].startswith(f"c.parquet: 15 rows; loss {loss:.4f}, no AUC: the labels are all equal")
+
+
+def test_times_with_and_without_an_offset_are_of_two_kinds(rows, tmp_path):
+    """As within one table: those without one would be read as UTC."""
+    rows = [row | {"timestamp": int(row["timestamp"] * 1e6)} for row in rows]
+    own, other = (_with_type("timestamp", pa.timestamp("us", zone)) for zone in ("UTC", None))
+    write(tmp_path / "log.parquet", rows[:KNOWN], own)
+    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run"))
+    write(tmp_path / "parts" / "a.parquet", rows[KNOWN:], other)
+    with pytest.raises(DataError, match=r"a\.parquet: column 'timestamp' holds times without a time zone, but"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    write(tmp_path / "parts" / "a.parquet", rows[KNOWN:], own)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
 
 
 def test_the_followed_parameters_are_those_of_the_run(rows, trained, followed):
