@@ -241,7 +241,7 @@ class _Following:
             if part.sha256 != line["sha256"]:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
             with temporary_folder(".jfi-") as folder:
-                rows = PartRows(part, {}, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)
+                rows = PartRows(part, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)
                 state.end_part(part.name, rows.newest)
             state.commit()
 
@@ -269,5 +269,12 @@ def _describe(line: dict) -> str:
     counts = [f"{line['rows']:,} rows"]
     names = {"repeated": "repeated", "late": "late", "too_old": "too old and left out"}
     counts += [f"{line[name]:,} {text}" for name, text in names.items() if line[name]]
-    shown = [f"{name} {line[name]:.4f}" for name in ("ne", "auc", "rmse", "all_ne", "all_auc") if line.get(name)]
-    return f"{line['part']}: {', '.join(counts)}; {', '.join(shown) or 'no labeled row'}"
+    own, so_far = (
+        [f"{name} {line[name]:.4f}" for name in names if line.get(name) is not None]
+        for names in (("ne", "auc", "rmse"), ("all_ne", "all_auc"))
+    )
+    if not line["labeled"]:
+        own = ["no labeled row"]
+    elif not own:
+        own = [f"loss {line['loss']:.4f}", *(["no AUC: the labels are all equal"] if "auc" in line else [])]
+    return f"{line['part']}: {', '.join(counts)}; {', '.join([*own, *so_far])}"
