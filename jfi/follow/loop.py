@@ -164,6 +164,8 @@ class Follower(Steps):
         line |= {"late_seconds": self._reading.late_seconds, **asdict(rows.counts), "step": self.progress.step}
         line |= {"begin": rows.oldest, "end": rows.newest} if count else {}
         line |= {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+        if failures := getattr(self.hook, "failures", 0):
+            line["publish_failures"] = failures
         line |= {SPEED: round(speed, 1)}
         for one in (*closed, line):
             self.lines.append(one)

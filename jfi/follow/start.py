@@ -19,6 +19,7 @@ from jfi.follow.parts import Part, PartFolder, Parts
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import LogState, open_state
+from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.training import ConfigError
 from jfi.training.config import Config
 from jfi.training.distributed.processes import World, join_world
@@ -71,6 +72,7 @@ def follow(
     Raises:
         ConfigError, DataError: a fault in a setting, the run or a part; the run is at the end of the part before.
         FloatingPointError: training has diverged; the run is at its last checkpoint.
+        OSError: the storage of the run is full or fails; so is that of published versions, when all else has ended.
         Interrupted: SIGINT or SIGTERM; the run is at the end of a part, in the middle of one at its last checkpoint.
     """
     for name, value in (("checkpoint", checkpoint_seconds), ("late", late_seconds)):
@@ -153,13 +155,16 @@ class _Following:
         trained = _read_log(self._log, place)
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
-        with (
-            closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
-            publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
-        ):
-            hook = hook or own
-            trainer.hook = None if hook is None else hook(trainer)
-            self._follow(state, trained, until_idle)
+        try:
+            with (
+                closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
+                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
+            ):
+                hook = hook or own
+                trainer.hook = None if hook is None else hook(trainer)
+                self._follow(state, trained, until_idle)
+        except StoreUnavailableError as error:  # such as a full disk
+            raise OSError(f"{state_folder}: {error}") from error
         return (trainer.place.parts if trainer.place else 0) - count
 
     def _follow(self, state: LogState, trained: list[dict], until_idle: bool) -> None:
