@@ -153,16 +153,17 @@ class Follower(Steps):
                 metrics |= self._train(run, stop)
                 self.dataset = _empty(self.dataset.schema)
         state.end_part(part.name, rows.newest)
-        count = rows.counts.rows - rows.counts.repeated - rows.counts.too_old
+        counts = rows.counts
+        count = counts.rows - counts.repeated - counts.too_old - counts.late_labels
         known = (before.parts, before.rows) if before else (0, 0)
         counted = known[0] + 1, known[1] + count, state.place.newest
         place = LogPlace(part.name, part.sha256, *counted)
         self.progress.batch += 1  # the checkpoint of a part without steps has a name of its own
         self.progress.newest = max(self.progress.newest, place.newest)
-        speed = rows.counts.labeled / max(self.clock() - begin, 1e-9)
+        speed = counts.labeled / max(self.clock() - begin, 1e-9)
         line = {"part": part.name, "sha256": part.sha256, "size": part.size, "modified": part.modified}
-        line |= {"late_seconds": self._reading.late_seconds, **asdict(rows.counts), "step": self.progress.step}
-        line |= {"begin": rows.oldest, "end": rows.newest} if count else {}
+        line |= {"late_seconds": self._reading.late_seconds, **asdict(counts), "step": self.progress.step}
+        line |= {"begin": rows.oldest, "end": rows.newest} if np.isfinite(rows.newest) else {}
         line |= {name: value if np.isfinite(value) else None for name, value in metrics.items()}
         if failures := getattr(self.hook, "failures", 0):
             line["publish_failures"] = failures

@@ -20,10 +20,13 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
+from jfi.data.schema.labels import read_labels
 from jfi.data.schema.rules import parse_rule
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"
+#: The column that tells whether a row has a label.
+LABELED = "jfi: labeled"
 #: Events older than the newest `max_history` that stay, for late rows; and rows that are no events of histories, by
 #: which repeated ones are known.
 MARGIN, OTHERS = 64, 256
@@ -56,7 +59,7 @@ class Records:
             if one.name not in apart
         ]
         kinds = [pa.float64() if numeric else TEXTS if lists else TEXT for _, numeric, lists in self.columns]
-        fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8())]
+        fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8()), (LABELED, pa.int8())]
         self.schema = pa.schema([*fields, *zip([name for name, _, _ in self.columns], kinds, strict=True)])
 
     def read(self, table: Table) -> tuple[pa.Array, pa.Table]:
@@ -76,7 +79,8 @@ class Records:
         in_history = np.ones(len(table), np.int8)
         if config.history is not None:
             in_history[:] = parse_rule(config.history).holds(table) == 1
-        columns = [items, pa.array(times), pa.array(in_history)]
+        labeled = (~np.isnan(read_labels(table, config.label, config.task))).astype(np.int8)
+        columns = [items, pa.array(times), pa.array(in_history), pa.array(labeled)]
         for name, numeric, lists in self.columns:
             if numeric:
                 columns.append(pa.array(table.numbers(name)))
@@ -149,18 +153,31 @@ class Records:
             own = batch.slice(int(ends[number] - counts[number]), int(counts[number]))
             yield _key(users[number]), own.serialize().to_pybytes()
 
-    def repeated(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]) -> np.ndarray:
-        """`[N]` bool, the new rows whose user, item and time another row has, an old one or a new one before it.
+    def match(
+        self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the new rows whose user, item and time another row has, an old one or a new one before it.
 
-        Of a user with as many events as are kept, an event that is as old as the oldest of these, or older, counts as
-        repeated, too: it is not known whether it was there. So do rows that are no events.
+        Of such rows the first one with a label counts, or without labels the first one. Of a user with as many events
+        as are kept, an event that is as old as the oldest of these, or older, counts as repeated, too: it is not known
+        whether it was there. So do rows that are no events.
+
+        Returns:
+            `[N]` bool, the new rows that do not count; and `[N]` int64, the index of the old row without a label that a
+            new row with one takes the place of, or -1.
         """
         user, time = np.concatenate([old[0], new[0]]), _join(old[1], new[1], self._config.timestamp).to_numpy()
         item = _ranks(_join(old[1], new[1], self._config.item))
-        order = np.lexsort((item, time, user))  # stable: an old row comes before an equal new one
+        labeled = _join(old[1], new[1], LABELED).to_numpy()
+        order = np.lexsort((-labeled, item, time, user))  # stable: an old row comes before an equal new one
         again = np.zeros(len(order), bool)
         same = [values[order[1:]] == values[order[:-1]] for values in (user, time, item)]
         again[order[1:]] = np.all(same, axis=0)
+        group = np.cumsum(~again[order]) - 1
+        is_old = order < len(old[0])
+        replaced = np.full(len(order), -1)
+        replaced[group[is_old]] = order[is_old]  # by group
+        replaced = np.where(again, -1, replaced[group[np.argsort(order)]])[len(old[0]) :]
         is_event = _join(old[1], new[1], IN_HISTORY).to_numpy() == 1
         kind = 2 * user + is_event  # a user's other rows, and their events
         known = slice(len(old[0]))
@@ -169,7 +186,7 @@ class Records:
         np.minimum.at(oldest, kind[known], time[known])
         is_full = np.bincount(kind[known], minlength=size) >= np.tile([OTHERS, self._keep], size // 2)
         oldest[~is_full] = -np.inf
-        return (again | (time <= oldest[kind]))[len(old[0]) :]
+        return (again | (time <= oldest[kind]))[len(old[0]) :] & (replaced < 0), replaced
 
 
 def _content(kind: pa.DataType) -> str:

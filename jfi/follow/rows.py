@@ -29,6 +29,7 @@ class Counts:
         repeated: left out, since a row with the same user, item and time was there.
         too_old: left out, since they are further behind the newest row before the part than is allowed.
         late: older than that row, and trained on.
+        late_labels: labels of rows that were there without one; these rows are trained on.
         labeled: the samples.
     """
 
@@ -36,6 +37,7 @@ class Counts:
     repeated: int = 0
     too_old: int = 0
     late: int = 0
+    late_labels: int = 0
     labeled: int = 0
 
 
@@ -83,7 +85,10 @@ class PartRows:
         self.counts.rows = len(rows)
         user, names = number_users(users)
         old = state.records.of(state.overlay.get, names)
-        kept = self._choose(old, (user, rows), config.timestamp)
+        kept, replaced = self._choose(old, (user, rows), config.timestamp)
+        was_event = np.append(old[1][IN_HISTORY].to_numpy() == 1, False)[replaced]  # -1 is False
+        stays = np.delete(np.arange(len(old[0])), replaced[replaced >= 0])
+        old = old[0][stays], old[1].take(pa.array(stays))
         new = user[kept], rows.take(pa.array(kept))
         time = new[1][config.timestamp].to_numpy()
         #: Time of the oldest and of the newest row that counts.
@@ -91,29 +96,32 @@ class PartRows:
         if len(kept):
             data = _with_times(table.data.take(pa.array(kept)), config, new[1])
             try:
-                self._read(data, _history(config, names, old), folder)
+                self._read(data, _history(config, names, old), was_event, folder)
             except DataError as fault:
                 state.overlay.drop_part()
                 raise DataError(f"{part.path}: {fault}") from fault
         state.overlay.put(state.records.merged(names, old, new))
 
-    def _choose(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str) -> np.ndarray:
-        """Returns the rows of the part that count `[N]` int64."""
+    def _choose(
+        self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows that count `[N]` int64, and the old rows that they replace, of Records.match."""
         times, newest = new[1][time].to_numpy(), self._state.place.newest
-        too_old = times < newest - self._reading.late_seconds
-        repeated = self._state.records.repeated(old, new) & ~too_old
-        counts = ~(too_old | repeated)
-        self.counts.too_old, self.counts.repeated = int(too_old.sum()), int(repeated.sum())
-        self.counts.late = int((counts & (times < newest)).sum())
-        return np.flatnonzero(counts)
+        fresh = np.flatnonzero(times >= newest - self._reading.late_seconds)
+        repeated, replaced = self._state.records.match(old, (new[0][fresh], new[1].take(pa.array(fresh))))
+        kept, replaced, counts = fresh[~repeated], replaced[~repeated], self.counts
+        counts.too_old, counts.repeated = len(times) - len(fresh), int(repeated.sum())
+        counts.late_labels = int((replaced >= 0).sum())
+        counts.late = int(((replaced < 0) & (times[kept] < newest)).sum())
+        return kept, replaced
 
-    def _read(self, rows: pa.Table, history: pa.Table, folder: Path) -> None:
+    def _read(self, rows: pa.Table, history: pa.Table, was_event: np.ndarray, folder: Path) -> None:
         reading, state, past = self._reading, self._state, None
         config = replace(reading.config, timestamp_unit="s", oov_dropout=0.0, batching="sample")
         if config.history is not None:
             config = replace(config, history=f"'{IN_HISTORY}' == 1")
         if state.counters is not None:
-            past = CountedRows(state.overlay, state.counters, reading.schema)
+            past = CountedRows(state.overlay, state.counters, reading.schema, was_event)
         sources = Sources(rows, history, config.users, config.items, config.semantic_ids)
         options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
         found = ScoringRows(sources, folder, reading.schema, config, **options)

@@ -272,7 +272,8 @@ def _part(line: dict) -> Part:
 def _describe(line: dict) -> str:
     """Returns a line about a part."""
     counts = [f"{line['rows']:,} rows"]
-    names = {"repeated": "repeated", "late": "late", "too_old": "too old and left out"}
+    names = {"repeated": "repeated", "late": "late", "late_labels": "with a label that came late"}
+    names["too_old"] = "too old and left out"
     counts += [f"{line[name]:,} {text}" for name, text in names.items() if line[name]]
     own, so_far = (
         [f"{name} {line[name]:.4f}" for name in names if line.get(name) is not None]

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -17,6 +18,7 @@ from jfi.data.prepared.sources import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
 from jfi.follow.start import follow
+from jfi.follow.state import open_state
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.run.interrupt import Interrupted
@@ -50,6 +52,33 @@ def test_repeated_late_and_old_rows(rows, run, tmp_path):
     # What is too old is not looked for among the rows before.
     is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
     assert other == {"rows": 5, "repeated": 2 - is_old, "late": 1, "too_old": 1 + is_old, "labeled": 2}
+
+
+def test_labels_that_come_later_than_their_rows(rows, tmp_path):
+    """They are trained on, and histories and counts are as if they had come with their rows."""
+    write(tmp_path / "log.parquet", rows[:KNOWN])
+    train(config_of(tmp_path / "log.parquet", tmp_path / "run", statistics=["item", "user_item", "popularity"]))
+    new = rows[KNOWN : KNOWN + 60]
+    shown = [row | {"rating": None} for row in new]
+    states = []
+    for name, parts in {"once": [new], "late": [shown[:30] + new[25:30], shown[20:], [*shown, *new, *new]]}.items():
+        own = Path(shutil.copytree(tmp_path / "run", tmp_path / name))
+        for number, part in enumerate(parts):
+            write(tmp_path / f"parts {name}" / f"{number}.parquet", part)
+        follow(own, tmp_path / f"parts {name}", until_idle=True)
+        saved = jfi.load_run(own)
+        with closing(open_state(own / "follow" / "state", saved.config.data, saved.schema)) as state:
+            kinds = {one.prefix: one for one in state.counters.live.names.values()}
+            counts = {
+                (kinds[key[:5]].text, key): np.frombuffer(value, kinds[key[:5]].dtype)[-1].tolist()  # of all rows
+                for key, value in state._store.scan(b"k")
+            }
+        states.append((repr(records(own)), counts))
+    found = [
+        [line[name] for name in ("repeated", "late", "late_labels", "labeled")] for line in lines(tmp_path / "late")
+    ]
+    assert found == [[5, 0, 0, 5], [10, 0, 0, 0], [125, 0, 55, 55]]
+    assert states[0] == states[1]
 
 
 def test_rows_beyond_those_that_are_kept_count_once(rows, tmp_path, monkeypatch):
