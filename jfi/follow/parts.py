@@ -15,6 +15,19 @@ _log = logging.getLogger(__name__)
 _SUFFIX = ".parquet"
 
 
+class RefusedPart(DataError):
+    """A fault in a part, which has changed nothing.
+
+    Args:
+        path: of the part.
+        fault: the message, as one line that names the path.
+    """
+
+    def __init__(self, path: Path, fault: object) -> None:
+        super().__init__(str(fault))
+        self.path = path
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of a log.
@@ -51,7 +64,7 @@ class Parts(Protocol):
             last: name of that one, or "".
 
         Raises:
-            DataError: a part sorts before the last one, and was not trained on.
+            RefusedPart: a part sorts before the last one, and was not trained on.
         """
 
     def part(self, name: str) -> Part:
@@ -96,7 +109,7 @@ class PartFolder:
         found = min(names - self._trained, default=None)
         if found is not None and found < last:
             what = f"sorts before {last}, which was trained on; give later parts later names"
-            raise DataError(f"{self.folder / found}: its name {what}")
+            raise RefusedPart(self.folder / found, f"{self.folder / found}: its name {what}")
         return found
 
     def part(self, name: str) -> Part:
@@ -118,7 +131,7 @@ class PartFolder:
                     self._warn(entry)
                     continue
                 if not entry.is_file():
-                    raise DataError(f"{entry.path}: not a regular file")
+                    raise RefusedPart(Path(entry.path), f"{entry.path}: not a regular file")
                 found.add(entry.name)
         return found
 

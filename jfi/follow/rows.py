@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.io.blocks import read_table
+from jfi.data.io.paths import IN_MEMORY
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.follow.parts import Part
+from jfi.follow.parts import Part, RefusedPart
 from jfi.follow.records import ANY, IN_HISTORY, number_users
 from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
@@ -68,7 +69,8 @@ class PartRows:
         folder: an empty folder for the files of the dataset.
 
     Raises:
-        DataError: a fault in the part, as one line that names it; the state is as it was.
+        RefusedPart: a fault in the part, as one line that names it; the state is as it was.
+        DataError: a fault in a table of users or items, or in the semantic IDs; the state is as it was.
     """
 
     def __init__(self, part: Part, state: LogState, reading: Reading, folder: Path) -> None:
@@ -77,11 +79,14 @@ class PartRows:
         #: Its splits have the labeled rows, in the order of time; None if there are none.
         self.dataset: InteractionDataset | None = None
         config, wanted = reading.config, state.records.wanted
-        table = read_table(str(part.path), wanted, config, "--follow")
-        for name in sorted(wanted):
-            table.require(name)
-        users, rows = state.records.read(table)
-        _check_types(part, state.records.contents(table), state.place.types)
+        try:
+            table = read_table(str(part.path), wanted, config, "--follow")
+            for name in sorted(wanted):
+                table.require(name)
+            users, rows = state.records.read(table)
+            _check_types(part, state.records.contents(table), state.place.types)
+        except DataError as fault:
+            raise RefusedPart(part.path, fault) from fault
         self.counts.rows = len(rows)
         user, names = number_users(users)
         old = state.records.of(state.overlay.get, names)
@@ -99,7 +104,9 @@ class PartRows:
                 self._read(data, _history(config, names, old), was_event, folder)
             except DataError as fault:
                 state.overlay.drop_part()
-                raise DataError(f"{part.path}: {fault}") from fault
+                if not str(fault).startswith(IN_MEMORY):
+                    raise
+                raise RefusedPart(part.path, f"{part.path}: {fault}") from fault
         state.overlay.put(state.records.merged(names, old, new))
 
     def _choose(

@@ -2,7 +2,9 @@
 
 import glob
 import hashlib
+import logging
 import math
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +17,7 @@ import torch
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
-from jfi.follow.parts import Part, PartFolder, Parts
+from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import LogState, open_state
@@ -30,8 +32,9 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.run_position import check_config, last_progress
 from jfi.utils.errors import InputError
-from jfi.utils.files import temporary_folder
+from jfi.utils.files import temporary_folder, write_file
 
+_log = logging.getLogger(__name__)
 #: Seconds between two looks at the folder, and between two looks for a signal meanwhile.
 _POLL, _TICK = 0.2, 0.1
 #: Least seconds between two pictures.
@@ -45,6 +48,7 @@ def follow(
     until_idle: bool = False,
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
+    refused_to: str | Path | None = None,
     hook: Callable[[Follower], Hook] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
@@ -62,6 +66,8 @@ def follow(
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
+        refused_to: folder that parts which are refused are moved to, each beside a file with the reason; None stops at
+            the first one.
         hook: makes an object that is called after each step and each part, from the run as it begins; None publishes
             the run if `training.publish_every` asks for it.
         clock: seconds that only grow; another one in tests.
@@ -86,12 +92,16 @@ def follow(
         if world.launched:
             raise ConfigError("--follow: a run under torchrun cannot follow a log; start it without torchrun")
         parts = PartFolder(Path(folder)) if isinstance(folder, str | Path) else folder
+        if refused_to is not None:
+            _check_refused_to(refused_to, parts)
         with writing_run(run.path, world):
             check_config(run, config)
             _check(run, config)
             if isinstance(parts, PartFolder):
                 _check_folder(parts.folder, config)
-            return _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock).go(until_idle, hook)
+            following = _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock)
+            following.refused_to = None if refused_to is None else Path(refused_to)
+            return following.go(until_idle, hook)
 
 
 def _check(run: RunFolder, config: Config) -> None:
@@ -120,6 +130,11 @@ def _check_folder(folder: Path, config: Config) -> None:
                     raise ConfigError(f"--follow {folder}: {what}")
 
 
+def _check_refused_to(folder: str | Path, parts: Parts) -> None:
+    if folder == "" or not isinstance(parts, PartFolder) or Path(folder).resolve() == parts.folder.resolve():
+        raise ConfigError(f"--refused-to: got '{folder}', must be a folder beside the folder of parts")
+
+
 class _Following:
     """A run, its state of the log, and its place in it."""
 
@@ -139,6 +154,9 @@ class _Following:
         schema, settings = load_schema(run), column_settings(config.data)
         policy = load_policy(own_policy(run, config).data)
         self._reading = Reading(settings, schema, policy, late_seconds)
+        #: Folder for parts that are refused, see `follow`, and their number.
+        self.refused_to: Path | None = None
+        self._refused = 0
         self.trainer = Follower(config, schema, world, self._reading, clock)
         self.trainer.resume = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
@@ -195,12 +213,29 @@ class _Following:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
         stop.check(trainer.resume, trainer.world)
-        name = self._parts.next(trainer.place.part if trainer.place else "")
-        if name is not None:
-            print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
+        try:
+            name = self._parts.next(trainer.place.part if trainer.place else "")
+            if name is not None:
+                print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
+        except RefusedPart as fault:
+            if self.refused_to is None:
+                raise
+            self._move(fault)
+            return True
         if self._clock() - self._since >= self._seconds:
             self._checkpoint(state)
         return name is not None
+
+    def _move(self, fault: RefusedPart) -> None:
+        """Moves a part that was refused, after its reason is written; an older one of its name stays."""
+        self.refused_to.mkdir(parents=True, exist_ok=True)
+        path, number = self.refused_to / fault.path.name, 2
+        while path.exists():
+            path, number = self.refused_to / f"{fault.path.name}-{number}", number + 1
+        write_file(path.with_name(f"{path.name}.reason.txt"), f"{fault}\n")
+        shutil.move(fault.path, path)
+        self._refused += 1
+        _log.warning("refused part %s since the start: %s; moved to %s", self._refused, fault, path)
 
     def _checkpoint(self, state: LogState) -> None:
         if self.trainer.place != self._saved:

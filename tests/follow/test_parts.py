@@ -238,6 +238,29 @@ def test_a_good_part_before_a_bad_one_is_kept(rows, followed):
     assert follow(run, parts, until_idle=True) == 0
 
 
+def test_refused_parts_are_moved_where_the_user_says_so(rows, followed, tmp_path, caplog):
+    run, parts = followed
+    new = rows[KNOWN + 80 : KNOWN + 120]
+    write(parts / "part-00005.parquet", new[:10])  # late
+    write(parts / "part-0002.parquet", [*new, new[0] | {"timestamp": time.time() + 7200.0}])
+    write(parts / "part-0003.parquet", [row | {"price": "low"} for row in new], _with_type("price", pa.string()))
+    write(parts / "part-0004.parquet", new)
+    with pytest.raises(ConfigError, match=r"--refused-to: got .*, must be a folder beside the folder of parts"):
+        follow(run, parts, until_idle=True, refused_to=parts)
+    (tmp_path / "refused").mkdir()
+    (tmp_path / "refused" / "part-0002.parquet").write_bytes(b"an older one")
+    assert follow(run, parts, until_idle=True, refused_to=tmp_path / "refused") == 1
+    assert lines(run)[-1]["part"] == "part-0004.parquet" and lines(run)[-1]["labeled"] == 40
+    reasons = {one.name: one.read_text() for one in (tmp_path / "refused").glob("*.reason.txt")}
+    assert "sorts before part-0001.parquet" in reasons["part-00005.parquet.reason.txt"]
+    assert "part-0002.parquet:41: 'timestamp' is 20" in reasons["part-0002.parquet-2.reason.txt"]
+    assert "part-0003.parquet:1: 'price' is 'low'" in reasons["part-0003.parquet.reason.txt"]
+    assert len(reasons) == 3
+    assert all((tmp_path / "refused" / name.removesuffix(".reason.txt")).is_file() for name in reasons)
+    assert "refused part 3 since the start: " in caplog.text
+    assert follow(run, parts, until_idle=True) == 0
+
+
 def test_parts_in_another_order_or_changed(rows, followed):
     run, parts = followed
     write(parts / "part-00005.parquet", rows[KNOWN + 80 : KNOWN + 90])
