@@ -62,6 +62,7 @@ _COMMANDS = {
             "until-idle": "with --follow: end when no further part is there (default: wait for one)",
             "checkpoint-seconds SECONDS": "with --follow: least time between checkpoints (default: 0)",
             "late-seconds SECONDS": "with --follow: rows further behind the newest one are left out (default: 86400)",
+            "refused-to FOLDER": "with --follow: refused parts are moved there, with the reason (default: stop)",
         },
         {"data": _DATA, "model": _MODEL, "training": _TRAINING},
     ),

@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> None:
         try:
             {"load": _load, "export": _export, "migrate": _migrate}[options.action](options)
         except StoreUnavailableError as error:
-            raise StateError(f"the state of users: {error}") from None
+            raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
 
 
 def _load(options: argparse.Namespace) -> None:

@@ -42,11 +42,16 @@ OPTIONS = {
         "help": "with --follow: a row that is further behind the newest row of the parts before is left out "
         "(default: 86400)",
     },
+    "--refused-to": {
+        "metavar": "FOLDER",
+        "help": "with --follow: move a part that is refused to this folder, beside a file with the reason, and go on "
+        "(default: stop there)",
+    },
 }
 #: Where tables of a run are now. Those of its config that are URLs have to be named.
 _TABLES = {f"--data.{name}": name for name in FILES}
 #: What belongs to --follow, and what goes with it.
-OF_FOLLOW = ("--until-idle", "--checkpoint-seconds", "--late-seconds")
+OF_FOLLOW = ("--until-idle", "--checkpoint-seconds", "--late-seconds", "--refused-to")
 WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW, *_TABLES)
 
 
@@ -89,7 +94,8 @@ def _follow(options: SimpleNamespace, named: list[str], tables: dict[str, Any]) 
     if other := next((name for name in named if name not in WITH_FOLLOW), None):
         raise ConfigError(f"--follow uses the config of its run; it takes no other option such as {other}")
     limits = {"checkpoint_seconds": options.checkpoint_seconds, "late_seconds": options.late_seconds}
-    count = follow(options.resume, options.follow, tables=tables, until_idle=options.until_idle, **limits)
+    more = {"tables": tables, "until_idle": options.until_idle, "refused_to": options.refused_to}
+    count = follow(options.resume, options.follow, **more, **limits)
     print(f"trained on {count} {'part' if count == 1 else 'parts'}; run folder {options.resume}")
 
 

@@ -49,6 +49,7 @@ class LiveRows:
         in_history: `[N]` bool, whether they are events of histories.
         order: `[N]` uint64, by which a user's events of one time are sorted.
         session: `[N]` ids, 0 for none; None without a column of sessions.
+        is_counted: `[N]` bool, events that were added before, without the label that they have now; None for none.
     """
 
     user: np.ndarray
@@ -59,6 +60,7 @@ class LiveRows:
     in_history: np.ndarray | None = None
     order: np.ndarray | None = None
     session: np.ndarray | None = None
+    is_counted: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.user)
@@ -231,11 +233,17 @@ class LiveIndex:
     def _added_rows(self, name: SortedRows) -> tuple[np.ndarray, np.ndarray]:
         """Returns the events `[n]` that are rows of a set, and the index of the key of each; twice for two values."""
         is_row = self._columns["has label"] > 0
-        if name.rows != "labeled":
-            is_row = self._rows.in_history & (is_row | (name.rows == "history"))
+        if name.rows == "history":
+            is_row = self._new_events()
+        elif name.rows != "labeled":
+            is_row = self._rows.in_history & is_row
         keys = self._row_keys(name)
         at, slot = np.nonzero((keys >= 0) & is_row[:, None])
         return at, np.searchsorted(self._numbers[name.text], keys[at, slot])
+
+    def _new_events(self) -> np.ndarray:
+        rows = self._rows
+        return rows.in_history if rows.is_counted is None else rows.in_history & ~rows.is_counted
 
     def _added_to(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries of sorted rows with those that are added, and the indices of these; see `add_rows`."""
@@ -249,7 +257,7 @@ class LiveIndex:
         """Returns what `_added_to` does, of pairs of items."""
         at, key, event = (np.zeros(0, np.int64) for _ in range(3))
         if self._columns:
-            is_event = self._rows.in_history[self._pair_row]
+            is_event = self._new_events()[self._pair_row]
             at, event = self._pair_row[is_event], self._pair_event[is_event]
             key = np.searchsorted(self._numbers[self._pairs.text], self._pair_number[is_event])
         entries = self._entries[USER_ROWS][0]

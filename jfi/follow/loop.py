@@ -33,7 +33,7 @@ from jfi.utils.display import Display
 from jfi.utils.files import temporary_folder
 
 
-class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
+class LogPlace(msgspec.Struct):
     """The place in the log of a checkpoint.
 
     Args:
@@ -42,7 +42,6 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
         parts: number of parts that were trained on.
         rows: number of their rows that count.
         newest: time of the newest row, in seconds.
-        types: by column what the parts hold, see `jfi.follow.rows.PartRows`.
         log_length: bytes of the file of metrics.
         log_sha256: SHA-256 of these bytes.
     """
@@ -52,7 +51,6 @@ class LogPlace(msgspec.Struct, forbid_unknown_fields=True):
     parts: int
     rows: int
     newest: float
-    types: dict[str, str]
     log_length: int = 0
     log_sha256: str = ""
 
@@ -146,7 +144,7 @@ class Follower(Steps):
         """
         before, begin = self.place, self.clock()
         with temporary_folder(".jfi-") as folder:
-            rows = PartRows(part, before.types if before else {}, state, self._reading, folder)
+            rows = PartRows(part, state, self._reading, folder)
             self.is_within_part = True
             metrics, closed = {}, []
             if rows.dataset is not None:
@@ -155,17 +153,20 @@ class Follower(Steps):
                 metrics |= self._train(run, stop)
                 self.dataset = _empty(self.dataset.schema)
         state.end_part(part.name, rows.newest)
-        count = rows.counts.rows - rows.counts.repeated - rows.counts.too_old
+        counts = rows.counts
+        count = counts.rows - counts.repeated - counts.too_old - counts.late_labels
         known = (before.parts, before.rows) if before else (0, 0)
         counted = known[0] + 1, known[1] + count, state.place.newest
-        place = LogPlace(part.name, part.sha256, *counted, rows.types)
+        place = LogPlace(part.name, part.sha256, *counted)
         self.progress.batch += 1  # the checkpoint of a part without steps has a name of its own
         self.progress.newest = max(self.progress.newest, place.newest)
-        speed = rows.counts.labeled / max(self.clock() - begin, 1e-9)
+        speed = counts.labeled / max(self.clock() - begin, 1e-9)
         line = {"part": part.name, "sha256": part.sha256, "size": part.size, "modified": part.modified}
-        line |= {"late_seconds": self._reading.late_seconds, **asdict(rows.counts), "step": self.progress.step}
-        line |= {"begin": rows.oldest, "end": rows.newest} if count else {}
+        line |= {"late_seconds": self._reading.late_seconds, **asdict(counts), "step": self.progress.step}
+        line |= {"begin": rows.oldest, "end": rows.newest} if np.isfinite(rows.newest) else {}
         line |= {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+        if failures := getattr(self.hook, "failures", 0):
+            line["publish_failures"] = failures
         line |= {SPEED: round(speed, 1)}
         for one in (*closed, line):
             self.lines.append(one)

@@ -1,5 +1,6 @@
 """The parts of a log, in their order: an append-only folder of Parquet files that others write by atomic renames."""
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,9 +8,24 @@ from pathlib import Path
 from typing import Protocol
 
 from jfi.data import DataError
+from jfi.data.io.layouts import find_layout
 from jfi.utils.files import naming, sha256_of
 
+_log = logging.getLogger(__name__)
 _SUFFIX = ".parquet"
+
+
+class RefusedPart(DataError):
+    """A fault in a part, which has changed nothing.
+
+    Args:
+        path: of the part.
+        fault: the message, as one line that names the path.
+    """
+
+    def __init__(self, path: Path, fault: object) -> None:
+        super().__init__(str(fault))
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Parts(Protocol):
             last: name of that one, or "".
 
         Raises:
-            DataError: a part sorts before the last one, and was not trained on.
+            RefusedPart: a part sorts before the last one, and was not trained on.
         """
 
     def part(self, name: str) -> Part:
@@ -75,6 +91,8 @@ class PartFolder:
         self.folder = folder
         #: Names of files in the folder that were trained on.
         self._trained: set[str] = set()
+        #: Kinds of files that a warning has named: suffixes, and "" for folders.
+        self._warned: set[str] = set()
 
     def check(self, trained: Iterable[Part]) -> None:
         """See Parts."""
@@ -91,7 +109,7 @@ class PartFolder:
         found = min(names - self._trained, default=None)
         if found is not None and found < last:
             what = f"sorts before {last}, which was trained on; give later parts later names"
-            raise DataError(f"{self.folder / found}: its name {what}")
+            raise RefusedPart(self.folder / found, f"{self.folder / found}: its name {what}")
         return found
 
     def part(self, name: str) -> Part:
@@ -107,12 +125,23 @@ class PartFolder:
         found = set()
         with naming(self.folder), os.scandir(self.folder) as entries:
             for entry in entries:
-                if not entry.name.endswith(_SUFFIX) or entry.name.startswith((".", "_")):
+                if entry.name.startswith((".", "_")):
+                    continue
+                if not entry.name.endswith(_SUFFIX):
+                    self._warn(entry)
                     continue
                 if not entry.is_file():
-                    raise DataError(f"{entry.path}: not a regular file")
+                    raise RefusedPart(Path(entry.path), f"{entry.path}: not a regular file")
                 found.add(entry.name)
         return found
+
+    def _warn(self, entry: os.DirEntry) -> None:
+        """Names the first of the subfolders, and the first file of each suffix of a table, that are no parts."""
+        kind = "" if entry.is_dir() else Path(entry.name).suffix
+        if kind not in self._warned and (not kind or find_layout(entry.name) is not None):
+            self._warned.add(kind)
+            what = "files whose names end in .parquet, in this folder and not in its subfolders"
+            _log.warning("%s: not read; parts are %s", entry.path, what)
 
     def _compare(self, was: Part) -> None:
         """Compares the content of a part with what was trained on, where its size or time tells that it may differ."""

@@ -13,21 +13,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.io.arrays import TEXT, TEXTS, is_list
+from jfi.data.io.arrays import TEXT, TEXTS, has_values, is_list, is_text
 from jfi.data.io.blocks import DROP
+from jfi.data.io.layouts import find_layout
 from jfi.data.io.table import Table
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
+from jfi.data.schema.labels import read_labels
 from jfi.data.schema.rules import parse_rule
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"
+#: The column that tells whether a row has a label.
+LABELED = "jfi: labeled"
 #: Events older than the newest `max_history` that stay, for late rows; and rows that are no events of histories, by
 #: which repeated ones are known.
 MARGIN, OTHERS = 64, 256
 #: Seconds that a row may be ahead of the clock of this machine.
 _MAX_AHEAD = 3600.0
+#: What a column holds that has no type of its own, see `Records.contents`.
+ANY = ""
+#: Records that are joined at a time: each one alone takes some 10 kB beside its rows.
+_JOINED = 1000
 _RECORD = b"h"
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
@@ -42,6 +50,9 @@ class Records:
 
     def __init__(self, config: DataConfig, schema: DataSchema) -> None:
         self._config, self._keep = config, schema.max_history + MARGIN
+        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
+        #: The columns that a part must have.
+        self.wanted = config.columns(of_interactions=True) - made
         apart = {*config.names("context")} - {*config.names("event")} | {config.title}
         #: The columns that histories read, each with whether it holds numbers and whether it holds lists.
         self.columns = [
@@ -50,7 +61,7 @@ class Records:
             if one.name not in apart
         ]
         kinds = [pa.float64() if numeric else TEXTS if lists else TEXT for _, numeric, lists in self.columns]
-        fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8())]
+        fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8()), (LABELED, pa.int8())]
         self.schema = pa.schema([*fields, *zip([name for name, _, _ in self.columns], kinds, strict=True)])
 
     def read(self, table: Table) -> tuple[pa.Array, pa.Table]:
@@ -70,7 +81,8 @@ class Records:
         in_history = np.ones(len(table), np.int8)
         if config.history is not None:
             in_history[:] = parse_rule(config.history).holds(table) == 1
-        columns = [items, pa.array(times), pa.array(in_history)]
+        labeled = (~np.isnan(read_labels(table, config.label, config.task))).astype(np.int8)
+        columns = [items, pa.array(times), pa.array(in_history), pa.array(labeled)]
         for name, numeric, lists in self.columns:
             if numeric:
                 columns.append(pa.array(table.numbers(name)))
@@ -86,14 +98,37 @@ class Records:
             columns.append(values)
         return users, pa.Table.from_arrays(columns, schema=self.schema)
 
+    def contents(self, table: Table) -> dict[str, str]:
+        """Returns by column what it holds, such as "numbers": equal for types that are read to the same values.
+
+        A column without values is left out; `ANY` is one of a text file, whose types are not known.
+
+        Args:
+            table: whose times have been read.
+        """
+        found, layout = {}, find_layout(table.name, self._config.delimiter)
+        for name in sorted(self.wanted.intersection(table.known)):
+            column = table.column(name)
+            if name == self._config.timestamp:
+                kind = table.reading.time_kinds.get(name)
+                if kind is not None:
+                    found[name] = _content(kind)
+            elif has_values(pc.list_flatten(column) if is_list(column.type) else column):
+                is_untyped = layout is not None and layout.format == "text" and is_text(column.type)
+                found[name] = ANY if is_untyped else _content(column.type)
+        return found
+
     def of(self, get: Get, users: Sequence[str]) -> tuple[np.ndarray, pa.Table]:
         """Returns the rows of distinct users in the store, by time, and for each the number of its user `[N]` int64."""
-        found, counts = [], np.zeros(len(users), np.int64)
-        for number, value in enumerate(get([_key(user) for user in users])):
-            if value is not None:
-                found.append(pa.ipc.read_record_batch(pa.py_buffer(value), self.schema))
-                counts[number] = len(found[-1])
-        return np.repeat(np.arange(len(users)), counts), pa.Table.from_batches(found, self.schema)
+        tables, counts = [self.schema.empty_table()], np.zeros(len(users), np.int64)
+        for begin in range(0, len(users), _JOINED):
+            found = []
+            for number, value in enumerate(get([_key(user) for user in users[begin : begin + _JOINED]]), begin):
+                if value is not None:
+                    found.append(pa.ipc.read_record_batch(pa.py_buffer(value), self.schema))
+                    counts[number] = len(found[-1])
+            tables.append(pa.Table.from_batches(found, self.schema).combine_chunks())
+        return np.repeat(np.arange(len(users)), counts), pa.concat_tables(tables)
 
     def merged(
         self, users: Sequence[str], old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]
@@ -123,18 +158,31 @@ class Records:
             own = batch.slice(int(ends[number] - counts[number]), int(counts[number]))
             yield _key(users[number]), own.serialize().to_pybytes()
 
-    def repeated(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]) -> np.ndarray:
-        """`[N]` bool, the new rows whose user, item and time another row has, an old one or a new one before it.
+    def match(
+        self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the new rows whose user, item and time another row has, an old one or a new one before it.
 
-        Of a user with as many events as are kept, an event that is as old as the oldest of these, or older, counts as
-        repeated, too: it is not known whether it was there. So do rows that are no events.
+        Of such rows the first one with a label counts, or without labels the first one. Of a user with as many events
+        as are kept, an event that is as old as the oldest of these, or older, counts as repeated, too: it is not known
+        whether it was there. So do rows that are no events.
+
+        Returns:
+            `[N]` bool, the new rows that do not count; and `[N]` int64, the index of the old row without a label that a
+            new row with one takes the place of, or -1.
         """
         user, time = np.concatenate([old[0], new[0]]), _join(old[1], new[1], self._config.timestamp).to_numpy()
         item = _ranks(_join(old[1], new[1], self._config.item))
-        order = np.lexsort((item, time, user))  # stable: an old row comes before an equal new one
+        labeled = _join(old[1], new[1], LABELED).to_numpy()
+        order = np.lexsort((-labeled, item, time, user))  # stable: an old row comes before an equal new one
         again = np.zeros(len(order), bool)
         same = [values[order[1:]] == values[order[:-1]] for values in (user, time, item)]
         again[order[1:]] = np.all(same, axis=0)
+        group = np.cumsum(~again[order]) - 1
+        is_old = order < len(old[0])
+        replaced = np.full(len(order), -1)
+        replaced[group[is_old]] = order[is_old]  # by group
+        replaced = np.where(again, -1, replaced[group[np.argsort(order)]])[len(old[0]) :]
         is_event = _join(old[1], new[1], IN_HISTORY).to_numpy() == 1
         kind = 2 * user + is_event  # a user's other rows, and their events
         known = slice(len(old[0]))
@@ -143,7 +191,21 @@ class Records:
         np.minimum.at(oldest, kind[known], time[known])
         is_full = np.bincount(kind[known], minlength=size) >= np.tile([OTHERS, self._keep], size // 2)
         oldest[~is_full] = -np.inf
-        return (again | (time <= oldest[kind]))[len(old[0]) :]
+        return (again | (time <= oldest[kind]))[len(old[0]) :] & (replaced < 0), replaced
+
+
+def _content(kind: pa.DataType) -> str:
+    if is_list(kind):
+        return f"lists of {_content(kind.value_type)}"
+    if pa.types.is_dictionary(kind):
+        return _content(kind.value_type)
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):  # binary is read as UTF-8
+        return "texts"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    if pa.types.is_timestamp(kind):
+        return "times without a time zone" if kind.tz is None else f"times in {kind.tz}"
+    return str(kind)
 
 
 def number_users(users: pa.Array) -> tuple[np.ndarray, list[str]]:

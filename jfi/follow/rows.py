@@ -8,12 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
-from jfi.data.io.arrays import is_list, is_text
 from jfi.data.io.blocks import read_table
-from jfi.data.io.table import Table
+from jfi.data.io.paths import IN_MEMORY
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.follow.parts import Part
-from jfi.follow.records import IN_HISTORY, number_users
+from jfi.follow.parts import Part, RefusedPart
+from jfi.follow.records import ANY, IN_HISTORY, number_users
 from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
@@ -31,6 +30,7 @@ class Counts:
         repeated: left out, since a row with the same user, item and time was there.
         too_old: left out, since they are further behind the newest row before the part than is allowed.
         late: older than that row, and trained on.
+        late_labels: labels of rows that were there without one; these rows are trained on.
         labeled: the samples.
     """
 
@@ -38,6 +38,7 @@ class Counts:
     repeated: int = 0
     too_old: int = 0
     late: int = 0
+    late_labels: int = 0
     labeled: int = 0
 
 
@@ -57,41 +58,42 @@ class Reading:
     policy: Policy | None
     late_seconds: float
 
-    def columns(self) -> set[str]:
-        """Returns the columns that a part must have."""
-        config = self.config
-        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
-        return config.columns(of_interactions=True) - made
-
 
 class PartRows:
     """Reads a part into a dataset, and changes the records of its users and the counters.
 
     Args:
         part: of the log.
-        types: by column what the parts before it held, see `types`; none for the first part.
         state: of the log before the part.
         reading: settings.
         folder: an empty folder for the files of the dataset.
 
     Raises:
-        DataError: a fault in the part, as one line that names it; the state is as it was.
+        RefusedPart: a fault in the part, as one line that names it; the state is as it was.
+        DataError: a fault in a table of users or items, or in the semantic IDs; the state is as it was.
     """
 
-    def __init__(self, part: Part, types: dict[str, str], state: LogState, reading: Reading, folder: Path) -> None:
+    def __init__(self, part: Part, state: LogState, reading: Reading, folder: Path) -> None:
         self._reading, self._state = reading, state
         self.counts = Counts()
         #: Its splits have the labeled rows, in the order of time; None if there are none.
         self.dataset: InteractionDataset | None = None
-        config, wanted = reading.config, reading.columns()
-        table = read_table(str(part.path), wanted, config, "--follow")
-        #: By column what the parts up to this one hold, such as "numbers"; none of a column that was always empty.
-        self.types = _check_types(part, table, wanted, types)
-        users, rows = state.records.read(table)
+        config, wanted = reading.config, state.records.wanted
+        try:
+            table = read_table(str(part.path), wanted, config, "--follow")
+            for name in sorted(wanted):
+                table.require(name)
+            users, rows = state.records.read(table)
+            _check_types(part, state.records.contents(table), state.place.types)
+        except DataError as fault:
+            raise RefusedPart(part.path, fault) from fault
         self.counts.rows = len(rows)
         user, names = number_users(users)
         old = state.records.of(state.overlay.get, names)
-        kept = self._choose(old, (user, rows), config.timestamp)
+        kept, replaced = self._choose(old, (user, rows), config.timestamp)
+        was_event = np.append(old[1][IN_HISTORY].to_numpy() == 1, False)[replaced]  # -1 is False
+        stays = np.delete(np.arange(len(old[0])), replaced[replaced >= 0])
+        old = old[0][stays], old[1].take(pa.array(stays))
         new = user[kept], rows.take(pa.array(kept))
         time = new[1][config.timestamp].to_numpy()
         #: Time of the oldest and of the newest row that counts.
@@ -99,29 +101,34 @@ class PartRows:
         if len(kept):
             data = _with_times(table.data.take(pa.array(kept)), config, new[1])
             try:
-                self._read(data, _history(config, names, old), folder)
+                self._read(data, _history(config, names, old), was_event, folder)
             except DataError as fault:
                 state.overlay.drop_part()
-                raise DataError(f"{part.path}: {fault}") from fault
+                if not str(fault).startswith(IN_MEMORY):
+                    raise
+                raise RefusedPart(part.path, f"{part.path}: {fault}") from fault
         state.overlay.put(state.records.merged(names, old, new))
 
-    def _choose(self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str) -> np.ndarray:
-        """Returns the rows of the part that count `[N]` int64."""
+    def _choose(
+        self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows that count `[N]` int64, and the old rows that they replace, of Records.match."""
         times, newest = new[1][time].to_numpy(), self._state.place.newest
-        too_old = times < newest - self._reading.late_seconds
-        repeated = self._state.records.repeated(old, new) & ~too_old
-        counts = ~(too_old | repeated)
-        self.counts.too_old, self.counts.repeated = int(too_old.sum()), int(repeated.sum())
-        self.counts.late = int((counts & (times < newest)).sum())
-        return np.flatnonzero(counts)
+        fresh = np.flatnonzero(times >= newest - self._reading.late_seconds)
+        repeated, replaced = self._state.records.match(old, (new[0][fresh], new[1].take(pa.array(fresh))))
+        kept, replaced, counts = fresh[~repeated], replaced[~repeated], self.counts
+        counts.too_old, counts.repeated = len(times) - len(fresh), int(repeated.sum())
+        counts.late_labels = int((replaced >= 0).sum())
+        counts.late = int(((replaced < 0) & (times[kept] < newest)).sum())
+        return kept, replaced
 
-    def _read(self, rows: pa.Table, history: pa.Table, folder: Path) -> None:
+    def _read(self, rows: pa.Table, history: pa.Table, was_event: np.ndarray, folder: Path) -> None:
         reading, state, past = self._reading, self._state, None
         config = replace(reading.config, timestamp_unit="s", oov_dropout=0.0, batching="sample")
         if config.history is not None:
             config = replace(config, history=f"'{IN_HISTORY}' == 1")
         if state.counters is not None:
-            past = CountedRows(state.overlay, state.counters, reading.schema)
+            past = CountedRows(state.overlay, state.counters, reading.schema, was_event)
         sources = Sources(rows, history, config.users, config.items, config.semantic_ids)
         options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
         found = ScoringRows(sources, folder, reading.schema, config, **options)
@@ -141,31 +148,11 @@ class PartRows:
         return arrays.events.time[arrays.samples[SCORED]]
 
 
-def _check_types(part: Part, table: Table, wanted: set[str], before: dict[str, str]) -> dict[str, str]:
-    for name in sorted(wanted):
-        table.require(name)
-    found = {name: _content(table.data.schema.field(name).type) for name in sorted(wanted)}
-    types = {name: what for name, what in found.items() if what is not None}
-    for name, what in types.items():
-        if before.get(name, what) != what:
-            raise DataError(f"{part.path}: column '{name}' holds {what}, but {before[name]} in the parts before")
-    return before | types
-
-
-def _content(kind: pa.DataType) -> str | None:
-    """Returns what a column of a type holds, equal for types that are read to the same values; None for nulls alone."""
-    if pa.types.is_dictionary(kind):
-        return _content(kind.value_type)
-    if is_list(kind):
-        inner = _content(kind.value_type)
-        return None if inner is None else f"lists of {inner}"
-    if is_text(kind):
-        return "texts"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return "numbers"
-    if pa.types.is_timestamp(kind):
-        return "times"
-    return None if pa.types.is_null(kind) else str(kind)
+def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> None:
+    """Raises DataError if a column holds something else than in the run's own interactions."""
+    for name, what in found.items():
+        if types.get(name, ANY) not in (ANY, what):
+            raise DataError(f"{part.path}: column '{name}' holds {what}, but {types[name]} in the run's interactions")
 
 
 def _with_times(rows: pa.Table, config: DataConfig, kept: pa.Table) -> pa.Table:

@@ -2,7 +2,9 @@
 
 import glob
 import hashlib
+import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -16,10 +18,11 @@ import torch
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
-from jfi.follow.parts import Part, PartFolder, Parts
+from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import LogState, open_state
+from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.training import ConfigError
 from jfi.training.config import Config
 from jfi.training.distributed.processes import World, join_world
@@ -30,8 +33,9 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.run_position import check_config, last_progress
 from jfi.utils.errors import InputError
-from jfi.utils.files import temporary_folder
+from jfi.utils.files import temporary_folder, write_file
 
+_log = logging.getLogger(__name__)
 #: Seconds between two looks at the folder, and between two looks for a signal meanwhile.
 _POLL, _TICK = 0.2, 0.1
 #: Least seconds between two pictures.
@@ -46,6 +50,7 @@ def follow(
     until_idle: bool = False,
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
+    refused_to: str | Path | None = None,
     hook: Callable[[Follower], Hook] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
@@ -64,6 +69,8 @@ def follow(
         until_idle: whether to end when no further part is there, instead of waiting for one.
         checkpoint_seconds: least time between two checkpoints, which lie at ends of parts; it changes no bit.
         late_seconds: see above.
+        refused_to: folder that parts which are refused are moved to, each beside a file with the reason; None stops at
+            the first one.
         hook: makes an object that is called after each step and each part, from the run as it begins; None publishes
             the run if `training.publish_every` asks for it.
         clock: seconds that only grow; another one in tests.
@@ -74,6 +81,7 @@ def follow(
     Raises:
         ConfigError, DataError: a fault in a setting, the run or a part; the run is at the end of the part before.
         FloatingPointError: training has diverged; the run is at its last checkpoint.
+        OSError: the storage of the run is full or fails; so is that of published versions, when all else has ended.
         Interrupted: SIGINT or SIGTERM; the run is at the end of a part, in the middle of one at its last checkpoint.
     """
     for name, value in (("checkpoint", checkpoint_seconds), ("late", late_seconds)):
@@ -87,12 +95,16 @@ def follow(
         if world.launched:
             raise ConfigError("--follow: a run under torchrun cannot follow a log; start it without torchrun")
         parts = PartFolder(Path(folder)) if isinstance(folder, str | Path) else folder
+        if refused_to is not None:
+            _check_refused_to(refused_to, parts)
         with writing_run(run.path, world):
             check_config(run, config, ", since --follow goes on with the run's own")
             _check(run, config)
             if isinstance(parts, PartFolder):
                 _check_folder(parts.folder, config)
-            return _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock).go(until_idle, hook)
+            following = _Following(run, config, world, parts, late_seconds, checkpoint_seconds, clock)
+            following.refused_to = None if refused_to is None else Path(refused_to)
+            return following.go(until_idle, hook)
 
 
 def _check(run: RunFolder, config: Config) -> None:
@@ -121,6 +133,11 @@ def _check_folder(folder: Path, config: Config) -> None:
                     raise ConfigError(f"--follow {folder}: {what}")
 
 
+def _check_refused_to(folder: str | Path, parts: Parts) -> None:
+    if folder == "" or not isinstance(parts, PartFolder) or Path(folder).resolve() == parts.folder.resolve():
+        raise ConfigError(f"--refused-to: got '{folder}', must be a folder beside the folder of parts")
+
+
 class _Following:
     """A run, its state of the log, and its place in it."""
 
@@ -140,6 +157,9 @@ class _Following:
         schema, settings = load_schema(run), column_settings(config.data)
         policy = load_policy(own_policy(run, config).data)
         self._reading = Reading(settings, schema, policy, late_seconds)
+        #: Folder for parts that are refused, see `follow`, and their number.
+        self.refused_to: Path | None = None
+        self._refused = 0
         self.trainer = Follower(config, schema, world, self._reading, clock)
         self.trainer.resume = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
@@ -156,13 +176,16 @@ class _Following:
         trained = _read_log(self._log, place)
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
-        with (
-            closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
-            publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
-        ):
-            hook = hook or own
-            trainer.hook = None if hook is None else hook(trainer)
-            self._follow(state, trained, until_idle)
+        try:
+            with (
+                closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
+                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
+            ):
+                hook = hook or own
+                trainer.hook = None if hook is None else hook(trainer)
+                self._follow(state, trained, until_idle)
+        except StoreUnavailableError as error:  # such as a full disk
+            raise OSError(f"{state_folder}: {error}") from error
         return (trainer.place.parts if trainer.place else 0) - count
 
     def _follow(self, state: LogState, trained: list[dict], until_idle: bool) -> None:
@@ -193,12 +216,29 @@ class _Following:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
         stop.check(trainer.resume, trainer.world)
-        name = self._parts.next(trainer.place.part if trainer.place else "")
-        if name is not None:
-            print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
+        try:
+            name = self._parts.next(trainer.place.part if trainer.place else "")
+            if name is not None:
+                print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
+        except RefusedPart as fault:
+            if self.refused_to is None:
+                raise
+            self._move(fault)
+            return True
         if self._clock() - self._since >= self._seconds:
             self._checkpoint(state)
         return name is not None
+
+    def _move(self, fault: RefusedPart) -> None:
+        """Moves a part that was refused, after its reason is written; an older one of its name stays."""
+        self.refused_to.mkdir(parents=True, exist_ok=True)
+        path, number = self.refused_to / fault.path.name, 2
+        while path.exists():
+            path, number = self.refused_to / f"{fault.path.name}-{number}", number + 1
+        write_file(path.with_name(f"{path.name}.reason.txt"), f"{fault}\n")
+        shutil.move(fault.path, path)
+        self._refused += 1
+        _log.warning("refused part %s since the start: %s; moved to %s", self._refused, fault, path)
 
     def _checkpoint(self, state: LogState) -> None:
         if self.trainer.place != self._saved:
@@ -244,7 +284,7 @@ class _Following:
             if part.sha256 != line["sha256"]:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
             with temporary_folder(".jfi-") as folder:
-                rows = PartRows(part, {}, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)
+                rows = PartRows(part, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)
                 state.end_part(part.name, rows.newest)
             state.commit()
 
@@ -270,7 +310,15 @@ def _part(line: dict) -> Part:
 def _describe(line: dict) -> str:
     """Returns a line about a part."""
     counts = [f"{line['rows']:,} rows"]
-    names = {"repeated": "repeated", "late": "late", "too_old": "too old and left out"}
+    names = {"repeated": "repeated", "late": "late", "late_labels": "with a label that came late"}
+    names["too_old"] = "too old and left out"
     counts += [f"{line[name]:,} {text}" for name, text in names.items() if line[name]]
-    shown = [f"{name} {line[name]:.4f}" for name in ("ne", "auc", "rmse", "all_ne", "all_auc") if line.get(name)]
-    return f"{line['part']}: {', '.join(counts)}; {', '.join(shown) or 'no labeled row'}"
+    own, so_far = (
+        [f"{name} {line[name]:.4f}" for name in names if line.get(name) is not None]
+        for names in (("ne", "auc", "rmse"), ("all_ne", "all_auc"))
+    )
+    if not line["labeled"]:
+        own = ["no labeled row"]
+    elif not own:
+        own = [f"loss {line['loss']:.4f}", *(["no AUC: the labels are all equal"] if "auc" in line else [])]
+    return f"{line['part']}: {', '.join(counts)}; {', '.join([*own, *so_far])}"

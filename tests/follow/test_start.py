@@ -1,9 +1,11 @@
 """The start of a run that follows a log: what it checks, a state that is made anew, and what its end leaves."""
 
+import errno
 import os
 import shutil
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from jfi.data.prepared.prepare import prepare_dataset
 from jfi.follow.parts import PartFolder
 from jfi.follow.start import follow
 from jfi.follow.state import LogState
+from jfi.serving.publish import PublishHook
+from jfi.serving.user_state.stores import LmdbStore, StoreUnavailableError
 from jfi.training import ConfigError, train
 from jfi.training.run.interrupt import Interrupted
 
@@ -134,6 +138,46 @@ def test_catching_up_hears_a_signal_after_each_part(late, monkeypatch):
     assert ended == ["0.parquet"]
     assert follow(run, parts, until_idle=True) == 0
     assert ended == ["0.parquet", "1.parquet"] and content(run) == before
+
+
+def test_a_full_disk_of_the_state_is_named(rows, run, tmp_path, monkeypatch):
+    """Exit code 3; the checkpoint has the part, and the state gets it at the next start."""
+    write_parts(tmp_path / "parts", rows[KNOWN : KNOWN + 40], 1)
+
+    def fail(self: LmdbStore, change: object) -> None:
+        raise StoreUnavailableError("LMDB: mdb_txn_commit: No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"run/follow/state: LMDB: .*No space left"):
+        patch.setattr(LmdbStore, "update", fail)
+        follow(run, tmp_path / "parts", until_idle=True)
+    assert follow(run, tmp_path / "parts", until_idle=True) == 0
+    with closing(LmdbStore(run / "follow" / "state")) as store:
+        assert LogState(store, None, None).place.part == "part-0000.parquet"
+
+
+def test_training_goes_on_where_no_version_can_be_written(rows, run, tmp_path, caplog):
+    write_parts(tmp_path / "parts", rows[KNOWN : KNOWN + 60], 3)
+    now, attempts = [0.0], []
+
+    class Full:
+        def publish(self, place: object = None) -> None:
+            attempts.append(now[0])
+            raise OSError(errno.ENOSPC, "No space left on device", "published/7")
+
+    hook = PublishHook(Full(), 10.0, clock=lambda: now[0])
+    after_part = hook.after_part
+
+    def later(place: object) -> None:
+        now[0] += 15.0
+        after_part(place)
+
+    hook.after_part = later
+    with pytest.raises(OSError, match="No space left"):
+        follow(run, tmp_path / "parts", until_idle=True, hook=lambda _: hook)
+    assert [line.get("publish_failures") for line in lines(run)] == [None, 1, 1]
+    assert attempts == [15.0, 45.0, 45.0]
+    assert "no version could be written, 2 times in a row; training goes on, next attempt in 40 s" in caplog.text
+    assert follow(run, tmp_path / "parts", until_idle=True) == 0
 
 
 def test_versions_are_of_the_last_part_where_a_part_is_refused(rows, run, tmp_path):

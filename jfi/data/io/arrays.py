@@ -27,6 +27,15 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
+def has_values(column: pa.Array | pa.ChunkedArray) -> bool:
+    """Returns whether a column without dictionaries has a value: not null, no empty text, not NaN."""
+    if is_text(column.type):
+        return bool(pc.any(pc.not_equal(column.cast(TEXT), "")).as_py())
+    if pa.types.is_floating(column.type) and not pa.types.is_float16(column.type):
+        return bool(pc.any(pc.invert(pc.is_null(column, nan_is_null=True))).as_py())
+    return column.null_count < len(column)
+
+
 def type_name(kind: pa.DataType) -> str:
     """Returns a type as messages name it, whatever the size of its offsets."""
     return str(kind).replace("large_", "")

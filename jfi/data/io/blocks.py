@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.arrays import TEXT, count_rounded, is_list, is_text
+from jfi.data.io.arrays import count_rounded, has_values, is_list
 from jfi.data.io.json_lines import iterate_json
 from jfi.data.io.layouts import Layout
 from jfi.data.io.parquet import iterate_memory, iterate_parquet
@@ -152,16 +152,10 @@ def _check_lists(table: Table, lists: dict[str, bool]) -> None:
     for name in table.data.column_names:
         column = table.data.column(name)
         has_lists = is_list(column.type)
-        if lists.get(name) == has_lists or _is_empty(column) or lists.setdefault(name, has_lists) == has_lists:
+        if lists.get(name) == has_lists or not has_values(column) or lists.setdefault(name, has_lists) == has_lists:
             continue
         row = pc.index(column.is_valid(), True).as_py()
         raise table.fault(row, f"'{name}' {of_other_kind(has_lists)}")
-
-
-def _is_empty(column: pa.ChunkedArray) -> bool:
-    if is_text(column.type):
-        return not pc.any(pc.not_equal(column.cast(TEXT), "")).as_py()
-    return column.null_count == len(column)
 
 
 def identify_files(config: DataConfig) -> list[tuple[str, object]]:

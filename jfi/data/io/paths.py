@@ -19,8 +19,8 @@ from jfi.utils.files import by_number, reading_file
 
 #: Files of a prepared dataset.
 _PREPARED = ("manifest.json", "schema.json")
-#: Before the SHA-256 of a table in memory, where it has to be named.
-_IN_MEMORY = "table://"
+#: How messages name a table in memory; and what is before its SHA-256, where it has to be named.
+IN_MEMORY, _URL = "the table", "table://"
 #: Names under which file systems say when an object was written, or what is in it.
 _VERSION = re.compile(r"(?i)etag|time|modified|updated|created|generation|version|md5|sha|crc|lfs|blob")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -140,7 +140,7 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
             given = listed[0] if len(listed) == 1 else f"'[{', '.join(map(str, listed))}]'"
             raise DataError(f"{what} are opened: add --{setting.removeprefix('--')} {given}")
         if not isinstance(source, str | os.PathLike):
-            files.append(File("the table", Layout("arrow"), table=as_table(source, setting), setting=setting))
+            files.append(File(IN_MEMORY, Layout("arrow"), table=as_table(source, setting), setting=setting))
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
@@ -187,7 +187,7 @@ def _expand(path: str, setting: str) -> list[tuple[str | None, str]]:
 
 
 def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
-    if url.startswith(_IN_MEMORY):
+    if url.startswith(_URL):
         raise DataError(f"{setting} was a table in memory, which no file holds; set it again")
     try:
         system, path = _file_system(url)
@@ -248,7 +248,7 @@ def name_tables(source: Any) -> Any:
     digest.update(str(table.schema).encode())
     for batch in table.to_batches():
         digest.update(batch.serialize())
-    return f"{_IN_MEMORY}{digest.hexdigest()}"
+    return f"{_URL}{digest.hexdigest()}"
 
 
 def as_table(table: Any, setting: str) -> pa.Table:

@@ -231,7 +231,7 @@ class Table:
         elif pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             kind = _ZONED if pa.types.is_timestamp(column.type) and column.type.tz else _MOMENT
         first = self.reading.time_kinds.setdefault(name, kind)
-        if _NUMBER in (first, kind) and first != kind:
+        if first != kind:
             raise self.fault(0, f"'{name}' is '{_show(column[0])}', {_differs(kind, first)}")
         if kind == _NUMBER and column.type != TEXT:
             seconds = self.numbers(name) * _SECONDS[unit]

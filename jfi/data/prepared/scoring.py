@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 
 #: Files as `read_table` takes them, or a table in memory.
 Source = str | list[str] | pa.Table
-#: Makes the columns `[E]` of statistics, by name, of the raw columns, the result of `encode_features`, and the rows to
-#: score `[N]`.
-Past = Callable[[Columns, list[Categorical], np.ndarray], dict[str, np.ndarray]]
+#: Makes the columns `[E]` of statistics, by name, of the raw columns, the result of `encode_features`, the rows to
+#: score `[N]`, and their indices in the table.
+Past = Callable[[Columns, list[Categorical], np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ScoringRows:
             is_scored[begin:end] = row[begin:end] >= num_history
         samples = write_true_rows(folder / SCRATCH / "samples", is_scored)
         if self._past is not None:
-            raw.computed |= self._past(raw, ids, samples)
+            raw.computed |= self._past(raw, ids, samples, row[samples] - num_history)
         elif self._made:
             statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
         arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
