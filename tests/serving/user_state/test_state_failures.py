@@ -82,6 +82,34 @@ def test_requests_with_events_are_scored_though_those_beside_them_need_the_store
     serve(stateful, talk, max_wait=0.3)
 
 
+def test_requests_with_events_do_not_wait_for_a_store_that_hangs(stateful, store, request_body, monkeypatch):
+    go_on, get = threading.Event(), store.get
+    monkeypatch.setattr(store, "get", lambda keys: go_on.wait(60) and get(keys))
+
+    async def talk(client):
+        stored = asyncio.create_task(client.post("/score", json=request()))
+        while not len(client.app[LIVE].now.batcher):
+            await asyncio.sleep(0.01)
+        assert (await client.post("/score", json=request_body)).status == 200 and not stored.done()
+        go_on.set()
+        assert (await stored).status == 200
+
+    serve(stateful, talk, max_batch=4, max_wait=60.0)  # both in one batch, which is full then
+
+
+def test_a_write_that_hangs_takes_no_place_of_requests(stateful, store, request_body):
+    async def talk(client):
+        store.go_on = threading.Event()
+        post = asyncio.create_task(client.post("/events", json=[EVENT]))
+        while not client.app[_WRITER]._is_writing:
+            await asyncio.sleep(0.01)
+        assert (await client.post("/score", json=request_body)).status == 200
+        store.go_on.set()
+        assert await answer(await post) == (200, {"added": 1, "repeated": 0})
+
+    serve(stateful, talk, queue=1)
+
+
 def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_body):
     lines = b"".join(json.dumps(one).encode() + b"\n" for one in (request_body, request(), request_body))
 
