@@ -227,6 +227,8 @@ def serve() -> OptionParser:
     model.add_argument("--artifact", type=Path, help="folder written by `jfi export`")
     follow = "folder of published versions of a model that trains; new ones are applied as they appear"
     model.add_argument("--follow", type=Path, metavar="FOLDER", help=follow)
+    at = "with --follow: serve this version and no later one, to go back to it (default: the newest)"
+    parser.add_argument("--at", type=at_least_one, metavar="VERSION", help=at)
     sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line, read at each swap; others are refused"
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
     lines = "read requests from stdin and write answers to stdout, one per line"

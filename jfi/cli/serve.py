@@ -121,7 +121,7 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
     more["connections"] = most_connections(options.connections)
     load, swaps = partial(load_artifact, options, open_state(options)), set()
     if options.follow is not None:
-        follower = open_follower(options.follow, lambda path: load(path=path), options.tables_device)
+        follower = open_follower(options.follow, lambda path: load(path=path), options.tables_device, options.at)
         app = make_app(follower.first(), **limits, **more, follower=follower)
     else:
         app = make_app(load(), **limits, **more, load=load)
@@ -163,6 +163,9 @@ def main(options: argparse.Namespace) -> int:
         return 2
     if options.jsonl and options.follow is not None:
         print("error: --jsonl takes --artifact; --follow needs the HTTP server", file=sys.stderr)
+        return 2
+    if options.at is not None and options.follow is None:
+        print("error: --at is a version of --follow FOLDER", file=sys.stderr)
         return 2
     limits = {
         "max_batch": options.max_batch,

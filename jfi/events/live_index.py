@@ -25,6 +25,7 @@ from jfi.events.live_records import (
 )
 from jfi.events.past import Past
 from jfi.events.point_in_time import Key, PastIndex, Questions, Rows, Tallies
+from jfi.utils.errors import InputError
 from jfi.utils.jagged import blocks, ranges
 
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
@@ -166,6 +167,8 @@ class LiveIndex:
             if not self._columns and text != USER_ROWS:  # what is not there answers no question
                 there = [number for number, value in enumerate(found) if value is not None]
                 found, numbers[text] = [found[number] for number in there], numbers[text][there]
+            if any(value is not None and len(value) % dtype.itemsize for value in found):
+                raise InputError(f"the counters '{text}' are damaged: a record is of a wrong length")
             none = empty_record(dtype).tobytes()
             self._old[text] = np.frombuffer(b"".join(none if value is None else value for value in found), dtype)
         self._numbers |= numbers

@@ -142,6 +142,25 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[
     return info, sums
 
 
+def check_environment(path: Path, info: Info, tables_device: str | None) -> None:
+    """Checks that an artifact can run on this machine, with the torch that is here; an ArtifactError says why not."""
+    import torch
+
+    made, here = info.versions.get("torch") or "of an unknown version", torch.__version__.split("+")[0]
+    if made.split(".")[:2] != here.split(".")[:2]:
+        raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
+    if lacking := sorted(set(info.cpu) - set(cpu_instructions())):
+        why = f"{', '.join(lacking)}, which this one lacks or does not name; export on a CPU without"
+        raise ArtifactError(f"{path} was exported on a CPU with {why}")
+    if tables_device == "cuda" and not torch.cuda.is_available():
+        raise ArtifactError("--tables-device cuda: there is no GPU here")
+    if info.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ArtifactError(f"{path} was exported for a GPU, but there is none here; export with --device cpu")
+        if (name := torch.cuda.get_device_name()) != info.gpu:
+            raise ArtifactError(f"{path} was exported for {info.gpu}, but this GPU is {name}; export again")
+
+
 def load_model(path: Path, sha256: str) -> Any:
     """Loads the dense part, a `torch._inductor` package, from the very bytes that are verified.
 

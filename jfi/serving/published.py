@@ -30,7 +30,7 @@ from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.schema import Table
 from jfi.serving.tables import FloatTables, Tables, load_tables
 from jfi.utils.errors import InputError
-from jfi.utils.files import SUMS, DamagedFileError, check_sum, naming, parse_sums
+from jfi.utils.files import NO_FILE, SUMS, DamagedFileError, check_sum, naming, parse_sums
 from jfi.utils.json_files import read_json
 
 FORMAT = 1
@@ -116,6 +116,15 @@ class Change:
     tables: Tables | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
 
+    def largest_ids(self) -> dict[str, int]:
+        """Returns by table the id of the row with the largest value, of a table that grows the raw id."""
+        found = {}
+        for table, (rows, values, ids) in (self.rows if self.tables is None else self.tables.all_rows()).items():
+            if len(rows):
+                largest = int(torch.maximum(values.amax(1), -values.amin(1)).argmax())
+                found[table] = int((rows if ids is None else ids)[largest])
+        return found
+
 
 def path_of(folder: Path, number: int) -> Path:
     """Returns the folder of a version."""
@@ -147,7 +156,7 @@ def read_version(folder: Path, number: int) -> Version:
         content = (path / SUMS).read_bytes()
         sums = parse_sums(path / SUMS, content)
         check_sum(path, MANIFEST, sums)
-    except (FileNotFoundError, NotADirectoryError):
+    except NO_FILE:
         raise PublishedError(f"{path / SUMS} is missing") from None
     except DamagedFileError as fault:
         raise PublishedError(str(fault)) from None
@@ -257,7 +266,7 @@ def _read_tensors(version: Version, name: str) -> dict[str, Tensor]:
     try:
         with naming(path):
             content = path.read_bytes()
-    except FileNotFoundError:
+    except NO_FILE:
         raise PublishedError(f"{path} is missing") from None
     if hashlib.sha256(content).hexdigest() != version.sums[name]:
         raise PublishedError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")

@@ -1,6 +1,6 @@
 """The fields of a request, as `artifact.json` holds them, and their JSON Schema (draft 2020-12) for clients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -314,6 +314,24 @@ def request_schema(
         | _object(properties, optional, together=False)
         | ({"allOf": choices} if choices else {})
     )
+
+
+def empty_request(
+    fields: Mapping[str, Mapping[str, str]], codec: str | None = None, left_out: Collection[str] = ()
+) -> dict:
+    """Returns a request of one event and one candidate without values.
+
+    Args:
+        fields, codec: as of `request_schema`.
+        left_out: fields of the candidate.
+    """
+    found: dict[str, Any] = {} if codec is None else {"codec": codec}
+    for part, kinds in fields.items():
+        row = {name: 0 if kind == "age" else None for name, kind in kinds.items()}
+        if part == "candidates":
+            row = {name: value for name, value in row.items() if name not in left_out}
+        found[part] = row if part == "user" else [row]
+    return found
 
 
 def time_schema(description: str, until: float = 0.0) -> dict:

@@ -1,8 +1,10 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
 import json
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,13 @@ from jfi.serving.counters import CountersError, LogCounters, RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Inputs, Limits, Schema
+from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
 from jfi.serving.user_state.events import EventReader
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import UserState
 from jfi.serving.user_state.stores import Store, StoreUnavailableError
+from jfi.utils.errors import InputError
 
 #: The scores of a request's candidates, of several labels by their names.
 Answer = list[float] | dict[str, list[float]]
@@ -33,6 +36,17 @@ _SAID = {"logits": "logit", "probabilities": "probability", "calibrated": "calib
 #: What a score can be.
 OUTPUTS = tuple(_SAID)
 _SEGMENTS = ("offsets", "owner", "positions")
+
+
+class NotFiniteError(ArithmeticError):
+    """Scores that are infinite or NaN."""
+
+
+def check_finite(scores: Answer, version: int | None = None) -> None:
+    """Raises NotFiniteError if a score is infinite or NaN."""
+    lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
+    if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
+        raise NotFiniteError(f"the scores of {'the model' if version is None else f'version {version}'} are not finite")
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Scorer:
             raise ValueError(f"output is {output!r}, must be one of {', '.join(OUTPUTS)}")
         info, sums = artifact.read(path, sha256)
         self.info = info
-        _check_environment(path, info, tables_device)
+        artifact.check_environment(path, info, tables_device)
         self.device, self.inputs, policy = torch.device(info.device), info.inputs, None
         if info.schema.policy is not None:
             if all(one.kind != "age" for one in info.schema.event):
@@ -106,7 +120,10 @@ class Scorer:
         self.state = None if state is None else _open_state(path, state, info, limits)
         self._settings = state
         has_state, has_counters = self.state is not None, self.state is not None and self.state.counters is not None
-        self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
+        try:
+            self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
+        except LookupError:
+            raise ArtifactError(f"{path} is damaged: a field of {artifact.INFO} has no key") from None
         #: Reads events that are sent for the state of users; None without one.
         self.events = None
         if self.state is not None:
@@ -127,26 +144,53 @@ class Scorer:
                     "train its run again and export it, or choose probabilities"
                 )
             self._slope, self._offset = torch.tensor(scales, device=self.device).unbind(1)
-        self.package = artifact.load_model(path, sums[artifact.MODEL])
-        shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
-        if self.package.get_metadata().get(artifact.SHAPES) != shapes:
-            raise ArtifactError(f"{path} is damaged: {artifact.MODEL} takes other inputs than {artifact.INFO} says")
+        self._load_package = partial(artifact.load_model, path, sums[artifact.MODEL])
+        self.package = self._load_package()
+        #: The constants of the package; None for those of the artifact.
+        self._constants: dict[str, Tensor] | None = None
         self.identity = artifact.identity(path)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
         #: Whether a change has begun that has not ended: it runs, or has failed.
         self._half_applied = False
+        self._check(path)
 
-    def example(self) -> Request:
-        """A request of one event and one candidate, both unknown."""
-        return example_request(self.reader.schema, self.inputs, 1, 1)
+    def _check(self, path: Path) -> None:
+        """Checks that fields, vocabularies, tables and labels fit each other, by requests without values."""
+        schema = self.info.schema
+        left_out = [()] if schema.past is None else [(), schema.past.names]
+        try:
+            shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
+            if self.package.get_metadata().get(artifact.SHAPES) != shapes:
+                raise ValueError(f"{artifact.MODEL} takes other inputs than {artifact.INFO} says")
+            self.score([self.reader(empty_request(self.reader.fields, schema.codec, names)) for names in left_out])
+            for one in schema.user + schema.candidate + schema.event:
+                count = len(schema.vocabularies.get(one.name, ())) if one.encoding() is None else 0
+                if any(table.rows <= count and set(table.keys) & {*one.keys} for table in self.info.tables.values()):
+                    raise ValueError(f"'{one.name}' has {count} values, and its table not as many rows")
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            what = error if isinstance(error, ValueError) else repr(error)
+            raise ArtifactError(f"{path} is damaged: {what}") from None
+
+    def example(self, ids: Mapping[str, int] | None = None) -> Request:
+        """A request of one event and one candidate, whose ids are those of tables in `ids`, and unknown otherwise."""
+        example = example_request(self.reader.schema, self.inputs, 1, 1)
+        for table, number in (ids or {}).items():
+            for key in example.ids.keys() & self.info.tables[table].keys:
+                example.ids[key][:] = number
+        return example
+
+    def check_scores(self, ids: Mapping[str, int] | None = None) -> None:
+        """Raises NotFiniteError if the score of an example is infinite or NaN."""
+        check_finite(self.score([self.example(ids)])[0], self.version)
 
     def prepare(self, change: Change) -> Callable[[], None]:
         """Does what takes long of a change, in any thread, while `score` runs.
 
         Returns:
             what makes the scorer that of the published version, in place; call it between two calls of `score`, and
-            before another change is prepared. If it raises, the scorer answers no more.
+            before another change is prepared. If the rows with the largest values get scores that are not finite,
+            the scorer is as before; after another error it answers no more.
         """
         rows_of_ids = {
             table: self.tables.rows[table].changed(rows, ids)
@@ -154,17 +198,33 @@ class Scorer:
             if ids is not None
         }
 
+        own = {table: (rows, values, rows_of_ids.get(table)) for table, (rows, values, _) in change.rows.items()}
+        largest = change.largest_ids()
+
         def apply() -> None:
-            self._half_applied = True
-            if change.constants:  # first, since a fault of theirs is the likeliest
-                self.package.load_constants(change.constants, check_full_update=False)
-            if change.tables is not None:
-                self.tables = change.tables
-            for table, (rows, values, _) in change.rows.items():
-                self.tables.write_rows(table, rows, values, rows_of_ids.get(table))
-            self.version, self._half_applied = change.version, False
+            tables, constants = self.tables if change.tables is None else change.tables, change.constants
+            before = self.version, self.tables, self._constants
+            kept = {table: (rows, *self.tables.read_rows(table, rows)) for table, (rows, _, _) in own.items()}
+            self._become(change.version, tables, constants or self._constants, own)
+            try:
+                self.check_scores(largest)
+            except Exception:
+                self._become(*before, kept)
+                raise
 
         return apply
+
+    def _become(self, version: int | None, tables: Tables, constants: dict[str, Tensor] | None, rows: dict) -> None:
+        """Makes the scorer that of a version, with `rows` of its tables written anew, as of FloatTables.write_rows."""
+        self._half_applied = True
+        if constants is not self._constants and constants is None:
+            self.package = self._load_package()
+        elif constants is not self._constants:  # first, since a fault of theirs is the likeliest
+            self.package.load_constants(constants, check_full_update=False)
+        self.tables, self._constants = tables, constants
+        for table, own in rows.items():
+            tables.write_rows(table, *own)
+        self.version, self._half_applied = version, False
 
     def apply(self, change: Change) -> None:
         """Makes the scorer that of a published version, see `prepare`."""
@@ -175,6 +235,7 @@ class Scorer:
 
         Raises:
             StoreUnavailableError: the store of the users' events does not answer.
+            InputError: the state of users is damaged.
             RuntimeError: a published version could not be applied whole; another scorer has to take its place.
         """
         if self._half_applied:
@@ -195,11 +256,11 @@ class Scorer:
             return requests
         try:
             return self.state.fill(requests, self.reader)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, InputError) as error:
             for request in requests:
                 if request.stored is not None:
                     request.stored.mark_unavailable()
-            if not self._settings.cold_if_unavailable:
+            if isinstance(error, InputError) or not self._settings.cold_if_unavailable:
                 raise
         return [one if one.stored is None else self.reader.without_state(one) for one in requests]
 
@@ -227,7 +288,7 @@ def _open_state(path: Path, settings: StateSettings, info: Info, limits: Limits)
     try:
         layout = EventLayout(info.schema, info.limits.max_history)
         return UserState(settings.store, layout, settings.max_late)
-    except (ValueError, StoreUnavailableError) as fault:
+    except (KeyError, ValueError, StoreUnavailableError) as fault:
         raise ArtifactError(f"{path} cannot be served with this state of users: {fault}") from None
 
 
@@ -337,19 +398,3 @@ def _limits(path: Path, info: Info, max_candidates: int | None, max_history: int
         why = f"its policy goes by the newest {own.max_history} events of a history, as in training"
         raise ArtifactError(f"{path}: max_history is {limits.max_history}, must be at most {own.max_history}; {why}")
     return limits
-
-
-def _check_environment(path: Path, info: Info, tables_device: str | None) -> None:
-    made, here = info.versions.get("torch") or "of an unknown version", torch.__version__.split("+")[0]
-    if made.split(".")[:2] != here.split(".")[:2]:
-        raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
-    if lacking := sorted(set(info.cpu) - set(artifact.cpu_instructions())):
-        why = f"{', '.join(lacking)}, which this one lacks or does not name; export on a CPU without"
-        raise ArtifactError(f"{path} was exported on a CPU with {why}")
-    if tables_device == "cuda" and not torch.cuda.is_available():
-        raise ArtifactError("--tables-device cuda: there is no GPU here")
-    if info.device == "cuda":
-        if not torch.cuda.is_available():
-            raise ArtifactError(f"{path} was exported for a GPU, but there is none here; export with --device cpu")
-        if (name := torch.cuda.get_device_name()) != info.gpu:
-            raise ArtifactError(f"{path} was exported for {info.gpu}, but this GPU is {name}; export again")

@@ -70,6 +70,16 @@ class FloatTables:
         #: By table that grows the rows of its ids.
         self.rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
 
+    def read_rows(self, table: str, rows: Tensor) -> tuple[Tensor, RowsOfIds | None]:
+        """Returns rows [n] of a table, and the rows of all ids in a table that grows, for `write_rows`."""
+        return self.tensors[table][rows], self.rows.get(table)
+
+    def all_rows(self) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+        """Returns by table its rows [N], their values [N, D] and, of a table that grows, their raw ids [N]."""
+        ids = {table: own.ids for table, own in self.rows.items()}
+        weights = {table: self.weights[key] for key, table in self._table_of.items()}
+        return {table: (torch.arange(len(own)), own, ids.get(table)) for table, own in weights.items()}
+
     def write_rows(self, table: str, rows: Tensor, values: Tensor, rows_of_ids: RowsOfIds | None = None) -> None:
         """Replaces rows [n] of a table by values [n, D], in place, and the rows of all ids in a table that grows."""
         self.tensors[table].index_copy_(0, rows, values)

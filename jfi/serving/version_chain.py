@@ -1,7 +1,9 @@
 """The versions of a folder in the order in which a server applies them."""
 
 import copy
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from jfi.serving.published import (
     read_change,
     read_version,
 )
-from jfi.serving.scorer import Scorer
+from jfi.serving.scorer import NotFiniteError, Scorer
+from jfi.utils.files import NO_FILE
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,10 @@ class VersionChain:
         load: loads an artifact of the folder.
         tables_device: as of Scorer.
         refused: called with the reason, once for each version that is refused.
+        stop: number of the version at which following ends, as if there were no later ones; None for no end.
 
     Raises:
-        ArtifactError: there is no whole version that can be loaded.
+        ArtifactError: there is no whole version that can be loaded, or `stop` cannot be reached.
 
     Example::
 
@@ -73,18 +77,24 @@ class VersionChain:
         load: Callable[[Path], Scorer],
         tables_device: str | None = None,
         refused: Callable[[str], object] = lambda _: None,
+        stop: int | None = None,
     ) -> None:
         self._folder, self._load, self._tables_device, self._refused = folder, load, tables_device, refused
+        self._stop = stop
         #: Why the next version cannot be applied, or None.
         self.broken: str | None = None
-        #: Versions that are not looked at again until another is applied: a following one that was refused; and, when
-        #: a whole one is looked for, deltas, and whole ones that could not be loaded.
-        self._skipped: set[int] = set()
+        #: Versions that are not looked at again until another is applied or their files change, and these files: a
+        #: following one that was refused; and, when a whole one is looked for, deltas (whatever their files, hence
+        #: None), and whole ones that could not be loaded.
+        self._skipped: dict[int, frozenset | None] = {}
         #: By name of a version that could be read, but not used, the reason: it is not used again.
         self._unusable: dict[str, str] = {}
         #: All reasons that were given.
         self._said: dict[str, None] = {}
         self._scorer = self._open().scorer
+        if stop is not None and self._at.number != stop:
+            why = self.broken or f"the newest one up to it is {self._at.number}"
+            raise ArtifactError(f"{folder} has no version {stop} that can be served: {why}")
 
     def _open(self) -> Step:
         """Takes the newest whole version that can be loaded, and what follows it, as the current version.
@@ -93,8 +103,8 @@ class VersionChain:
             the step to it, a new scorer.
         """
         self._base: Version | None = None
-        self._skipped, self._needs_scorer = set(), False
-        step = self._whole(numbers(self._folder))
+        self._skipped, self._needs_scorer = {}, False
+        step = self._whole(self._numbers())
         if step is None:
             why = [*self._said, "it has none"][0]
             raise ArtifactError(f"{self._folder} has no whole version to start from: {why}")
@@ -122,11 +132,16 @@ class VersionChain:
         """The manifest of the current version."""
         return self._at.manifest
 
+    def _numbers(self) -> list[int]:
+        return [number for number in numbers(self._folder) if self._stop is None or number <= self._stop]
+
     def next(self) -> Step | None:
         """Reads the step to the next version; None where there is none that can be used."""
         if self._needs_scorer:
             return self._again()
-        found, at = numbers(self._folder), self._at.number
+        found, at = self._numbers(), self._at.number
+        if at == self._stop:
+            return None
         newer = [number for number in found if number > at]
         if not newer:
             if not found or found[-1] >= at:
@@ -139,12 +154,13 @@ class VersionChain:
             if step is None and self.broken is None:
                 self._break(f"{path_of(self._folder, at + 1)} is missing")
             return step
-        if newer[0] not in self._skipped:
+        files = self._files(newer[0])
+        if self._skipped.get(newer[0]) != files:
             try:
                 return self._following(newer[0])
             except PublishedError as fault:
                 self._break(str(fault))
-                self._skipped.add(newer[0])
+                self._skipped[newer[0]] = files
         return self._whole(newer)
 
     def _again(self) -> Step | None:
@@ -158,7 +174,7 @@ class VersionChain:
 
     def done(self, step: Step) -> None:
         """Takes a step that was applied: its version is the current one."""
-        self._at, self._base, self.broken, self._skipped = step.version, step.base, None, set()
+        self._at, self._base, self.broken, self._skipped = step.version, step.base, None, {}
         self._needs_scorer = False
         if step.scorer is not None:
             self._info = step.scorer.info
@@ -172,9 +188,12 @@ class VersionChain:
         self._break(reason)
 
     def fail(self, step: Step, error: Exception) -> None:
-        """Takes a step that has failed while it was applied: the scorer is of no version, a new one takes its place."""
+        """Takes a step that has failed while it was applied: the scorer is of no version, a new one takes its place.
+
+        If its scores are not finite, the scorer is as before.
+        """
         self.refuse(step, _not_applied(error))
-        self._needs_scorer = True
+        self._needs_scorer = not isinstance(error, NotFiniteError)
 
     def _break(self, reason: str) -> None:
         self.broken = reason
@@ -204,16 +223,27 @@ class VersionChain:
     def _whole(self, candidates: list[int]) -> Step | None:
         """Reads the step to the newest whole version that can be loaded."""
         for number in reversed(candidates):
-            if number in self._skipped:
+            if (skipped := self._skipped.get(number, ())) is None or skipped == (files := self._files(number)):
                 continue
             try:
                 version = self._read(number)
                 if version.manifest.kind != "delta":
                     return self._load_whole(version)
+                files = None
             except PublishedError as fault:
                 self._say(str(fault))
-            self._skipped.add(number)
+            self._skipped[number] = files
         return None
+
+    def _files(self, number: int) -> frozenset:
+        """Describes the files of a version, before they are read: a copying tool may still write them."""
+        found = set()
+        for folder, _, names in os.walk(path_of(self._folder, number)):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    file = os.lstat(os.path.join(folder, name))
+                    found.add((folder, name, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns))
+        return frozenset(found)
 
     def _read(self, number: int) -> Version:
         version = read_version(self._folder, number)
@@ -226,6 +256,10 @@ class VersionChain:
         if manifest.kind == "artifact":
             scorer = self._load_base(version, version.number)
             check_tables(version.path / ARTIFACT / TABLES, scorer.tables)
+            try:
+                scorer.check_scores()
+            except NotFiniteError as fault:
+                raise PublishedError(f"{version.path}: {fault}") from None
             return Step(version, version, scorer=scorer)
         base = self._base
         if base is not None and base.manifest.base == manifest.base:
@@ -248,7 +282,7 @@ class VersionChain:
             if (found := artifact.sha256_of(path)) != manifest.base:
                 raise PublishedError(f"{path} has the SHA-256 {found}, not that of its manifest, {manifest.base}")
             scorer = self._load(path)
-        except FileNotFoundError as error:
+        except NO_FILE as error:
             raise PublishedError(f"{error.filename} is missing") from None
         except ArtifactError as fault:
             raise PublishedError(str(fault)) from None
@@ -259,4 +293,4 @@ class VersionChain:
 
 
 def _not_applied(error: Exception) -> str:
-    return f"it could not be applied: {error!r}"
+    return str(error) if isinstance(error, NotFiniteError) else f"it could not be applied: {error!r}"

@@ -19,6 +19,8 @@ from pathlib import Path
 
 #: The checksums of the other files of a folder, in the layout of `sha256sum`, whose `-c` verifies it.
 SUMS = "SHA256SUMS"
+#: What opening a path raises that is no file.
+NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 #: EBADF is what NFS says of a folder.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
@@ -290,7 +292,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     try:
         return parse_sums(path, path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except NO_FILE:
         raise DamagedFileError(f"{path} is missing") from None
 
 
@@ -314,7 +316,7 @@ def check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
         raise DamagedFileError(f"{folder / SUMS} does not list {name}")
     try:
         matches = sha256_of(path) == sums[name]
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except NO_FILE:
         raise DamagedFileError(f"{path} is missing") from None
     if not matches:
         raise DamagedFileError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")

@@ -4,21 +4,21 @@ import copy
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from jfi.data import load_dataset
 from jfi.models import SequenceDLRM
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.publish import Publisher
-from jfi.serving.published import MANIFEST, Change, path_of
+from jfi.serving.published import MANIFEST, path_of
 from jfi.serving.schema import Limits
-from jfi.serving.scorer import Scorer
+from jfi.serving.scorer import NotFiniteError, Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training.model.build_model import build_model
 from jfi.training.run.saved_run import load_run
@@ -119,8 +119,12 @@ def scores(scorer: Scorer) -> list:
 def follow(chain: VersionChain, scorer: Scorer) -> Scorer:
     """Applies all steps that there are."""
     while (step := chain.next()) is not None:
-        scorer = step.apply_to(scorer)
-        chain.done(step)
+        try:
+            scorer = step.apply_to(scorer)
+        except NotFiniteError as error:
+            chain.fail(step, error)
+        else:
+            chain.done(step)
     return scorer
 
 
@@ -145,13 +149,20 @@ def rewrite(path: Path, content: str | None = None, **changes: object) -> None:
     write_sums(path, {one.name: sha256_of(one) for one in path.iterdir() if one.is_file() and one.name != SUMS})
 
 
+def huge(path: Path) -> None:
+    """Finite numbers whose products are not."""
+    tensors = load_file(path)
+    float32 = {name: one for name, one in tensors.items() if one.is_floating_point()}
+    save_file(tensors | {name: torch.full_like(one, 3e38) for name, one in float32.items()}, path)
+    rewrite(path.parent)
+
+
 def half_applied(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Makes applying a version fail, after its constants and some of its rows have been written."""
-    prepare = Scorer.prepare
+    """Makes applying a version fail, after its constants have been written."""
+    become = Scorer._become
 
-    def other(self: Scorer, change: Change) -> Callable[[], None]:
-        if change.version != number:
-            return prepare(self, change)
-        return prepare(self, replace(change, rows=change.rows | {"no table": next(iter(change.rows.values()))}))
+    def other(self: Scorer, version: int, tables: object, constants: object, rows: dict) -> None:
+        rows = rows if version != number else {"no table": next(iter(rows.values()))}
+        become(self, version, tables, constants, rows)
 
-    monkeypatch.setattr(Scorer, "prepare", other)
+    monkeypatch.setattr(Scorer, "_become", other)

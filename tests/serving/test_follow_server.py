@@ -13,7 +13,7 @@ import commands
 import pytest
 
 from jfi.serving.artifact import INFO
-from jfi.serving.published import ARTIFACT, ROWS, path_of
+from jfi.serving.published import ARTIFACT, CONSTANTS, ROWS, path_of
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 
@@ -23,7 +23,7 @@ from jfi.serving.server.follow import Follower
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
 from .conftest import as_sent
-from .publishing import add, bodies, damage, half_applied, rewrite
+from .publishing import add, bodies, damage, half_applied, huge, rewrite
 from .test_server import samples, serve
 
 
@@ -118,6 +118,29 @@ def test_a_broken_chain_is_said_once_and_the_next_whole_version_goes_on(publishe
     assert whole["version_refused"] is None and after["jfi_version_chain_broken"] == 0
 
 
+def test_a_version_whose_scores_are_not_finite_is_refused_and_the_one_before_answers(published, tmp_path, log):
+    wanted, folder = expected(published.folder, tmp_path, range(1, 3)), tmp_path / "copy"
+    for number in (1, 2):
+        add(folder, published.folder, number)
+    follower = Follower(folder, Scorer)
+
+    async def talk(client):
+        add(tmp_path / "3", published.folder, 3)
+        huge(path_of(tmp_path / "3", 3) / CONSTANTS)
+        path_of(tmp_path / "3", 3).rename(path_of(folder, 3))
+        health = await until(client, 2, refuses=True)
+        answer = await client.post("/score", json=bodies()[3])
+        found = answer.status, await answer.json(), await samples(client)
+        add(folder, published.folder, 5)
+        return health, *found, await until(client, 5)
+
+    health, status, answer, metrics, _ = serve(follower.first(), talk, follower=follower)
+    assert health["version_refused"].endswith("0000000003: the scores of version 3 are not finite")
+    assert (status, answer) == (200, {"scores": as_sent(wanted[2][3]), "version": 2})
+    assert metrics["jfi_version_chain_broken"] == metrics['jfi_versions_total{result="refused"}'] == 1
+    assert "version 2 answers on: " in log()
+
+
 def test_a_version_that_fails_half_way_is_answered_from_by_nobody(published, tmp_path, log, monkeypatch):
     wanted, folder = expected(published.folder, tmp_path, range(1, 6)), tmp_path / "copy"
     for number in (1, 2):
@@ -202,7 +225,8 @@ def test_a_new_base_takes_the_place_of_the_artifact(published, tmp_path, log):
         answer = await (await client.post("/score", json=bodies()[3])).json()
         # One that takes other requests is refused, and the server stays.
         schema = json.loads((path_of(folder, 3) / ARTIFACT / INFO).read_text())["schema"]
-        new_base(folder, published.folder, 4, schema=schema | {"labels": ["a", "b"], "tasks": ["binary", "binary"]})
+        next(one for one in schema["event"] if one["kind"] == "age")["name"] = "seconds ago"
+        new_base(folder, published.folder, 4, schema=schema)
         while (await samples(client))["jfi_version_chain_broken"] == 0:
             await asyncio.sleep(0.01)
         last = await (await client.post("/score", json=bodies()[3])).json()
@@ -211,7 +235,7 @@ def test_a_new_base_takes_the_place_of_the_artifact(published, tmp_path, log):
     before, after, answer, last = serve(follower.first(), talk, follower=follower)
     assert before["run"] is None and after["run"] == "another" and before["id"] != after["id"]
     assert answer == last == {"scores": as_sent(wanted[3]), "version": 3}
-    assert "answers for other labels" in log()
+    assert "has other fields of requests" in log()
 
 
 def test_an_artifact_alone_names_no_version(exported, request_body):
@@ -234,14 +258,16 @@ def test_the_command_follows_and_refuses_by_name(published, tmp_path, capsys):
     assert "--jsonl takes --artifact" in refuse("--follow", tmp_path, "--jsonl")
     assert "--artifact" in refuse("--follow", tmp_path, "--artifact", tmp_path)
     assert "--follow" in refuse()
-    command = [sys.executable, "-m", "jfi", "serve", "--follow", str(published.folder), "--port", "0"]
+    assert "--at is a version of --follow FOLDER" in refuse("--artifact", tmp_path, "--at", 3)
+    assert "has no version 9 that can be served" in refuse("--follow", published.folder, "--at", 9)
+    command = [sys.executable, "-m", "jfi", "serve", "--follow", str(published.folder), "--at", "4", "--port", "0"]
     command += ["--drain-seconds", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = server.stdout.readline()
         assert line.startswith("serving on http://127.0.0.1:")
         with urllib.request.urlopen(line.split()[2].rstrip(";") + "/health") as answer:
-            assert json.load(answer)["version"] == 6
+            assert json.load(answer)["version"] == 4
     finally:
         server.terminate()
         assert server.wait(60) == 0

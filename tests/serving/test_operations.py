@@ -53,6 +53,19 @@ def test_metrics_count_what_was_answered(scorer, request_body):
     assert found[f'jfi_artifact_info{{id="{scorer.identity}"}}'] == 1
 
 
+def test_scores_that_are_not_finite_are_a_fault_of_the_model(exported, tmp_path, request_body, log):
+    not_finite = Scorer(variant(tmp_path / "nan", exported.path, float("nan")))
+
+    async def talk(client):
+        answer = await client.post("/score", json=request_body)
+        return answer.status, await answer.json(), await samples(client)
+
+    status, told, found = serve(not_finite, talk)
+    assert (status, told) == (500, {"error": "the scores of the model are not finite"})
+    assert found['jfi_requests_total{path="/score",status="500"}'] == 1
+    assert "the scores of the model are not finite" in log() and "Traceback" not in log()
+
+
 def test_metrics_count_values_that_the_vocabulary_lacks(scorer, request_body):
     """Of two candidates one item is new and one category null."""
 

@@ -22,7 +22,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
-from .publishing import Trainee, add, damage, follow, half_applied, rewrite, scores
+from .publishing import Trainee, add, damage, follow, half_applied, huge, rewrite, scores
 
 
 def test_each_version_scores_as_a_fresh_export_of_its_model(published, tmp_path):
@@ -76,6 +76,11 @@ def narrower(path: Path) -> None:
     save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, path / ROWS)
 
 
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def row_outside(path: Path) -> None:
     tensors = load_file(path / ROWS)
     name = next(name for name in tensors if name.endswith(".rows"))
@@ -108,6 +113,10 @@ FAULTS = {
     "no manifest": (lambda path: rewrite(path, content="[]"), "manifest.json is damaged: expected `object`"),
     "not finite": (lambda path: (nan(path), rewrite(path)), "has values that are not finite"),
     "not finite rows": (lambda path: nan_in_tables(path / ROWS), "has values that are not finite"),
+    "huge constants": (lambda path: huge(path / CONSTANTS), "0000000003: the scores of version 3 are not finite"),
+    "huge rows": (lambda path: huge(path / ROWS), "0000000003: the scores of version 3 are not finite"),
+    "a folder for rows": (lambda path: as_folder(path / ROWS), f"{ROWS} is missing"),
+    "a folder for sums": (lambda path: as_folder(path / SUMS), f"{SUMS} is missing"),
     "narrower": (lambda path: (narrower(path), rewrite(path)), "values must be torch.float32 of shape"),
     "row outside": (lambda path: (row_outside(path), rewrite(path)), ".rows must be from 0 to"),
     "other constants": (lambda path: (other_constants(path), rewrite(path)), "does not fit its base"),
@@ -146,16 +155,17 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
     assert scorer.version == 6 and scores(scorer) == published.fresh[6] and chain.broken is None and len(reasons) == 1
 
 
-def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(published, tmp_path):
+@pytest.mark.parametrize("change", [nan_in_tables, huge])
+def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(published, tmp_path, change):
     folder, reasons = tmp_path / "copy", []
     chain, scorer = at_version_2(published.folder, folder, reasons.append)
     before = scores(scorer)
     for number in (3, 5):
         add(folder, published.folder, number)
-    nan_in_tables(path_of(folder, 3) / ROWS)
-    nan_in_tables(path_of(folder, 5) / TABLES)
+    change(path_of(folder, 3) / ROWS)
+    change(path_of(folder, 5) / TABLES)
     assert scores(follow(chain, scorer)) == before and chain.manifest.version == 2
-    assert len(reasons) == 2 and all("has values that are not finite" in one for one in reasons)
+    assert len(reasons) == 2 and all("not finite" in one for one in reasons)
     at_start: list[str] = []
     other = VersionChain(folder, Scorer, refused=at_start.append)
     assert other.manifest.version == 2 and scores(other.take_scorer()) == before and sorted(at_start) == sorted(reasons)
@@ -166,6 +176,50 @@ def test_an_artifact_that_is_not_finite_is_not_started_from(published, tmp_path)
     nan_in_tables(path_of(tmp_path / "copy", 1) / ARTIFACT / artifact.TABLES)
     with pytest.raises(ArtifactError, match=r"whole version to start from: .*tables.* has values that are not finite"):
         VersionChain(tmp_path / "copy", Scorer)
+
+
+def test_the_first_version_after_an_artifact_leaves_it_as_it_was_if_its_scores_are_not_finite(published, tmp_path):
+    folder, reasons = tmp_path / "copy", []
+    add(folder, published.folder, 1)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    scorer = chain.take_scorer()
+    before = scores(scorer)
+    add(folder, published.folder, 2)
+    huge(path_of(folder, 2) / CONSTANTS)
+    assert follow(chain, scorer) is scorer and scores(scorer) == before and chain.manifest.version == 1
+    assert len(reasons) == 1 and "the scores of version 2 are not finite" in reasons[0]
+
+
+@pytest.mark.parametrize(("number", "last"), [(3, ROWS), (3, SUMS), (5, TABLES)])
+def test_a_version_that_a_tool_is_still_copying_is_looked_at_again(published, tmp_path, monkeypatch, number, last):
+    folder, reasons, read = tmp_path / "copy", [], []
+    chain, scorer = at_version_2(published.folder, folder, reasons.append)
+    add(folder, published.folder, number)
+    path = path_of(folder, number) / last
+    content = path.read_bytes()
+    for part in (content[:10], content[:-1]):
+        path.write_bytes(part)
+        assert follow(chain, scorer).version == 2 and chain.broken is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.serving.version_chain.read_version", lambda *_: read.append(1))
+        assert follow(chain, scorer).version == 2 and not read  # nothing has changed
+    path.write_bytes(content)
+    scorer = follow(chain, scorer)
+    assert scorer.version == chain.manifest.version == number and chain.broken is None
+    assert scores(scorer) == scores(VersionChain(folder, Scorer).take_scorer())
+
+
+def test_a_chain_ends_at_the_version_that_is_named(published, tmp_path):
+    chain = VersionChain(published.folder, Scorer, stop=3)
+    scorer = chain.take_scorer()
+    assert chain.manifest.version == scorer.version == 3 and scores(scorer) == published.fresh[3]
+    assert chain.next() is None and chain.broken is None
+    with pytest.raises(ArtifactError, match="has no version 9 that can be served: the newest one up to it is 6"):
+        VersionChain(published.folder, Scorer, stop=9)
+    at_version_2(published.folder, tmp_path / "copy")
+    add(tmp_path / "copy", published.folder, 4)
+    with pytest.raises(ArtifactError, match=r"has no version 4 that can be served: .*0000000003 is missing"):
+        VersionChain(tmp_path / "copy", Scorer, stop=4)
 
 
 def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):

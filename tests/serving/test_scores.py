@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -19,12 +20,12 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
 from jfi.serving.schema import Table
-from jfi.serving.scorer import Scorer, _check_environment, group_by_size
+from jfi.serving.scorer import Scorer, group_by_size
 from jfi.serving.tables import load_tables, save_tables
 from jfi.training.run.saved_run import load_run
 from jfi.utils.files import is_storage_fault
 
-from .conftest import logits
+from .conftest import logits, rewriting
 
 SAMPLES = 1000
 
@@ -214,17 +215,17 @@ def test_tables_get_the_rights_of_other_files_and_a_full_disk_is_a_fault_of_the_
 def test_an_artifact_that_this_machine_cannot_run_is_refused(tmp_path, scorer):
     info = replace(scorer.info, device="cuda", gpu="H100")
     with pytest.raises(ArtifactError, match="was exported for a GPU, but there is none here"):
-        _check_environment(tmp_path, info, None)
+        artifact.check_environment(tmp_path, info, None)
     with pytest.raises(ArtifactError, match="there is no GPU here"):
-        _check_environment(tmp_path, scorer.info, "cuda")
+        artifact.check_environment(tmp_path, scorer.info, "cuda")
     with pytest.raises(ArtifactError, match=r"was exported with torch 1\.0\.0"):
-        _check_environment(tmp_path, replace(scorer.info, versions={"torch": "1.0.0"}), None)
+        artifact.check_environment(tmp_path, replace(scorer.info, versions={"torch": "1.0.0"}), None)
     here, newer = artifact.cpu_instructions(), "avx1024_new"
-    _check_environment(tmp_path, replace(scorer.info, cpu=here[:-1]), None)
+    artifact.check_environment(tmp_path, replace(scorer.info, cpu=here[:-1]), None)
     with pytest.raises(
         ArtifactError, match=f"was exported on a CPU with {newer}, which this one lacks or does not name; export on"
     ):
-        _check_environment(tmp_path, replace(scorer.info, cpu=[*here, newer]), None)
+        artifact.check_environment(tmp_path, replace(scorer.info, cpu=[*here, newer]), None)
 
 
 @pytest.mark.parametrize(
@@ -265,3 +266,46 @@ def test_requests_that_are_padded_together_are_alike():
     # The last three are too small for it to matter.
     assert group_by_size(requests) == [[0, 2, 5], [3, 1, 4]]
     assert group_by_size([]) == []
+
+
+def without_keys(info: dict) -> None:
+    info["schema"]["candidate"][0]["keys"] = []
+
+
+def renamed_key(info: dict) -> None:
+    info["schema"]["candidate"][0]["keys"] = ["other"]
+
+
+def renamed_field(info: dict) -> None:
+    info["schema"]["event"][0]["name"] = "other"
+
+
+def named_labels(info: dict) -> None:
+    info["schema"] |= {"labels": ["a", "b"], "tasks": ["binary", "binary"]}
+
+
+def renamed_table(info: dict) -> None:
+    info["tables"]["item"]["keys"][0] = "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (artifact.INFO, without_keys, "a field of artifact.json has no key"),
+        (artifact.INFO, renamed_key, "KeyError('"),
+        (artifact.INFO, renamed_field, "KeyError('other')"),
+        (artifact.INFO, named_labels, "zip()"),
+        (artifact.INFO, renamed_table, "KeyError('"),
+        (artifact.VOCABULARIES, lambda known: known.update(other=known.pop("item")), "KeyError('item')"),
+        (artifact.VOCABULARIES, lambda known: known["item"].append("one more"), "'item' has 61 values"),
+    ],
+)
+def test_names_that_do_not_fit_each_other_are_found_at_loading(exported, tmp_path, name, change, message):
+    path = tmp_path / "forged"
+    with rewriting(path, exported.path) as folder:
+        tree = json.loads((folder / name).read_text())
+        change(tree)
+        (folder / name).write_text(json.dumps(tree))
+
+    with pytest.raises(ArtifactError, match=f"^{path} is damaged: {re.escape(message)}[^\n]*$"):
+        Scorer(path)

@@ -11,9 +11,10 @@ GET  /health/ready   200 if the model scores now, otherwise 503, from the signal
 GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
-that does not arrive in time, 413 for one that is too large, 415 for one that is compressed, 500 if the model fails, and
-503 with Retry-After if the server is at capacity, a request has waited until its deadline, or the state of users does
-not answer. Every answer has the header X-Request-ID, which is the request's own if it has one.
+that does not arrive in time, 413 for one that is too large, 415 for one that is compressed, 500 if the model fails or
+the state of users is damaged, and 503 with Retry-After if the server is at capacity, a request has waited until its
+deadline, or the state of users does not answer. Every answer has the header X-Request-ID, which is the request's own if
+it has one.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from jfi.serving.requests import BadRequestError
-from jfi.serving.scorer import Scorer
+from jfi.serving.scorer import NotFiniteError, Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
@@ -38,6 +39,7 @@ from jfi.serving.server.follow import Follower
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.utils.errors import InputError
 
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -303,6 +305,9 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
         case StoreUnavailableError():
             _log.warning("request id=%s: the state of users: %s", name, error)
             return _error(503, f"the state of users does not answer: {error}; try again", retry), "state"
+        case NotFiniteError() | InputError():  # of the version that answers, of the state of users
+            _log.error("request id=%s: %s", name, error)
+            return _error(500, str(error)), None
         case web.HTTPException():
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
             return _error(error.status, error.text or error.reason, allow), _REASONS.get(error.status, "other")

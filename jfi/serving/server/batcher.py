@@ -4,7 +4,6 @@ While a call runs, requests queue up; the next call takes as many as fit, in the
 """
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,20 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jfi.serving.requests import Request
-from jfi.serving.scorer import Answer
+from jfi.serving.scorer import Answer, check_finite
 from jfi.serving.user_state.stores import StoreUnavailableError
-from jfi.serving.validation import BadRequestError
 
 Score = Callable[[list[Request]], list[Answer]]
 #: Gets the requests, the candidates and the seconds of each call.
 Observe = Callable[[int, int, float], None]
-
-
-def check_finite(scores: Answer) -> None:
-    """Raises BadRequestError if a score is infinite or NaN."""
-    lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
-    if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
-        raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
 
 
 class DeadlineExceededError(Exception):
@@ -70,7 +61,7 @@ class Batcher:
 
         Raises:
             DeadlineExceededError: the deadline has passed.
-            BadRequestError: a score is not finite.
+            NotFiniteError: a score is not finite.
         """
         waiting = _Waiting(request, self._loop.create_future())
         (self._waiting.appendleft if first else self._waiting.append)(waiting)
@@ -83,7 +74,7 @@ class Batcher:
                 alarm.cancel()
             if waiting in self._waiting:  # the client has left
                 self._waiting.remove(waiting)
-        check_finite(scores)
+        check_finite(scores, request.version)
         return scores
 
     def _give_up(self, waiting: _Waiting) -> None:
@@ -118,12 +109,14 @@ class Batcher:
             self._timer = None
         if batch := self._take():
             self._calling = True
-            self._thread.submit(self._in_thread, [batch])
+            # Those that need no state first: they do not wait for a store that does not answer.
+            parts = [[one for one in batch if (one.request.stored is not None) == reads] for reads in (False, True)]
+            self._thread.submit(self._in_thread, [part for part in parts if part])
 
     def _in_thread(self, batches: list[list[_Waiting]]) -> None:
         """Scores batches one after the other; if one fails, each of its requests alone, so that it fails no other.
 
-        If the state of users does not answer, those that read it fail at once, and the others are scored together.
+        If the state of users does not answer, all of a batch fail at once.
         """
         while batches:
             batch = batches.pop(0)
@@ -132,11 +125,8 @@ class Batcher:
                 answers = self._score(requests)
             except Exception as fault:
                 error = fault
-                if not isinstance(fault, StoreUnavailableError):
-                    batches[:0] = [[one] for one in batch] if len(batch) > 1 else []
-                elif others := [one for one in batch if one.request.stored is None]:
-                    batches.insert(0, others)
-                    batch = [one for one in batch if one.request.stored is not None]
+                if not isinstance(fault, StoreUnavailableError) and len(batch) > 1:
+                    batches[:0] = [[one] for one in batch]
             # Straight to those who wait: a future of the thread's would be a turn of the loop more.
             spent = time.perf_counter() - start
             self._loop.call_soon_threadsafe(self._answer, batch, answers, error, spent, not batches)

@@ -1,6 +1,7 @@
 """Writes events to the state of users: those that wait while a write runs are written together by the next one."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,13 @@ from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.user_state.events import Events, users_of
 from jfi.serving.user_state.state import Added, UserState
+from jfi.serving.user_state.stores import StoreUnavailableError
 
-#: Events after which no further body is written with them: a store on a server has to answer in time.
-_AT_ONCE = 10_000
+#: Events after which no further body is written with them, at first, at least and at most: a store on a server has to
+#: answer in time. After a write that failed they are half of its events; a full write of less than `_QUICK` seconds
+#: doubles them.
+_AT_ONCE, _FEWEST, _MOST = 1000, 100, 10_000
+_QUICK = 0.25
 
 
 class EventWriter:
@@ -31,6 +36,7 @@ class EventWriter:
         self._state, self._metrics = state, metrics
         self._capacity = capacity
         self._waiting: deque[tuple[Events, asyncio.Future]] = deque()
+        self._at_once = _AT_ONCE
         self._thread, self._is_writing = ThreadPoolExecutor(1, "write"), False
 
     async def add(self, events: Events) -> Added:
@@ -39,6 +45,7 @@ class EventWriter:
         Raises:
             BadRequestError: a fault, with its place; nothing of the body was written.
             StoreUnavailableError: the store does not answer.
+            StateError: the state is damaged, such as the events of a user.
             OverloadedError: too many bodies wait.
         """
         if len(self._waiting) >= self._capacity:
@@ -61,20 +68,34 @@ class EventWriter:
 
     def _begin(self) -> None:
         waiting, bodies, self._is_writing = [], [], True
-        while self._waiting and sum(map(len, bodies)) < _AT_ONCE:
+        while self._waiting and sum(map(len, bodies)) < self._at_once:
             waiting.append(self._waiting.popleft())
             bodies.append(waiting[-1][0])
         loop = asyncio.get_running_loop()
-        writing = loop.run_in_executor(self._thread, lambda: self._state().add(bodies))
+        writing = loop.run_in_executor(self._thread, self._write, bodies)
         writing.add_done_callback(lambda done: self._end(waiting, done))
+
+    def _write(self, bodies: list[Events]) -> list[Added | Exception]:
+        """Writes bodies together; if that fails, each alone, so that it fails no other, unless the store has failed."""
+        count, start = sum(map(len, bodies)), time.monotonic()
+        try:
+            results = self._state().add(bodies)
+        except StoreUnavailableError as error:
+            self._at_once = max(_FEWEST, count // 2)
+            return [error] * len(bodies)  # it is unknown whether they were written: their clients send them again
+        except Exception as error:  # nothing was written
+            results = [error]
+        if len(results) < len(bodies):
+            return [self._write([body])[0] for body in bodies]
+        if count >= self._at_once and time.monotonic() - start < _QUICK:
+            self._at_once = min(2 * self._at_once, _MOST)
+        return results
 
     def _end(self, waiting: list[tuple[Events, asyncio.Future]], done: asyncio.Future) -> None:
         self._is_writing = False
         if self._waiting:
             self._begin()
-        error = done.exception()
-        results = [error] * len(waiting) if error is not None else done.result()
-        for (events, answer), result in zip(waiting, results, strict=True):
+        for (events, answer), result in zip(waiting, done.result(), strict=True):
             self._metrics.wrote(len(events), result)
             if answer.done():
                 continue
@@ -103,7 +124,7 @@ def state_routes(
         with admission:
             until = asyncio.get_running_loop().time() + deadline
             events = await live().read(live().now.scorer.events.read, body, until)
-            added = await writer().add(events)
+        added = await writer().add(events)  # a slow store takes no place of requests that do not need it
         return json_response({"added": added.added, "repeated": added.repeated})
 
     async def delete(request: web.Request) -> web.Response:

@@ -22,15 +22,17 @@ class Follower:
     Args:
         folder: of the versions.
         load: loads an artifact of the folder.
-        tables_device: as of Scorer.
+        tables_device, stop: as of VersionChain.
 
     Raises:
-        ArtifactError: there is no whole version that can be loaded.
+        ArtifactError: there is no whole version that can be loaded, or `stop` cannot be reached.
     """
 
-    def __init__(self, folder: Path, load: Callable[[Path], Scorer], tables_device: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, load: Callable[[Path], Scorer], tables_device: str | None = None, stop: int | None = None
+    ) -> None:
         self._reasons: list[str] = []
-        self._chain = VersionChain(folder, load, tables_device, self._reasons.append)
+        self._chain = VersionChain(folder, load, tables_device, self._reasons.append, stop)
 
     def first(self) -> Scorer:
         """Returns the scorer of the newest version at the start, which nothing holds here afterwards."""
@@ -91,8 +93,10 @@ class Follower:
         _log.error("%s: %s", what, reason)
 
 
-def open_follower(folder: Path, load: Callable[[Path], Scorer], tables_device: str | None) -> Follower:
+def open_follower(
+    folder: Path, load: Callable[[Path], Scorer], tables_device: str | None, stop: int | None
+) -> Follower:
     """Opens a folder of versions for a server; an ArtifactError names the folder."""
     if not folder.is_dir():
         raise ArtifactError(f"--follow {folder}: no such folder")
-    return Follower(folder, load, tables_device)
+    return Follower(folder, load, tables_device, stop)

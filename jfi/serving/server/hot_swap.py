@@ -9,11 +9,11 @@ from typing import TypeVar
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.published import Change
 from jfi.serving.requests import Request
-from jfi.serving.scorer import Answer, Scorer
-from jfi.serving.server.batcher import Batcher, DeadlineExceededError, check_finite
+from jfi.serving.scorer import Answer, NotFiniteError, Scorer
+from jfi.serving.server.batcher import Batcher, DeadlineExceededError
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.user_state.stores import StoreUnavailableError
-from jfi.serving.validation import BadRequestError
+from jfi.utils.errors import InputError
 
 T = TypeVar("T")
 
@@ -82,14 +82,18 @@ class Live:
         Raises:
             BadRequestError: a fault of the request.
             DeadlineExceededError: the deadline has passed.
+            NotFiniteError: a score is not finite.
             StoreUnavailableError: the store of the users' events does not answer.
+            InputError: the state of users is damaged.
         """
         with self.now as loaded:
             request = await self.read(loaded.scorer.reader.read, body, deadline)
             self._metrics.read(loaded.scorer.reader.unknown(request))
             try:
                 scores = await loaded.batcher.score(request, deadline)
-            except StoreUnavailableError:
+            except (StoreUnavailableError, InputError):
+                if request.stored is None:
+                    raise
                 self._metrics.read_stored(request.stored)
                 raise
             if request.stored is not None:
@@ -130,7 +134,9 @@ class Live:
     async def apply(self, change: Change) -> None:
         """Changes the artifact that answers to that of a published version, between two calls of the model.
 
-        If it raises, the artifact answers no more, unless nothing was changed yet.
+        Raises:
+            NotFiniteError: the version's scores are not finite; the artifact answers as before.
+            Exception: the artifact answers no more, unless nothing was changed yet.
         """
         async with self._swapping:
             apply = await asyncio.to_thread(self.now.scorer.prepare, change)
@@ -186,6 +192,6 @@ def check(new: Scorer, old: Scorer) -> None:
     if (got := new.info.schema.labels) != (want := old.info.schema.labels):
         raise ArtifactError(f"{new.identity} answers for other labels, {got} and not {want}; start another server")
     try:
-        check_finite(new.score([new.example()])[0])
-    except BadRequestError:
-        raise ArtifactError(f"{new.identity} gives scores that are not finite") from None
+        new.check_scores()
+    except NotFiniteError as fault:
+        raise ArtifactError(f"{new.identity}: {fault}") from None

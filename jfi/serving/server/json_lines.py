@@ -8,10 +8,10 @@ from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 from jfi.serving.requests import BadRequestError, Request, RequestReader
-from jfi.serving.scorer import Answer, Scorer
-from jfi.serving.server.batcher import check_finite
+from jfi.serving.scorer import Answer, NotFiniteError, Scorer, check_finite
 from jfi.serving.server.body import write_answer
 from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.utils.errors import InputError
 from jfi.utils.files import naming
 
 
@@ -110,12 +110,13 @@ def _scores(scorer: Scorer, requests: list[Request]) -> list[dict]:
     except Exception as error:
         if len(requests) > 1:
             return [_scores(scorer, [one])[0] for one in requests]
-        return [{"error": f"the model failed on this request: {type(error).__name__}"}]
+        is_said = isinstance(error, InputError)  # of the state of users
+        return [{"error": str(error) if is_said else f"the model failed on this request: {type(error).__name__}"}]
 
 
 def _answer(request: Request, scores: Answer) -> dict:
     try:
-        check_finite(scores)
-    except BadRequestError as fault:
+        check_finite(scores, request.version)
+    except NotFiniteError as fault:
         return {"error": str(fault)}
     return {"scores": scores} | ({} if request.stored is None else {"state": request.stored.answer()})

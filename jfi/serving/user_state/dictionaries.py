@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable
 
-from jfi.serving.user_state.stores import Changes, Get, Store
+from jfi.serving.user_state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.utils.encoding import UNKNOWN
 
 #: Before the keys of the values that the vocabularies lack: by text, by number, and how many there are.
@@ -31,15 +31,30 @@ class Dictionaries:
         #: Those that the store does not have yet.
         self.new: dict[bytes, int] = {}
         self._new_texts: dict[bytes, str] = {}
+        #: By dictionary its count, and by key the counts that have grown.
         self._counts: dict[str, int] = {}
+        self._grown: dict[bytes, int] = {}
 
     def read(self, values: str, texts: Iterable[str]) -> None:
-        """Reads the numbers of texts of a dictionary, all at once."""
-        keys = list(dict.fromkeys(_number_key(values, text) for text in texts))
+        """Reads the numbers of texts of a dictionary, all at once.
+
+        Raises:
+            StateError: the next numbers are taken, since the store has lost the count of the dictionary.
+        """
+        keys = dict.fromkeys(_number_key(values, text) for text in texts)
         absent = [key for key in keys if key not in self._numbers and key not in self.new]
-        for key, found in zip(absent, self._get(absent) if absent else [], strict=True):
-            if found is not None:
-                self._numbers[key] = _INTEGER.unpack(found)[0]
+        if not absent:
+            return
+        *found, count = self._get([*absent, _COUNT + values.encode()])
+        with finding_damage(f"the numbers of values of '{values}'"):
+            known = {key: _INTEGER.unpack(one)[0] for key, one in zip(absent, found, strict=True) if one is not None}
+            self._counts.setdefault(values, _INTEGER.unpack(count)[0] if count else 0)
+        self._numbers |= known
+        first = self._counts[values] + 1
+        taken = self._get([text_key(values, -number) for number in range(first, first + len(absent) - len(known))])
+        if any(one is not None for one in taken):
+            why = f"it has lost the number of values of '{values}'; restore a backup"
+            raise StateError(f"the state of users is damaged: {why}")
 
     def number(self, values: str, text: str) -> int:
         """Returns the number of a text that `read` has read, or a new one; 0 if it is too long or there are too many.
@@ -52,12 +67,10 @@ class Dictionaries:
         found = self._numbers.get(key) or self.new.get(key)
         if found is not None:
             return found
-        if values not in self._counts:
-            (count,) = self._get([_COUNT + values.encode()])
-            self._counts[values] = _INTEGER.unpack(count)[0] if count else 0
-        if self._counts[values] >= MAX_UNKNOWN or len(key) > LONGEST_KEY:
+        if self._counts.setdefault(values, 0) >= MAX_UNKNOWN or len(key) > LONGEST_KEY:
             return UNKNOWN
         self._counts[values] += 1
+        self._grown[_COUNT + values.encode()] = self._counts[values]
         number = self.new[key] = -self._counts[values]
         self._new_texts[text_key(values, number)] = text
         return number
@@ -69,14 +82,15 @@ class Dictionaries:
         if found is None:
             (value,) = self._get([key])
             if value is not None:
-                found = self._texts[key] = value.decode()
+                with finding_damage(f"a value of '{values}'"):
+                    found = self._texts[key] = value.decode()
         return found
 
     def changes(self) -> Changes:
         """Returns what the store gets."""
         found: Changes = {key: _INTEGER.pack(number) for key, number in self.new.items()}
         found |= {key: text.encode() for key, text in self._new_texts.items()}
-        return found | {_COUNT + values.encode(): _INTEGER.pack(count) for values, count in self._counts.items()}
+        return found | {key: _INTEGER.pack(count) for key, count in self._grown.items()}
 
 
 def _number_key(values: str, text: str) -> bytes:
@@ -89,7 +103,19 @@ def text_key(values: str, number: int) -> bytes:
 
 
 def read_dictionary(store: Store, values: str) -> list[str]:
-    """Reads the texts of a dictionary by number: the first is that of -1."""
+    """Reads the texts of a dictionary by number: the first is that of -1.
+
+    Raises:
+        StateError: one is missing or damaged.
+    """
     prefix = text_key(values, 0)[: -_INTEGER.size]
-    found = {_INTEGER.unpack(key[-_INTEGER.size :])[0]: text.decode() for key, text in store.scan(prefix)}
-    return [found[number] for number in sorted(found, reverse=True)]
+
+    def scan() -> dict[int, str]:
+        return {_INTEGER.unpack(key[-_INTEGER.size :])[0]: text.decode() for key, text in store.scan(prefix)}
+
+    with finding_damage(f"the values of '{values}'"):
+        found = scan()
+        last = -min(found, default=0)
+        if len(found) < last:  # a scan may lack some of what is written meanwhile
+            found |= scan()
+        return [found[-number] for number in range(1, last + 1)]

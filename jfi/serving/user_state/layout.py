@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from jfi.serving.schema import Field, PastFields, Schema
+from jfi.serving.user_state.stores import finding_damage
 from jfi.utils.encoding import UNKNOWN
 
 TIME, EVENT_ID, USER = "time", "event_id", "user"
@@ -146,9 +147,14 @@ class EventLayout:
         schema = replace(self.schema, vocabularies={})
         return StateInfo(FORMAT, self.max_history, self.fingerprint, schema, past)
 
-    def records(self, value: bytes | None) -> np.ndarray:
-        """Returns the records `[S]` of a user's value; none if it is None."""
-        return np.frombuffer(value or b"", self.dtype)
+    def records(self, value: bytes | None, user: str) -> np.ndarray:
+        """Returns the records `[S]` of a user's value; none if it is None.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        with finding_damage(f"the events of user '{user}'"):
+            return np.frombuffer(value or b"", self.dtype)
 
     def merge(self, old: np.ndarray, new: np.ndarray, texts: Callable[[np.ndarray], list[str]]) -> np.ndarray:
         """Returns the newest records of both, by (time, item); of equal ones the old come first.

@@ -21,7 +21,7 @@ from jfi.serving.user_state.layout import (
     known_ids,
     user_key,
 )
-from jfi.serving.user_state.stores import Changes, Get, StateError, Store
+from jfi.serving.user_state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.serving.validation import BadRequestError
 from jfi.utils.encoding import age_buckets
 
@@ -62,7 +62,7 @@ class _Changed:
     def ids(self, users: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns by user the newest ids of events that are not of histories."""
         users = list(dict.fromkeys(users))
-        return dict(zip(users, map(_as_ids, self([_ids_key(user) for user in users])), strict=True))
+        return dict(zip(users, map(_as_ids, self(list(map(_ids_key, users))), users), strict=True))
 
     def keep_ids(self, events: Events, rows: np.ndarray) -> None:
         """Keeps the ids of those of a body's new events that are not of histories."""
@@ -77,8 +77,9 @@ def _ids_key(user: str) -> bytes:
     return b"i" + user.encode()
 
 
-def _as_ids(value: bytes | None) -> np.ndarray:
-    return np.frombuffer(value or b"", np.uint64)
+def _as_ids(value: bytes | None, user: str) -> np.ndarray:
+    with finding_damage(f"the ids of events of user '{user}'"):
+        return np.frombuffer(value or b"", np.uint64)
 
 
 class UserState:
@@ -95,7 +96,9 @@ class UserState:
 
     def __init__(self, store: Store, layout: EventLayout, max_late: float = 86400.0) -> None:
         self.store, self.layout, self.max_late = store, layout, max_late
-        info = read_info(store)
+        store.check()
+        (self._info,) = store.get([_INFO])
+        info = _decoded(self._info)
         if (info.fingerprint, info.max_history) != (layout.fingerprint, layout.max_history):
             why = _difference(info, store, layout)
             raise StateError(
@@ -117,7 +120,7 @@ class UserState:
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        return [self.layout.records(value) for value in self.store.get(list(map(user_key, users)))]
+        return list(map(self.layout.records, self.store.get(list(map(user_key, users))), users))
 
     def add(self, bodies: Sequence[Events]) -> list[Added | BadRequestError]:
         """Writes events, all at once; a body with a fault is left out whole.
@@ -125,6 +128,7 @@ class UserState:
         Raises:
             StoreUnavailableError: the store does not answer, and it is unknown whether the events were written; sent
                 again with the same ids they count once.
+            StateError: the state is damaged, and nothing was written.
         """
         results: list[Added | BadRequestError] = []
         new: dict[bytes, int] = {}
@@ -133,8 +137,9 @@ class UserState:
             results.clear()
             new.clear()
             users = list(dict.fromkeys(user for events in bodies for user in events.users))
-            values = get(list(map(user_key, users)))
-            now = dict(zip(users, map(self.layout.records, values), strict=True))
+            info, *values = get([_INFO, *map(user_key, users)])
+            self._check_info(info)
+            now = dict(zip(users, map(self.layout.records, values, users), strict=True))
             before = dict(now)
             names, counted = Dictionaries(get, self._numbers, self._texts), _Changed(get)
             added: list[tuple[Events, np.ndarray, np.ndarray]] = []
@@ -169,11 +174,17 @@ class UserState:
 
         def change(get: Get) -> Changes:
             keys = user_key(user), _ids_key(user)
-            found[:] = [value is not None for value in get(keys)]
+            info, *values = get([_INFO, *keys])
+            self._check_info(info)
+            found[:] = [value is not None for value in values]
             return {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
 
         self.store.update(change)
         return any(found)
+
+    def _check_info(self, info: bytes | None) -> None:
+        if info != self._info:
+            raise StateError("the state of users was removed or replaced; restart the server on a whole one")
 
     def fill(self, requests: Sequence[Request], reader: RequestReader) -> list[Request]:
         """Returns requests with the events of their users in place of none, all read at once.
@@ -296,30 +307,31 @@ class UserState:
         return records
 
 
-def read_info(store: Store) -> StateInfo:
-    """Reads what a store says of its records.
-
-    Raises:
-        StateError: it has no state, or one of another version.
-    """
-    (found,) = store.get([_INFO])
+def _decoded(found: bytes | None) -> StateInfo:
+    """What a store says of its records; StateError if it has no state, or one of another version."""
     if found is None:
         raise StateError("the store has no state of users; `jfi state load` makes one")
-    try:
+    with finding_damage("its description"):
         info = msgspec.json.decode(found, type=StateInfo)
-    except msgspec.DecodeError as error:
-        raise StateError(f"the state of users is damaged: {error}") from None
     if info.format != FORMAT:
         raise StateError(f"the state of users has format {info.format}, but this version reads format {FORMAT}")
     return info
 
 
 def read_layout(store: Store) -> EventLayout:
-    """Reads the layout of a store's records, with its vocabularies and its statistics of the past."""
-    info = read_info(store)
-    (found,) = store.get([_VOCABULARIES])
-    vocabularies = msgspec.json.decode(found or b"{}", type=dict[str, list[str]])
-    return EventLayout(replace(info.schema, vocabularies=vocabularies, past=info.past), info.max_history)
+    """Reads the layout of a store's records, with its vocabularies and its statistics of the past.
+
+    Raises:
+        StateError: the store has no state, or a damaged one.
+    """
+    info, found = store.get([_INFO, _VOCABULARIES])
+    info = _decoded(info)
+    with finding_damage("its vocabularies"):
+        vocabularies = msgspec.json.decode(found or b"", type=dict[str, list[str]])
+        layout = EventLayout(replace(info.schema, vocabularies=vocabularies, past=info.past), info.max_history)
+        if layout.fingerprint != info.fingerprint:
+            raise ValueError("they are not those that it was made with")
+    return layout
 
 
 def write_layout(store: Store, layout: EventLayout) -> None:
@@ -367,7 +379,9 @@ def put_records(store: Store, records: Iterable[tuple[str, np.ndarray]]) -> None
 def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.ndarray]]:
     """Yields all users and their records."""
     for key, value in store.scan(user_key("")):
-        yield key[1:].decode(), layout.records(value)
+        with finding_damage("the id of a user"):
+            user = key[1:].decode()
+        yield user, layout.records(value, user)
 
 
 def _other(past: PastFields, other: PastFields) -> str:

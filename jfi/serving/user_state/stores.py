@@ -6,12 +6,17 @@ and no other writer comes between; `put` writes many keys without that promise, 
 
 import os
 import re
+import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import msgspec
 
 from jfi.utils.errors import InputError
 
@@ -26,6 +31,8 @@ _AT_ONCE = 1000
 _BYTES_AT_ONCE = 1 << 26
 #: Times that an update of Redis is tried, if other servers write the same keys meanwhile.
 _TRIES = 100
+#: Seconds for which a Redis server that has not answered is not called again: each call would wait for its timeout.
+_PAUSE = 1.0
 #: What the client says before an error of a pipeline: the command, with all bytes of its value.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 #: Name of the environment variable with the password of a server: all users of a machine see what commands are given.
@@ -35,6 +42,15 @@ _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 class StateError(InputError):
     """A state of users that is missing, damaged or made for another run."""
+
+
+@contextmanager
+def finding_damage(what: str) -> Iterator[None]:
+    """Turns errors of decoding a part of a state into a StateError that names it."""
+    try:
+        yield
+    except (ValueError, KeyError, struct.error, msgspec.MsgspecError) as error:
+        raise StateError(f"the state of users is damaged: {what}: {error}") from None
 
 
 class StoreUnavailableError(Exception):
@@ -60,6 +76,9 @@ class Store(Protocol):
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yields all keys that begin with `prefix`, and their values."""
 
+    def check(self) -> None:
+        """Raises StateError if the store may remove keys by itself."""
+
     def close(self) -> None:
         """Releases the store."""
 
@@ -79,7 +98,9 @@ def without_password(name: str) -> str:
     return re.sub(r"(//[^/@:]*:)[^?]*(?=@)|([?&]password=)[^&]*", r"\1\2***", name) if is_url(name) else name
 
 
-def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: float = 0.2) -> Store:
+def open_store(
+    name: str, *, create: bool = False, max_gb: int = 256, timeout: float = 0.2, write_timeout: float = 5.0
+) -> Store:
     """Opens a store.
 
     Args:
@@ -87,13 +108,13 @@ def open_store(name: str, *, create: bool = False, max_gb: int = 256, timeout: f
             a server's store may be one of several with different prefixes, "jfi" by default.
         create: whether to make a store that is not there.
         max_gb: most GiB that a folder takes.
-        timeout: seconds for an answer of a server.
+        timeout, write_timeout: as of RedisStore.
 
     Raises:
         StateError: there is no such folder, it is no store, or a package is missing.
     """
     if is_url(name):
-        return RedisStore(name, timeout)
+        return RedisStore(name, timeout, write_timeout)
     return LmdbStore(Path(name), create, max_gb << 30)
 
 
@@ -121,7 +142,6 @@ class LmdbStore:
         self._error = lmdb.Error
         try:
             self._environment = lmdb.open(str(path), map_size=max_bytes, create=create, readahead=False)
-            self._environment.reader_check()  # the snapshots of processes that were killed would keep freed pages
         except lmdb.Error as error:
             raise StateError(f"{path} cannot be opened: {error}") from None
 
@@ -137,9 +157,16 @@ class LmdbStore:
         with self._naming_faults(), self._environment.begin() as transaction:
             return [transaction.get(key) for key in keys]
 
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        with self._naming_faults():
+            self._environment.reader_check()  # the snapshots of processes that were killed would keep freed pages
+            with self._environment.begin(write=True) as transaction:
+                yield transaction
+
     def update(self, change: Callable[[Get], Changes]) -> None:
         """See Store."""
-        with self._naming_faults(), self._environment.begin(write=True) as transaction:
+        with self._writing() as transaction:
             changes = change(lambda keys: [transaction.get(key) for key in keys])
             for key, value in changes.items():
                 if value is None:
@@ -150,7 +177,7 @@ class LmdbStore:
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """See Store."""
         for part in _parts(items):
-            with self._naming_faults(), self._environment.begin(write=True) as transaction:
+            with self._writing() as transaction:
                 for key, value in part:
                     transaction.put(key, value)
 
@@ -163,9 +190,52 @@ class LmdbStore:
                         break
                     yield key, value
 
+    def check(self) -> None:
+        """See Store."""
+
     def close(self) -> None:
         """See Store."""
         self._environment.close()
+
+
+class _Client:
+    """A client of a Redis server with a timeout of its own.
+
+    Args:
+        valkey: the package.
+        url: of the server; the password is that of `PASSWORD`.
+        timeout: seconds for a connection, and for an answer.
+    """
+
+    def __init__(self, valkey: ModuleType, url: str, timeout: float) -> None:
+        self._timeout, self._late = timeout, (valkey.TimeoutError, TimeoutError)
+        self._fault, self._conflict, self._refusal = valkey.ValkeyError, valkey.WatchError, valkey.ResponseError
+        how = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "password": os.environ.get(PASSWORD)}
+        self.own = valkey.Valkey.from_url(url, **how)
+        self.own.connection_pool.make_connection()  # reads the parameters, and connects only when it is used
+        #: Why the last call got no answer, and until when none is made.
+        self._why, self._until = "", 0.0
+
+    def lost(self, conflict: Exception) -> Exception | None:
+        """Returns the lost connection that a conflict over watched keys stands for, None for a real conflict."""
+        return conflict.__context__ if isinstance(conflict.__context__, (self._fault, OSError)) else None
+
+    @contextmanager
+    def __call__(self) -> Iterator[Any]:
+        """Gives the client, whose faults become StoreUnavailableErrors; at once for a while after a missing answer."""
+        if time.monotonic() < self._until:
+            raise StoreUnavailableError(self._why)
+        try:
+            yield self.own
+        except (self._fault, OSError) as error:
+            if isinstance(error, self._conflict):
+                error = self.lost(error) or error
+            said = "Redis: " + _COMMAND.sub("", str(error), count=1).rstrip(".")
+            if isinstance(error, self._late):
+                said = f"Redis did not answer in {self._timeout:g} s"
+            if not isinstance(error, self._refusal):
+                self._why, self._until = said, time.monotonic() + _PAUSE
+            raise StoreUnavailableError(said) from None
 
 
 class RedisStore:
@@ -178,12 +248,13 @@ class RedisStore:
         url: of the server, without the password, which is that of `PASSWORD`; its parameter `prefix` is put before all
             keys, with a colon, which it does not have itself: the keys of one prefix would begin as those of another.
         timeout: seconds for an answer.
+        write_timeout: seconds for an answer to `update` and `put`, at least `timeout`.
 
     Raises:
         StateError: the package valkey is missing, or a wrong URL, such as one with a password.
     """
 
-    def __init__(self, url: str, timeout: float = 0.2) -> None:
+    def __init__(self, url: str, timeout: float = 0.2, write_timeout: float = 5.0) -> None:
         try:
             import valkey
         except ModuleNotFoundError:
@@ -199,35 +270,26 @@ class RedisStore:
         self._prefix = prefix.encode() + b":"
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
-        self._error, self._conflict = valkey.ValkeyError, valkey.WatchError
+        self._name, self._conflict = without_password(url), valkey.WatchError
         try:
-            how = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "password": os.environ.get(PASSWORD)}
-            self._client = valkey.Valkey.from_url(address, **how)
-            self._client.connection_pool.make_connection()  # reads the parameters, and connects only when it is used
+            self._reads = _Client(valkey, address, timeout)
+            self._writes = _Client(valkey, address, max(timeout, write_timeout))
         except (valkey.ValkeyError, ValueError, TypeError) as error:
-            raise StateError(f"{without_password(url)} cannot be used: {error}") from None
-
-    @contextmanager
-    def _naming_faults(self) -> Iterator[None]:
-        try:
-            yield
-        except (self._error, OSError) as error:
-            said = _COMMAND.sub("", str(error), count=1).rstrip(".")
-            raise StoreUnavailableError(f"Redis: {said}") from None
+            raise StateError(f"{self._name} cannot be used: {error}") from None
 
     def _own(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + key for key in keys]
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See Store; one MGET."""
-        with self._naming_faults():
-            return self._client.mget(self._own(keys)) if keys else []
+        with self._reads() as client:
+            return client.mget(self._own(keys)) if keys else []
 
     def update(self, change: Callable[[Get], Changes]) -> None:
         """See Store; optimistic, by WATCH, MULTI and EXEC."""
-        with self._naming_faults():
+        with self._writes() as client:
             for _ in range(_TRIES):
-                with self._client.pipeline() as pipeline:
+                with client.pipeline() as pipeline:
 
                     def get(keys: Sequence[bytes], pipeline=pipeline) -> list[bytes | None]:
                         if not keys:
@@ -247,34 +309,43 @@ class RedisStore:
                         return
                     except self._conflict as fault:
                         # The client raises it for a lost answer, too: it is unknown whether the changes were written.
-                        if isinstance(fault.__context__, (self._error, OSError)):
-                            raise fault.__context__ from None
+                        if self._writes.lost(fault) is not None:
+                            raise
         raise StoreUnavailableError(f"Redis: other servers have written the same keys {_TRIES} times")
 
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """See Store."""
         for part in _parts(items):
-            with self._naming_faults():
-                self._client.mset({self._prefix + key: value for key, value in part})
+            with self._writes() as client:
+                client.mset({self._prefix + key: value for key, value in part})
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See Store; what is written meanwhile may be missing."""
         pattern = b"".join(b"\\" + bytes([one]) if one in b"*?[]\\^" else bytes([one]) for one in self._prefix + prefix)
         seen: set[bytes] = set()
-        with self._naming_faults():
-            keys = self._client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
+        with self._reads() as client:
+            keys = client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
             while part := list(islice(keys, _AT_ONCE)):
                 part = [key for key in dict.fromkeys(part) if key not in seen]  # SCAN may give a key several times
                 if not part:
                     continue
                 seen.update(part)
-                for key, value in zip(part, self._client.mget(part), strict=True):
+                for key, value in zip(part, client.mget(part), strict=True):
                     if value is not None:
                         yield key.removeprefix(self._prefix), value
 
+    def check(self) -> None:
+        """See Store."""
+        with self._reads() as client:
+            policy = client.info("memory").get("maxmemory_policy", "noeviction")
+        if policy.startswith("allkeys"):  # volatile ones remove keys with an expiry, which these have not
+            why = "which removes events of users; set it to noeviction"
+            raise StateError(f"{self._name}: its maxmemory-policy is {policy}, {why}")
+
     def close(self) -> None:
         """See Store."""
-        self._client.close()
+        self._reads.own.close()
+        self._writes.own.close()
 
 
 def _parts(items: Iterable[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:

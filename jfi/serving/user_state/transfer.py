@@ -154,7 +154,15 @@ class _Texts:
         """Returns the texts `[N]`, None for a missing value."""
         if ids.min(initial=0) < -self.zero:  # of events that came meanwhile
             self._read()
-        return self.values[ids.astype(np.int64) + self.zero]
+        return _at(self.values, ids, self.zero, self._column)
+
+
+def _at(values: np.ndarray, ids: np.ndarray, zero: int, column: Column) -> np.ndarray:
+    """Returns what ids [N] of a column have in `values`, where that of id 0 is at `zero`."""
+    index = ids.astype(np.int64) + zero
+    if index.min(initial=0) < 0 or index.max(initial=0) >= len(values):
+        raise StateError(f"the state of users is damaged: an event has no known value of '{column.field.name}'")
+    return values[index]
 
 
 class _Move:
@@ -184,7 +192,7 @@ class _Move:
             if not hashes and (one.field != same or old.schema.codec != new.schema.codec):
                 what = f"the field '{name}' is encoded otherwise, and the state does not have its values"
                 raise StateError(f"{what}; load it from the log by `jfi state load`")
-        self._ids = None
+        self._ids, self._column = None, one
         if one.values is None:
             return
         texts = _Texts(store, old, one)
@@ -204,4 +212,4 @@ class _Move:
             return ids
         if ids.min(initial=0) < -self._zero:
             raise StateError("the state is written to; stop the servers that use it, or migrate a copy")
-        return self._ids[ids.astype(np.int64) + self._zero]
+        return _at(self._ids, ids, self._zero, self._column)

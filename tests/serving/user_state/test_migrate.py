@@ -11,6 +11,7 @@ import pytest
 from jfi.events.groups import HALF_LIVES
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, PastFields, PolicyFields, Schema
+from jfi.serving.user_state.dictionaries import text_key
 from jfi.serving.user_state.events import EventReader
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import UserState, is_empty, scan_records, write_layout
@@ -288,3 +289,47 @@ def test_the_command_takes_only_an_empty_place(exported, new_store, capsys):
     state = UserState(open_store(out, timeout=10.0), layout)
     assert [len(one) for one in state.histories(["u", "someone"])] == [3, 0]
     state.store.close()
+
+
+#: What is done to a state, by keys and values, and what is said of it.
+DAMAGE = {
+    "vocabularies cut off": (lambda store: {b"v": store.get([b"v"])[0][:-1]}, "its vocabularies: "),
+    "vocabularies changed": (lambda store: {b"v": store.get([b"v"])[0].replace(b"buy", b"bux")}, "its vocabularies: "),
+    "vocabularies lost": (lambda store: {b"v": None}, "its vocabularies: "),
+    "description": (lambda store: {b"m": b"{}"}, "its description: "),
+    "length": (lambda store: {b"uu1": store.get([b"uu1"])[0] + b"x"}, "the events of user 'u1': "),
+    "id": (lambda store: {b"uu1": b"\x7f" * len(store.get([b"uu1"])[0])}, "an event has no known value of 'item'"),
+    "user": (lambda store: {b"u\xff": b""}, "the id of a user: "),
+    "lost text": (lambda store: {text_key("item", -1): None}, "the values of 'item': "),
+    "text": (lambda store: {text_key("item", -1): b"\xff"}, "the values of 'item': "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_is_exported_and_migrated_by_nobody(new_store, tmp_path, capsys, name):
+    state, (damage, why) = filled(new_store("state"), SCHEMA, rows()), DAMAGE[name]
+    changes = damage(state.store)
+    state.store.update(lambda get: changes)
+    with pytest.raises(StateError, match=f"^the state of users is damaged: {why}[^\n]*$"):
+        migrate(state.store, new_store("target"), EventLayout(SCHEMA, 100))
+    state.store.close()
+    out = tmp_path / "events.parquet"
+    assert commands.call("state", "export", "--state", new_store.names[0], "--out", out) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the state of users is damaged: {why}") and said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_number_is_given_to_no_second_value_where_the_count_of_values_is_lost(new_store):
+    def event(user: str, action: str) -> list[dict]:
+        return [{"user": user, "time": NOW, "item": 1, "action": action, "tags": [], "seconds": 0, "city": None}]
+
+    state, read = filled(new_store("state"), SCHEMA, []), reader(SCHEMA)
+    state.add([read(event("u", "maybe"))])
+    before = dict(state.store.scan(b"")) | {b"caction": None}
+    state.store.update(lambda get: before)
+    again = UserState(state.store, state.layout)
+    assert len(again.add([read(event("v", "maybe"))])) == 1  # a value that has a number
+    with pytest.raises(StateError, match="it has lost the number of values of 'action'; restore a backup"):
+        again.add([read(event("v", "perhaps"))])
+    assert decoded(again)["u"][0][3] == "maybe" and state.store.get([b"caction"]) == [None]

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import threading
 
 import pytest
@@ -79,6 +80,34 @@ def test_requests_with_events_are_scored_though_those_beside_them_need_the_store
         assert (await samples(client))['jfi_state_requests_total{found="unavailable"}'] == 2
 
     serve(stateful, talk, max_wait=0.3)
+
+
+def test_requests_with_events_do_not_wait_for_a_store_that_hangs(stateful, store, request_body, monkeypatch):
+    go_on, get = threading.Event(), store.get
+    monkeypatch.setattr(store, "get", lambda keys: go_on.wait(60) and get(keys))
+
+    async def talk(client):
+        stored = asyncio.create_task(client.post("/score", json=request()))
+        while not len(client.app[LIVE].now.batcher):
+            await asyncio.sleep(0.01)
+        assert (await client.post("/score", json=request_body)).status == 200 and not stored.done()
+        go_on.set()
+        assert (await stored).status == 200
+
+    serve(stateful, talk, max_batch=4, max_wait=60.0)  # both in one batch, which is full then
+
+
+def test_a_write_that_hangs_takes_no_place_of_requests(stateful, store, request_body):
+    async def talk(client):
+        store.go_on = threading.Event()
+        post = asyncio.create_task(client.post("/events", json=[EVENT]))
+        while not client.app[_WRITER]._is_writing:
+            await asyncio.sleep(0.01)
+        assert (await client.post("/score", json=request_body)).status == 200
+        store.go_on.set()
+        assert await answer(await post) == (200, {"added": 1, "repeated": 0})
+
+    serve(stateful, talk, queue=1)
 
 
 def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_body):
@@ -201,8 +230,16 @@ def test_bodies_that_wait_are_written_together_each_whole_or_not(stateful, store
     serve(stateful, talk, queue=100)
 
 
-def test_a_write_takes_a_bounded_number_of_events(stateful, store, monkeypatch):
+@pytest.mark.parametrize(
+    ("quick", "updates"),
+    [
+        pytest.param(0.0, 4, id="slow"),  # of one, two, two and one body
+        pytest.param(math.inf, 3, id="quick"),  # of one, two and, as the number doubles, three bodies
+    ],
+)
+def test_a_write_takes_a_bounded_number_of_events(stateful, store, monkeypatch, quick, updates):
     monkeypatch.setattr(server_events, "_AT_ONCE", 3)
+    monkeypatch.setattr(server_events, "_QUICK", quick)
 
     async def talk(client):
         store.go_on = threading.Event()
@@ -214,8 +251,64 @@ def test_a_write_takes_a_bounded_number_of_events(stateful, store, monkeypatch):
             await asyncio.sleep(0.01)
         store.go_on.set()
         assert [await answer(await post) for post in posts] == [(200, {"added": 2, "repeated": 0})] * 6
-        assert store.updates == 4  # of one, two, two and one body
+        assert store.updates == updates
         assert (await asked(client))["events"] == 12
+
+    serve(stateful, talk)
+
+
+def test_after_a_write_that_failed_half_of_its_events_are_written_together(stateful, store, monkeypatch):
+    monkeypatch.setattr(server_events, "_FEWEST", 2)
+
+    async def talk(client):
+        store.fault = "slow"
+        status, told = await answer(await client.post("/events", json=[EVENT] * 8))
+        assert (status, told["error"]) == (503, "the state of users does not answer: slow; try again")
+        store.fault, store.go_on, before = None, threading.Event(), store.updates
+        posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}])) for i in range(9)]
+        while len(client.app[_WRITER]._waiting) < 8:
+            await asyncio.sleep(0.01)
+        store.go_on.set()
+        assert {(await one).status for one in posts} == {200}
+        assert store.updates - before == 3  # of one, four and four events
+
+    serve(stateful, talk)
+
+
+def test_a_user_whose_events_are_damaged_is_refused_alone_and_by_name(stateful, store):
+    """Other users are answered, though their bodies and requests are joined with the damaged one's."""
+
+    async def talk(client):
+        users = ["u", "damaged", "v"]
+        await added(client, *(EVENT | {"user": user} for user in users))
+        store.put([(b"udamaged", store.get([b"udamaged"])[0][:-1])])
+        store.go_on = threading.Event()
+        bodies = [[EVENT | {"user": "w"}], *([EVENT | {"user": user, "event_id": "new"}] for user in users)]
+        posts = [asyncio.create_task(client.post("/events", json=body)) for body in bodies]
+        while len(client.app[_WRITER]._waiting) < 3:
+            await asyncio.sleep(0.01)
+        store.go_on.set()
+        _, *posted = [await answer(await one) for one in posts]
+        scored = await asyncio.gather(*(client.post("/score", json=request(user)) for user in users))
+        for found in (posted, [await answer(one) for one in scored]):
+            assert [status for status, _ in found] == [200, 500, 200]
+            assert "the state of users is damaged: the events of user 'damaged': " in found[1][1]["error"]
+        found = await samples(client)
+        assert found['jfi_state_events_total{result="failed"}'] == 1
+        assert found['jfi_state_requests_total{found="unavailable"}'] == 1
+        assert found['jfi_requests_total{path="/score",status="500"}'] == 1
+
+    serve(stateful, talk, max_wait=0.1)
+
+
+def test_a_state_that_was_removed_below_a_server_takes_no_events(stateful, store):
+    async def talk(client):
+        await added(client, EVENT)
+        store.update(lambda get: {key: None for key, _ in store.scan(b"")})
+        for response in (await client.post("/events", json=[EVENT]), await client.delete("/users/u")):
+            status, told = await answer(response)
+            assert (status, told["error"][:42]) == (500, "the state of users was removed or replaced")
+        assert not dict(store.scan(b""))
 
     serve(stateful, talk)
 

@@ -10,12 +10,19 @@ from itertools import count
 
 import pytest
 
+from jfi.serving.user_state import stores
 from jfi.serving.user_state.stores import LmdbStore, StateError, StoreUnavailableError, open_store
 
 from .conftest import running_redis
 
 #: Bytes that mean something to a glob, to a protocol, or to nobody.
 ODD = [b"u*", b"u?", b"u[a]", b"u\\", b"u^", b"u\0", b"u\xff\xfe", b"u\r\n", b"u ", "uü日".encode(), b"u" + b"x" * 480]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(request, monkeypatch):
+    if "pause" not in request.node.name:
+        monkeypatch.setattr(stores, "_PAUSE", 0.0)
 
 
 @pytest.fixture
@@ -74,9 +81,9 @@ def test_a_scan_of_redis_gives_each_key_once(redis_socket, tmp_path, monkeypatch
     store = open_store(f"unix://{redis_socket}?prefix={tmp_path.name}", timeout=10.0)
     wanted = {b"u%d" % number: b"%d" % number for number in range(2500)}
     store.put(wanted.items())
-    once = list(store._client.scan_iter(match=f"{tmp_path.name}:*"))
+    once = list(store._reads.own.scan_iter(match=f"{tmp_path.name}:*"))
     assert len(once) == 2500
-    monkeypatch.setattr(store._client, "scan_iter", lambda **_: iter([*once[:1100], *once[:1100], *once]))
+    monkeypatch.setattr(store._reads.own, "scan_iter", lambda **_: iter([*once[:1100], *once[:1100], *once]))
     found = list(store.scan(b"u"))
     assert len(found) == 2500 and dict(found) == wanted
     store.close()
@@ -206,14 +213,14 @@ def test_a_full_redis_keeps_what_it_has(tmp_path):
     with running_redis(tmp_path) as (socket, _):
         store = open_store(f"unix://{socket}", timeout=10.0)
         store.put([(b"a", b"1")])
-        store._client.config_set("maxmemory", "1kb")
+        store._reads.own.config_set("maxmemory", "1kb")
         with pytest.raises(StoreUnavailableError) as fault:
             store.update(lambda get: {b"a": b"2", b"b": b"what the user did\n) of pipeline"})
         assert one_line(fault) == "Redis: command not allowed when used memory > 'maxmemory'"  # and no user's events
         with pytest.raises(StoreUnavailableError, match="maxmemory"):
             store.put([(b"b", b"")])
         assert dict(store.scan(b"")) == {b"a": b"1"}
-        store._client.config_set("maxmemory", "0")
+        store._reads.own.config_set("maxmemory", "0")
         add_one(store, b"a")
         assert dict(store.scan(b"")) == {b"a": b"2"}
         store.close()
@@ -242,11 +249,12 @@ def test_a_redis_that_is_stopped_or_gone_is_named_and_comes_back(tmp_path):
         "scan": lambda store: list(store.scan(b"")),
     }
     with running_redis(tmp_path) as (socket, process):
-        store = open_store(f"unix://{socket}", timeout=0.2)
+        store = open_store(f"unix://{socket}", timeout=0.1, write_timeout=0.2)
         store.put([(b"a", b"1")])
         process.send_signal(signal.SIGSTOP)
-        for call in calls.values():
-            with pytest.raises(StoreUnavailableError, match=r"Redis: .*[Tt]imeout") as fault:
+        for name, call in calls.items():
+            seconds = 0.1 if name in ("get", "scan") else 0.2
+            with pytest.raises(StoreUnavailableError, match=f"^Redis did not answer in {seconds} s$") as fault:
                 call(store)
             one_line(fault)
         process.send_signal(signal.SIGCONT)
@@ -262,6 +270,38 @@ def test_a_redis_that_is_stopped_or_gone_is_named_and_comes_back(tmp_path):
         add_one(store, b"b")  # the same client goes on
         assert store.get([b"b"]) == [b"1"]
     store.close()
+
+
+def test_a_redis_that_has_not_answered_is_not_called_in_a_pause_after_it(tmp_path, monkeypatch):
+    with running_redis(tmp_path) as (socket, process):
+        store = open_store(f"unix://{socket}", timeout=0.1, write_timeout=0.1)
+        store.put([(b"a", b"1")])
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match=r"^Redis did not answer in 0\.1 s$"):
+                store.get([b"a"])
+        process.send_signal(signal.SIGCONT)
+        add_one(store, b"a")  # writes have a pause of their own
+        with pytest.raises(StoreUnavailableError, match=r"^Redis did not answer in 0\.1 s$"):
+            store.get([b"a"])
+        monkeypatch.setattr(stores.time, "monotonic", lambda: store._reads._until)
+        assert store.get([b"a"]) == [b"2"]
+        store.close()
+
+
+def test_a_redis_that_evicts_users_is_refused(tmp_path):
+    with running_redis(tmp_path) as (socket, _):
+        store = open_store(f"unix://{socket}", timeout=10.0)
+        for policy in ("noeviction", "volatile-lru"):
+            store._reads.own.config_set("maxmemory-policy", policy)
+            store.check()
+        store._reads.own.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(
+            StateError, match=r"socket: its maxmemory-policy is allkeys-lru.*set it to noeviction"
+        ) as fault:
+            store.check()
+        one_line(fault)
+        store.close()
 
 
 def test_a_folder_that_is_no_store_is_named(tmp_path):
@@ -305,28 +345,23 @@ def test_a_missing_package_is_named(package, name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-_READS = """
+_READS_AND_DIES = """
 import os, sys
 from jfi.serving.user_state.stores import LmdbStore
-store = LmdbStore(__import__("pathlib").Path(sys.argv[1]))
-if sys.argv[2] == "dies":
-    values = store.scan(b"")
-    next(values)
-    os.kill(os.getpid(), 9)
-print(store._environment.readers().count(chr(10)))
+rows = LmdbStore(__import__("pathlib").Path(sys.argv[1])).scan(b"")
+next(rows)
+os.kill(os.getpid(), 9)
 """
 
 
-def test_a_reader_that_was_killed_leaves_nothing_behind(tmp_path):
+def test_the_next_write_forgets_a_reader_that_was_killed(tmp_path):
     """Its snapshot would keep all pages that are freed from then on: the file would only grow."""
-    with_one = LmdbStore(tmp_path / "state", create=True)  # the table of readers is made anew only by one that is alone
-    with_one.put([(b"a", b"1")])
-
-    def process(what: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-c", _READS, str(tmp_path / "state"), what]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    assert [process("dies").returncode for _ in range(2)] == [-signal.SIGKILL] * 2
-    ended = process("looks")
-    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr  # a line that says there are none
-    with_one.close()
+    store = LmdbStore(tmp_path / "state", create=True)
+    store.put([(b"a", b"1")])
+    for write in (lambda: store.put([(b"a", b"2")]), lambda: add_one(store, b"a")):
+        process = subprocess.run([sys.executable, "-c", _READS_AND_DIES, str(tmp_path / "state")], check=False)
+        assert process.returncode == -signal.SIGKILL
+        assert len(store._environment.readers().splitlines()) == 2  # a title, and the reader
+        write()
+        assert "no active readers" in store._environment.readers()
+    store.close()
