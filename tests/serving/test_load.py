@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving_attack
+from jfi.cli.serve import most_connections
 from jfi.serving.scorer import Scorer
 from jfi.serving.server import hot_swap as live
 
@@ -152,6 +153,17 @@ def test_connections_have_a_bound(scorer, request_body, monkeypatch, idle):
 
     count, closed = serve(scorer, talk, connections=4)
     assert count == 4 and closed == ([True] * 7 + [False] * 3 if idle else [False] * 3 + [True] * 7)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "soft"),
+    [((1024, 4096), 1024, 1280), ((1024, -1), 1024, 1280), ((1024, 1024), 768, 1024), ((256, 256), 64, 256)],
+)
+def test_connections_leave_file_descriptors_to_the_rest(monkeypatch, limits, most, soft):
+    given = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: given[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: given.append(new))
+    assert most_connections(1024) == most and given[-1] == (soft, limits[1])
 
 
 def test_connections_without_a_file_descriptor_are_logged_once_a_minute():
