@@ -217,7 +217,7 @@ class RunState:
         world, verification, seconds = self.world, self.dataset.verification, 0.0 if meanwhile is None else _TICK
         if self.dataset.folder is None:
             return
-        while world.max(not world.on_each_host(lambda: verification is None or verification.check(seconds))):
+        while world.max(int(not world.on_each_host(lambda: verification is None or verification.check(seconds)))):
             if meanwhile is None:
                 return
             meanwhile()
