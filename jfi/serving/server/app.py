@@ -138,34 +138,43 @@ def make_app(
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
-    async def alive(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def ready(_: web.Request) -> web.Response:
-        if app[_STOPPING].is_set():
-            return _error(503, "the server is about to stop")
-        try:
-            await app[LIVE].probe()
-        except Exception as error:
-            _log.warning("not ready: %r", error)
-            return _error(503, "the model does not answer; see the server's log")
-        return web.json_response({"status": "ok", "artifact": app[LIVE].now.scorer.identity})
-
-    async def schema(_: web.Request) -> web.Response:
-        return web.json_response(app[LIVE].now.scorer.reader.json_schema())
-
     async def show_metrics(_: web.Request) -> web.Response:
         metrics.artifact.info({"id": app[LIVE].now.scorer.identity})
         headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
         return web.Response(body=generate_latest(metrics.registry), headers=headers)
 
     app.cleanup_ctx.append(running)
-    paths = {"health": health, "health/live": alive, "health/ready": ready, "schema": schema, "metrics": show_metrics}
+    paths = {
+        "health": health,
+        "health/live": _alive,
+        "health/ready": _ready,
+        "schema": _schema,
+        "metrics": show_metrics,
+    }
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
         routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
     app.add_routes(routes)
     return app
+
+
+async def _alive(_: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _ready(request: web.Request) -> web.Response:
+    if request.app[_STOPPING].is_set():
+        return _error(503, "the server is about to stop")
+    try:
+        await request.app[LIVE].probe()
+    except Exception as error:
+        _log.warning("not ready: %r", error)
+        return _error(503, "the model does not answer; see the server's log")
+    return web.json_response({"status": "ok", "artifact": request.app[LIVE].now.scorer.identity})
+
+
+async def _schema(request: web.Request) -> web.Response:
+    return web.json_response(request.app[LIVE].now.scorer.reader.json_schema())
 
 
 def make_runner(app: web.Application) -> Runner:
