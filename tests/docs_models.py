@@ -1,17 +1,31 @@
 """The models that the docs show, each as a module of dense features and a KeyedJaggedTensor."""
 
+import re
 import sys
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
-from test_docs import python_of
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SequenceDLRM, SequenceFeatureConfig
 
+ROOT = Path(__file__).parents[1]
+PYTHON = re.compile(r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|```python\n(?P<shown>.*?)```", re.DOTALL)
 Example = tuple[nn.Module, Tensor, KeyedJaggedTensor]
 TASTE = SequenceFeatureConfig("taste", ["history_item"], ["item"])
+
+
+@cache
+def python_of(page: str) -> list[str]:
+    """The code in the order of the page; each block padded so that a traceback has the page's line numbers."""
+    text, found = (ROOT / page).read_text(), []
+    for match in PYTHON.finditer(text):
+        group = "hidden" if match["hidden"] is not None else "shown"
+        found.append("\n" * text.count("\n", 0, match.start(group)) + match[group])
+    return found
 
 
 class OfTensors(nn.Module):

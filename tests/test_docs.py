@@ -9,12 +9,12 @@ import importlib
 import re
 import runpy
 import shlex
-from functools import cache
 from itertools import dropwhile
 from pathlib import Path
 
 import pytest
 import yaml
+from docs_models import PYTHON, python_of
 from torch.distributed.run import get_args_parser
 
 import jfi
@@ -31,17 +31,6 @@ NOTES = ["benchmarks/NOTES.md", *sorted(f"benchmarks/notes/{path.name}" for path
 PAGES += NOTES
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-PYTHON = re.compile(r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|```python\n(?P<shown>.*?)```", re.DOTALL)
-
-
-@cache
-def python_of(page: str) -> list[str]:
-    """The code in the order of the page; each block padded so that a traceback has the page's line numbers."""
-    found = []
-    for match in PYTHON.finditer(TEXTS[page]):
-        group = "hidden" if match["hidden"] is not None else "shown"
-        found.append("\n" * TEXTS[page].count("\n", 0, match.start(group)) + match[group])
-    return found
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
