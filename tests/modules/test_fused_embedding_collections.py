@@ -939,11 +939,12 @@ def test_reentrant_checkpoints_make_one_step_after_the_outer_pass(nested):
 
 
 @pytest.mark.parametrize("operator", ["target_attention", "absorbed_target_attention"])
-def test_two_backward_passes_over_one_graph_are_two_steps_by_the_rows_of_the_forward_pass(operator):
+def test_two_backward_passes_over_one_graph_are_two_steps_by_the_rows_of_the_forward_pass(operator, device):
     """Also where a kernel reads the rows by id in the backward pass, from a table that has been stepped since."""
-    collection, ids = fused_events("sgd"), batch()
-    query = torch.randn(6, 1, 2, WIDTH)
-    weights = tuple(torch.randn(1, *shape) for shape in ((8, 8), (8,), (8, 8), (8, 8), (8, 8), (8,)))
+    collection, ids = fused_events("sgd").to(device), batch().to(device)
+    query = torch.randn(6, 1, 2, WIDTH, device=device)
+    shapes = (8, 8), (8,), (8, 8), (8, 8), (8, 8), (8,)
+    weights = tuple(torch.randn(1, *shape, device=device) for shape in shapes)
 
     def two_passes(one, impl):
         rows = one(ids)["history_item"]
