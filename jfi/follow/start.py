@@ -314,8 +314,8 @@ def _describe(line: dict) -> str:
     names["too_old"] = "too old and left out"
     counts += [f"{line[name]:,} {text}" for name, text in names.items() if line[name]]
     own, so_far = (
-        [f"{name} {line[name]:.4f}" for name in names if line.get(name) is not None]
-        for names in (("ne", "auc", "rmse"), ("all_ne", "all_auc"))
+        [f"{name} {line[name]:.4f}" for name in metrics if line.get(name) is not None]
+        for metrics in (("ne", "auc", "rmse"), ("all_ne", "all_auc"))
     )
     if not line["labeled"]:
         own = ["no labeled row"]

@@ -1,7 +1,6 @@
 """Ids without a vocabulary: rows of a table go to ids as they come, and begin anew for others."""
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -338,12 +337,6 @@ def _mix(state: Tensor) -> Tensor:
     return state
 
 
-def _by_key(ids: KeyedJaggedTensor, needed: Iterable[str]) -> dict[str, JaggedTensor]:
-    check_ids("ids", ids, list(needed), sharded=True)
-    lookups.allow_no_samples(ids)
-    return ids.to_dict()
-
-
 @torch.fx.wrap
 def _mapped(
     ids: KeyedJaggedTensor,
@@ -352,8 +345,10 @@ def _mapped(
     records: bool,
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
+    check_ids("ids", ids, list(table_of_key), sharded=True)
+    lookups.allow_no_samples(ids)
     by_key = {}
-    for key, own in _by_key(ids, table_of_key).items():
+    for key, own in ids.to_dict().items():
         values = own.values()
         if key in table_of_key:
             table, seen, _ = maps[table_of_key[key]]

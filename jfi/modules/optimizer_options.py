@@ -105,7 +105,7 @@ class ScalerCheck:
     def refuse(*_: object) -> None:
         raise RuntimeError(
             "a GradScaler has scaled the loss of a fused collection, whose tables the backward pass has stepped by the "
-            "scaled gradient: train in bfloat16 without a GradScaler, or with enabled=False, and start anew"
+            "scaled gradient: train in bfloat16 without a GradScaler, or with enabled=False, and restart training"
         )
 
     @classmethod

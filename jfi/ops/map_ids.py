@@ -24,7 +24,7 @@ def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None = None) -> Tensor:
         [S] int64.
     """
     tensors = (ids, *table, *(seen or ()))
-    plain = not is_traced() and all([one is None or (type(one) in PLAIN and not one.is_meta) for one in tensors])
+    plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in tensors])
     if plain and ids.numel() and (ids.is_cuda or interprets()):
         from jfi.kernels.tables.map_ids import map_ids as launch
 
@@ -63,5 +63,4 @@ def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: SeenIds) -> None
     begin, num_kept = int(seen.num_new), len(seen.new_ids)
     seen.new_ids[begin : begin + len(new)] = new[: max(0, num_kept - begin)]
     seen.num_new.add_(len(new))
-    if seen.num_reserved is not None:
-        seen.num_reserved.add_((ids == NO_ID).sum())
+    seen.num_reserved.add_((ids == NO_ID).sum())

@@ -256,10 +256,8 @@ def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str]
 def _storage_error(error: BaseException | None) -> OSError | None:
     """The storage's error behind one of the compiler, which writes its files to a cache; None if there is none."""
     while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if number is not None and (number == errno.EACCES or storage_number(os.strerror(number))):
-            return OSError(number, os.strerror(number), error.filename or cache_dir())
-        if (number := storage_number(str(error))) is not None:
-            return OSError(number, os.strerror(number), cache_dir())
+        number = errno.EACCES if isinstance(error, PermissionError) else storage_number(str(error))
+        if number is not None:
+            return OSError(number, os.strerror(number), getattr(error, "filename", None) or cache_dir())
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

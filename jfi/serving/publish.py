@@ -359,8 +359,8 @@ class PublishHook:
             self.failures += 1
             wait = min(max(self._seconds, _RETRY) * 2 ** min(self.failures, 10), _LAST_RETRY)
             self._next = self._clock() + wait
-            said = "no version could be written, %s times in a row; training goes on, next attempt in %.0f s: %s"
-            _log.warning(said, self.failures, wait, error)
+            what = "no version could be written, %s times in a row; training goes on, next attempt in %.0f s: %s"
+            _log.warning(what, self.failures, wait, error)
 
     def _change(self) -> None:
         if self._changed is None:

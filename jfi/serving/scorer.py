@@ -215,7 +215,7 @@ class Scorer:
         return apply
 
     def _become(self, version: int | None, tables: Tables, constants: dict[str, Tensor] | None, rows: dict) -> None:
-        """Makes the scorer that of a version, with `rows` of its tables written anew, as of FloatTables.write_rows."""
+        """Makes the scorer that of a version, with `rows` of its tables replaced, as by FloatTables.write_rows."""
         self._half_applied = True
         if constants is not self._constants and constants is None:
             self.package = self._load_package()

@@ -68,7 +68,7 @@ def parse_config(
         option = "a value"
         removed: dict[str, object] = {}
         named: set[str] = set()  # texts of the command line
-        for place, argument in enumerate(overrides):
+        for index, argument in enumerate(overrides):
             if argument.startswith("--"):
                 option, _, value = argument.partition("=")
             else:
@@ -81,7 +81,7 @@ def parse_config(
                 _check_entries(option, value)
                 if value:
                     text = _stand_in(stand_ins, root, option, value)
-                    overrides[place] = f"{option}={text}" if argument.startswith("--") else text
+                    overrides[index] = f"{option}={text}" if argument.startswith("--") else text
             if argument.startswith("--") and not _removed(option):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
         check_removed(removed)

@@ -248,7 +248,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def unfinished_name(path: Path) -> Path:
-    """How the name under which `path` is written begins; a killed process may leave it behind."""
+    """Returns the beginning of the name under which `path` is written; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.unfinished")
 
 

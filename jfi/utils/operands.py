@@ -150,10 +150,10 @@ class SeenIds(NamedTuple):
         known: [N] bool, whether each of the table's ids has.
         new_ids: [P] int64, ids that the table lacks, each time that they occurred.
         num_new: [1] int64, how many there were: those behind the first P are not kept.
-        num_reserved: [1] int64, how often `NO_ID` has occurred, which never gets a row; None to count none.
+        num_reserved: [1] int64, how often `NO_ID` has occurred, which never gets a row.
     """
 
     known: Tensor
     new_ids: Tensor
     num_new: Tensor
-    num_reserved: Tensor | None = None
+    num_reserved: Tensor

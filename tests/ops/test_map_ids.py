@@ -60,7 +60,7 @@ def test_rows_and_seen_ids_are_those_of_a_dict(capacity, owned, size, impl, devi
 def test_new_ids_beyond_the_room_are_counted_and_not_kept(device):
     ids_of_table = table(10, 0, device)
     zeros = torch.zeros(8, dtype=torch.int64, device=device)
-    seen = SeenIds(zeros.bool().repeat(2)[:10], zeros[:3].clone(), zeros[:1].clone())
+    seen = SeenIds(zeros.bool().repeat(2)[:10], zeros[:3].clone(), zeros[:1].clone(), zeros[:1].clone())
     for _ in range(2):
         assert map_ids(torch.arange(1, 6, device=device), ids_of_table, seen).tolist() == [0] * 5
     assert seen.num_new.tolist() == [10]
@@ -70,7 +70,7 @@ def test_new_ids_beyond_the_room_are_counted_and_not_kept(device):
 def test_a_compiler_maps_and_records_nothing(device):
     ids_of_table = table(10, 5, device)
     ids = torch.cat([ids_of_table.sorted_ids, torch.tensor([3, 0, -1], device=device)])
-    seen = SeenIds(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (10, 3, 1)))
+    seen = SeenIds(*(torch.zeros(n, dtype=torch.int64, device=device) for n in (10, 3, 1, 1)))
     found = torch.compile(lambda x: map_ids(x, ids_of_table, seen), fullgraph=True, backend="eager")(ids)
     assert found.tolist() == map_ids(ids, ids_of_table).tolist()
     assert not seen.num_new.any()

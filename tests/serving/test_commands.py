@@ -258,8 +258,8 @@ def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_pa
     for compile_with, size, message in (
         (None, 2000, "File too large"),
         (compiler, 1 << 30, "No space left on device"),
-        (package, 90_000, ".out.[^/]*/model.pt2: File too large"),
-        (small_package, 100, ".out.[^/]*/tables.safetensors: File too large"),
+        (package, 90_000, ".out.[^/]*/files/model.pt2: File too large"),
+        (small_package, 100, ".out.[^/]*/files/tables.safetensors: File too large"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache-{size}"))

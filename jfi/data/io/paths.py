@@ -95,8 +95,8 @@ def identify_file(path: str) -> list[Any] | dict[str, str]:
         return [] if state is None else [state.st_size, state.st_mtime_ns]
     system, path = _file_system(path)
     system.invalidate_cache()
-    told = {name: str(value) for name, value in sorted(system.info(path).items()) if value is not None}
-    return told if any(map(_VERSION.search, told)) else told | {"unknown": secrets.token_hex(8)}
+    info = {name: str(value) for name, value in sorted(system.info(path).items()) if value is not None}
+    return info if any(map(_VERSION.search, info)) else info | {"unknown": secrets.token_hex(8)}
 
 
 def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -25,7 +25,7 @@ from jfi.utils.operands import ceil_div
 SAMPLES = 32
 #: Samples per step of its loop over all of them.
 CHUNK = 128
-#: Up to so many samples each program counts all of them: one launch in the place of three.
+#: Up to so many samples each program counts all of them: one launch instead of three.
 COUNTED_ONCE = 1024
 #: Work is sorted into this many buckets, two for each doubling.
 BUCKETS = tl.constexpr(64)

@@ -63,9 +63,8 @@ def map_ids_kernel(
         first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
         slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
         tl.store(new_ptr + slot, ids, mask=is_new & (slot < num_kept))
-        if num_reserved_ptr is not None:
-            reserved = tl.sum((mask & (ids == NO_ID)).to(tl.int64), 0)
-            tl.atomic_add(num_reserved_ptr, reserved, mask=reserved > 0)
+        reserved = tl.sum((mask & (ids == NO_ID)).to(tl.int64), 0)
+        tl.atomic_add(num_reserved_ptr, reserved, mask=reserved > 0)
 
 
 @cached

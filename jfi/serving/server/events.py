@@ -124,7 +124,7 @@ def state_routes(
         with admission:
             until = asyncio.get_running_loop().time() + deadline
             events = await live().read(live().now.scorer.events.read, body, until)
-        added = await writer().add(events)  # a slow store takes no place of requests that do not need it
+        added = await writer().add(events)  # outside of the admission: a slow store holds up no others
         return json_response({"added": added.added, "repeated": added.repeated})
 
     async def delete(request: web.Request) -> web.Response:

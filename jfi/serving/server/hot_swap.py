@@ -92,9 +92,8 @@ class Live:
             try:
                 scores = await loaded.batcher.score(request, deadline)
             except (StoreUnavailableError, InputError):
-                if request.stored is None:
-                    raise
-                self._metrics.read_stored(request.stored)
+                if request.stored is not None:
+                    self._metrics.read_stored(request.stored)
                 raise
             if request.stored is not None:
                 self._metrics.read_stored(request.stored)

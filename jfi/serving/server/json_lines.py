@@ -110,8 +110,8 @@ def _scores(scorer: Scorer, requests: list[Request]) -> list[dict]:
     except Exception as error:
         if len(requests) > 1:
             return [_scores(scorer, [one])[0] for one in requests]
-        is_said = isinstance(error, InputError)  # of the state of users
-        return [{"error": str(error) if is_said else f"the model failed on this request: {type(error).__name__}"}]
+        is_state = isinstance(error, InputError)  # of users
+        return [{"error": str(error) if is_state else f"the model failed on this request: {type(error).__name__}"}]
 
 
 def _answer(request: Request, scores: Answer) -> dict:

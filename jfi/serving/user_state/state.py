@@ -308,7 +308,7 @@ class UserState:
 
 
 def _decoded(found: bytes | None) -> StateInfo:
-    """What a store says of its records; StateError if it has no state, or one of another version."""
+    """Decodes the description of a state; a StateError says that there is none, or one of another version."""
     if found is None:
         raise StateError("the store has no state of users; `jfi state load` makes one")
     with finding_damage("its description"):

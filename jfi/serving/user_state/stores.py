@@ -230,12 +230,12 @@ class _Client:
         except (self._fault, OSError) as error:
             if isinstance(error, self._conflict):
                 error = self.lost(error) or error
-            said = "Redis: " + _COMMAND.sub("", str(error), count=1).rstrip(".")
+            why = "Redis: " + _COMMAND.sub("", str(error), count=1).rstrip(".")
             if isinstance(error, self._late):
-                said = f"Redis did not answer in {self._timeout:g} s"
+                why = f"Redis did not answer in {self._timeout:g} s"
             if not isinstance(error, self._refusal):
-                self._why, self._until = said, time.monotonic() + _PAUSE
-            raise StoreUnavailableError(said) from None
+                self._why, self._until = why, time.monotonic() + _PAUSE
+            raise StoreUnavailableError(why) from None
 
 
 class RedisStore:

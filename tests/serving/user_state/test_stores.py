@@ -230,7 +230,7 @@ def test_the_password_of_a_redis_is_that_of_the_environment(tmp_path, monkeypatc
     secret = "p@ss:w/rd#%20"
     with running_redis(tmp_path) as (socket, _):
         before = open_store(f"unix://{socket}", timeout=10.0)
-        before._client.config_set("requirepass", secret)
+        before._reads.own.config_set("requirepass", secret)
         with pytest.raises(StoreUnavailableError, match="Authentication"):
             open_store(f"unix://{socket}", timeout=10.0).get([b"a"])
         monkeypatch.setenv("JFI_STATE_PASSWORD", secret)
