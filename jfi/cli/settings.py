@@ -127,8 +127,8 @@ def unknown_option(command: str, arguments: Sequence[str]) -> str | None:
         >>> unknown_option("train", ["--data.lable", "clicked"])
         "unknown option --data.lable; did you mean '--data.label'?"
     """
-    own = ["--config", "--help", *re.findall(r'"(--[a-z-]+)"', (_PACKAGE / f"cli/{command}.py").read_text())]
-    removed = (_PACKAGE / "data/removed_settings.py").read_text()  # whose message is another one
+    own = ["--config", "--help", *re.findall(r'"(--[a-z-]+)"', (_PACKAGE / f"cli/{command}.py").read_text("utf-8"))]
+    removed = (_PACKAGE / "data/removed_settings.py").read_text("utf-8")  # whose message is another one
     known = [f"--{name}" for name in setting_names()]
     for argument in arguments:
         option = argument.split("=")[0].removesuffix("+")
@@ -142,7 +142,7 @@ def unknown_option(command: str, arguments: Sequence[str]) -> str | None:
 
 def setting_names() -> list[str]:
     """Returns the names of all settings, such as data.label; an entry of a list has those of each of its settings."""
-    trees = [ast.parse((_PACKAGE / source).read_text()) for source in _SOURCES]
+    trees = [ast.parse((_PACKAGE / source).read_text("utf-8")) for source in _SOURCES]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 
     def leaves(name: str, prefix: str) -> Iterator[str]:

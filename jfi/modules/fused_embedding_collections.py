@@ -32,8 +32,7 @@ _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 class _FusedCollection(FusedOptimizerModule, nn.Module):
     """Base of both collections; a subclass has its TorchRec class as the next base."""
 
-    #: Name of the ModuleDict of the tables, and the class of their configs.
-    _attribute: str
+    _attribute: str  # name of the ModuleDict of the tables
     _config: type[BaseEmbeddingConfig]
 
     def __init__(
@@ -180,8 +179,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
 
     A step reads and writes the batch's distinct rows alone; nothing of the size of a gradient [N, D] is made.
     It has TorchRec's EmbeddingCollection as base: the same configs, the same names in `state_dict()`, and its
-    optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions. It runs on a CPU
-    and on a GPU.
+    optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions.
 
     At the end of `loss.backward()` the rows are stepped; `.grad` of the tables stays None, and an optimizer of the
     other parameters must leave the tables out. As with TorchRec's fused optimizers, weight decay and moments act only
@@ -194,7 +192,6 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     It trains in one process: each of several would step a separate copy, which raises an error, with and without
     DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. A GradScaler's `step()` raises an
     error, since it unscales too late: use bfloat16. `fused_optimizer.state_dict()` has no rate: a scheduler has it.
-
     The rows of the output are read where they are first needed, see `TableRows`.
 
     Args:
@@ -288,11 +285,14 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
 
     Args:
         tables: as of EmbeddingBagCollection, pooled by sum or mean.
-        optimizer_type, optimizer_kwargs: as of FusedEmbeddingCollection.
+        optimizer_type: as of FusedEmbeddingCollection.
+        optimizer_kwargs: as there.
         is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
             ids, as in fbgemm.
         output_dtype: of the pooled embeddings; None means float32.
-        ema_decay, stochastic_rounding, device: as of FusedEmbeddingCollection.
+        ema_decay: as of FusedEmbeddingCollection.
+        stochastic_rounding: as there.
+        device: as there.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.

@@ -142,7 +142,7 @@ def temporary_folder(prefix: str, parent: Path | None = None, name: Path | None 
                 os.write(descriptor, _machine())  # last: before, nobody takes the folder for one that was left
                 (made[0] / _FILES).mkdir()
             except OSError as error:
-                error.filename = str(name or error.filename or made[0])
+                error.filename = str(name or error.filename or parent)
                 raise
         yield made[0] / _FILES
     finally:

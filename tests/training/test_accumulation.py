@@ -101,8 +101,8 @@ def test_a_resumed_run_of_parts_ends_in_the_same_bits(tmp_path, monkeypatch):
     whole = train(config(2, run_dir=str(tmp_path / "whole"), checkpoint_every=3))
     saved = Trainer.save
 
-    def save_and_stop(self, run, recorder):
-        saved(self, run, recorder)
+    def save_and_stop(self, run, recorder, stops):
+        saved(self, run, recorder, stops)
         if self.progress.step == 6:
             raise KeyboardInterrupt
 

@@ -37,7 +37,8 @@ def decided(config: Config, world: World | None = None, capturable: bool = True)
     """What `capture` decides; on a CPU as if its optimizers could be captured."""
     trainer = Trainer(config, load_dataset(config.data), World())
     for group in trainer.optimizer.param_groups:
-        group["capturable"] = capturable
+        if "capturable" in group:  # not of tables, which step in the backward pass
+            group["capturable"] = capturable
     return capture(trainer._step, trainer.model, trainer.optimizer, config, trainer.dataset, world or World())
 
 

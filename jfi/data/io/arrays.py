@@ -124,19 +124,19 @@ def text_lists(column: pa.Array, change: Callable[[pa.Array], pa.Array] = lambda
 
 
 def count_rounded(column: pa.ChunkedArray) -> int:
-    """Counts values that a float may have been rounded to: whole ones from 2^53 on, of float32 from 2^24 on.
+    """Counts values that a float may have been rounded to: whole ones from 2^53 on, 2^24 of float32, 2^11 of float16.
 
     Texts count if they are written as a float: with an exponent, or with a fraction of zeros.
     """
     values = flatten(column)
     while is_list(values.type):
         values = flatten(pa.chunked_array([values.flatten()]))
-    limit = 2.0**24 if pa.types.is_float32(values.type) else 2.0**53
+    limit = {pa.float16(): 2.0**11, pa.float32(): 2.0**24}.get(values.type, 2.0**53)
     if values.type == TEXT:
         values = values.filter(pc.match_substring_regex(values, _FLOATS)).cast(pa.float64())
     if not pa.types.is_floating(values.type):
         return 0
-    sizes = pc.abs(values)
+    sizes = pc.abs(values.cast(pa.float64()))
     return pc.sum(pc.and_(pc.greater_equal(sizes, limit), pc.less(sizes, np.inf))).as_py() or 0
 
 

@@ -167,7 +167,7 @@ class Connection(web.RequestHandler):
 
     def __init__(self, connections: Connections, *settings: object, **more: object) -> None:
         super().__init__(*settings, **more)
-        self._connections, self._alarm = connections, None
+        self._connections, self._alarm, self.loop = connections, None, asyncio.get_running_loop()
         #: Time of the event loop since when it waits for a request; None while it answers one.
         self.waits_since: float | None = None
 
@@ -180,7 +180,7 @@ class Connection(web.RequestHandler):
         super().data_received(data)
         if self.waits_since is not None and self._alarm is None:
             # In two steps: after the first, what has arrived while the event loop was late is read.
-            self._alarm = self._loop.call_later(self._connections.seconds, self._give_up, 0.1)
+            self._alarm = self.loop.call_later(self._connections.seconds, self._give_up, 0.1)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.begin()
@@ -196,10 +196,10 @@ class Connection(web.RequestHandler):
 
     def end(self) -> None:
         """Notes that the request is answered."""
-        self.waits_since = self._loop.time()
+        self.waits_since = self.loop.time()
 
     def _give_up(self, seconds: float | None = None) -> None:
-        self._alarm = None if seconds is None else self._loop.call_later(seconds, self._give_up)
+        self._alarm = None if seconds is None else self.loop.call_later(seconds, self._give_up)
         if seconds is None and self.waits_since is not None:
             self._connections.close(self, "slow_headers")
 
