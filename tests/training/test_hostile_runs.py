@@ -203,6 +203,7 @@ def test_a_url_of_a_file_is_opened_only_if_the_command_line_names_it_too(made, r
         (f"predict --run {run} --out {out} {rows}", f"--users {refused}"),
         (f"evaluate --run {run} {rows} --users {made / 'table.csv'}", f"--items {refused}"),
         (f"state load --run {run} --state {run.parent / 'state'}", f"data.interactions {refused}"),
+        (f"state load --run {run} --state {run.parent / 'state'} {rows}", f"add --data.items {url}"),
         (f"prepare --run {run} --out {run.parent / 'out'}", f"data.interactions {refused}"),
         (f"train --resume {run}", f"data.users {refused}"),
         (f"train --resume {run} --data.users {made / 'users.csv'}", f"add --data.items {url}"),
