@@ -21,7 +21,7 @@ from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
 from jfi.data.schema.labels import read_labels
-from jfi.data.schema.rules import parse_rule
+from jfi.data.schema.rules import only_column, parse_rule
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"
@@ -53,6 +53,9 @@ class Records:
         made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
         #: The columns that a part must have.
         self.wanted = config.columns(of_interactions=True) - made
+        labels = {only_column(one.label) for one in config.targets() if one.label is not None}
+        #: Columns that are read as labels alone, of which true is 1.
+        self._labels = labels - {feature.name for feature in config.features}
         apart = {*config.names("context")} - {*config.names("event")} | {config.title}
         #: The columns that histories read, each with whether it holds numbers and whether it holds lists.
         self.columns = [
@@ -115,7 +118,8 @@ class Records:
                     found[name] = _content(kind)
             elif has_values(pc.list_flatten(column) if is_list(column.type) else column):
                 is_untyped = layout is not None and layout.format == "text" and is_text(column.type)
-                found[name] = ANY if is_untyped else _content(column.type)
+                is_number = name in self._labels and pa.types.is_boolean(column.type)
+                found[name] = ANY if is_untyped else _content(pa.int8() if is_number else column.type)
         return found
 
     def of(self, get: Get, users: Sequence[str]) -> tuple[np.ndarray, pa.Table]:

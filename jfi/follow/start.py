@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from jfi.data.batches.choose_events import load_policy
+from jfi.data.io.paths import find_files
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
 from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
@@ -117,6 +118,9 @@ def _check(run: RunFolder, config: Config) -> None:
         raise ConfigError(f"{name}: the run was started with torchrun; --follow needs one without")
     if config.data.source == "table" and config.data.label is None:
         raise ConfigError(f"{name}: data.label is null, and --follow draws no negatives; name a label")
+    for table in ("users", "items"):  # as the command line names them
+        if (paths := getattr(config.data, table)) is not None:
+            find_files(paths, f"data.{table}", config.data.delimiter)
     if config.training.cuda_graph == "always":
         raise ConfigError(f"{name}: training.cuda_graph is always, and steps of --follow run eagerly; set auto")
 

@@ -6,7 +6,7 @@ a row that several of them have read is stepped once, by the sum of its gradient
 forward pass, on a side stream.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from itertools import accumulate
@@ -152,6 +152,13 @@ class FusedTables(FusedOptimizer):
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Does nothing: the states always exist."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads states; of a table whose only one is `step`, of other rounding, its absence leaves it as it is."""
+        own, given = self.state_dict()["state"], state_dict["state"]
+        given = {name: states for name, states in given.items() if name in own or states.keys() != {"step"}}
+        given |= {name: one for name, one in own.items() if name not in given and one.keys() == {"step"}}
+        super().load_state_dict({**state_dict, "state": given})
 
     def allocate_states(self) -> None:
         """Makes the states, zeros, or moves them to the weights' device; behind the meta device they begin anew."""

@@ -14,6 +14,7 @@ import pytest
 
 import jfi
 from jfi.data import DataError, FeatureConfig
+from jfi.data.io.blocks import read_table
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
@@ -22,6 +23,8 @@ from jfi.follow.state import open_state
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.run.interrupt import Interrupted
+from jfi.training.run.run_data import load_schema
+from jfi.training.run.run_folder import RunFolder
 from jfi.utils.encoding import HashedIds
 
 from .followed_log import FEATURES, KINDS, KNOWN, config_of, content, lines, write, write_parts
@@ -398,3 +401,13 @@ def test_it_waits_for_parts(rows, followed):
     assert closed == [waited[-1]]
     (before, *checkpoint), (after, *other) = sorted(set(waited))
     assert (before, after) == (0, 1) and checkpoint == other != [one.name for one in (run / "checkpoints").iterdir()]
+
+
+def test_a_label_of_booleans_is_as_one_of_numbers(run):
+    opened, config = RunFolder.open(run)
+    own = Records(replace(config.data, label="clicked"), load_schema(opened))
+    kinds = []
+    for values in ([True, False], [1, 0]):
+        table = read_table(pa.table({"clicked": values, "brand": values}), ["clicked", "brand"])
+        kinds.append(own.contents(table))
+    assert kinds == [{"brand": "bool", "clicked": "numbers"}, {"brand": "numbers", "clicked": "numbers"}]

@@ -219,3 +219,13 @@ def test_names_of_parts_that_are_gone_are_forgotten(tmp_path):
     (tmp_path / "a.parquet").touch()
     with pytest.raises(DataError, match=r"a\.parquet: its name sorts before b\.parquet, which was trained on"):
         parts.next("b.parquet")
+
+
+@pytest.mark.parametrize("table", ["users", "items"])
+def test_a_url_of_a_table_is_named_by_an_option_that_follow_takes(run, tmp_path, table):
+    follow(run, tmp_path, until_idle=True)  # its state is there from now on
+    url = "s3://bucket/rows.parquet"
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(f"  {table}: null", f"  {table}: {url}", 1))
+    with pytest.raises(DataError, match=f"data.{table} of a config file .* add --data.{table} {url}"):
+        follow(run, tmp_path, until_idle=True)

@@ -255,6 +255,24 @@ def test_states_load_into_the_unfused_optimizer_and_back(name):
     assert int(state["step"]) == 4
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_tables_in_half_precision_take_the_states_of_another_rounding(rounds):
+    def make(stochastic):
+        tables = [EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=9, feature_names=["item"])]
+        tables[0].data_type = DataType.BF16
+        return FusedEmbeddingCollection(tables, torch.optim.SGD, {"lr": 0.1}, stochastic_rounding=stochastic)
+
+    own, other = make(rounds), make(not rounds)
+    for one in (own, own, other):
+        ids = KeyedJaggedTensor(["item"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+        one(ids)["item"].values().sum().backward()
+    saved = copy.deepcopy(other.fused_optimizer.state_dict())
+    own.fused_optimizer.load_state_dict(saved)
+    assert int(own.fused_optimizer.steps) == 2
+    with pytest.raises(ValueError, match="Different parameter count"):
+        own.fused_optimizer.load_state_dict({"state": {"embeddings.other.weight": {"sum": torch.zeros(9)}}})
+
+
 def test_it_takes_part_in_a_combined_optimizer():
     fused = fused_events("adam")
     combined = CombinedOptimizer([("tables", fused.fused_optimizer)])

@@ -198,11 +198,14 @@ def test_a_url_of_a_file_is_opened_only_if_the_command_line_names_it_too(made, r
     write_config(run, tree)
     out, refused = run.parent / "out.csv", "of a config file or a run is a URL, " + url
     # What the command line names is read, and then the next URL is refused.
-    rows = f"--interactions {made / 'table.csv'}"
+    rows, items = f"--interactions {made / 'table.csv'}", f"--data.items {run.parent / 'items.csv'}"
+    (run.parent / "items.csv").write_text("item_id,genre\ni0,g0\n")
     cases = [
         (f"predict --run {run} --out {out} {rows}", f"--users {refused}"),
         (f"evaluate --run {run} {rows} --users {made / 'table.csv'}", f"--items {refused}"),
-        (f"state load --run {run} --state {run.parent / 'state'}", f"data.interactions {refused}"),
+        (f"state load --run {run} --state {run.parent / 'state'}", f"data.items {refused}"),
+        (f"state load --run {run} --state {run.parent / 'state'} {items}", f"data.interactions {refused}"),
+        (f"state load --run {run} --state {run.parent / 'state'} {rows}", f"add --data.items {url}"),
         (f"prepare --run {run} --out {run.parent / 'out'}", f"data.interactions {refused}"),
         (f"train --resume {run}", f"data.users {refused}"),
         (f"train --resume {run} --data.users {made / 'users.csv'}", f"add --data.items {url}"),

@@ -17,8 +17,8 @@ from jfi.serving.user_state.state import Added, UserState
 from jfi.serving.user_state.stores import StoreUnavailableError
 
 #: Events after which no further body is written with them, at first, at least and at most: a store on a server has to
-#: answer in time. After a write that failed they are half of its events; a full write of less than `_QUICK` seconds
-#: doubles them.
+#: answer in time. After a write that failed they are half of its events, or half of themselves if it had more; a full
+#: write of less than `_QUICK` seconds doubles them.
 _AT_ONCE, _FEWEST, _MOST = 1000, 100, 10_000
 _QUICK = 0.25
 
@@ -81,7 +81,7 @@ class EventWriter:
         try:
             results = self._state().add(bodies)
         except StoreUnavailableError as error:
-            self._at_once = max(_FEWEST, count // 2)
+            self._at_once = max(_FEWEST, min(count, self._at_once) // 2)
             return [error] * len(bodies)  # it is unknown whether they were written: their clients send them again
         except Exception as error:  # nothing was written
             results = [error]

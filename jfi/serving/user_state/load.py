@@ -91,7 +91,9 @@ def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
 def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
     """Writes the newest events of each user of a log."""
     has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
-    items = None if config.items is None or not has_columns else read_table(config.items, config.columns(), config)
+    items = None
+    if config.items is not None and has_columns:
+        items = read_table(config.items, config.columns(), config, "data.items")
     config = config if items is not None else replace(config, items=None)
     sids = None
     if schema.codec is not None and config.semantic_ids is not None:

@@ -275,6 +275,18 @@ def test_after_a_write_that_failed_half_of_its_events_are_written_together(state
     serve(stateful, talk)
 
 
+def test_a_body_of_more_events_that_fails_lets_no_more_be_written_together(stateful, store, monkeypatch):
+    monkeypatch.setattr(server_events, "_AT_ONCE", 4)
+    monkeypatch.setattr(server_events, "_FEWEST", 1)
+
+    async def talk(client):
+        store.fault = "slow"
+        assert (await client.post("/events", json=[EVENT] * 20)).status == 503
+        assert client.app[_WRITER]._at_once == 2
+
+    serve(stateful, talk)
+
+
 def test_a_user_whose_events_are_damaged_is_refused_alone_and_by_name(stateful, store):
     """Other users are answered, though their bodies and requests are joined with the damaged one's."""
 
