@@ -35,6 +35,11 @@ def test_the_table_of_these_tests_is_right(write):
     ("rows", "expected"),
     [
         ([*ROWS, "3,1,good,70"], "r.csv:8: 'rating' is 'good', not a number"),
+        (
+            [*ROWS, "3,1,NULL,70"],
+            "r.csv:8: 'rating' is 'NULL', not a number; data.missing_values lists texts that mean a missing value, "
+            "such as [NULL]",
+        ),
         (["", *ROWS[:2], "", "3,1,good,70", *ROWS], "r.csv:6: 'rating' is 'good', not a number"),
         ([*ROWS, "3,1,5,noon"], "r.csv:8: 'timestamp' is 'noon', neither a number nor a date"),
         (

@@ -115,7 +115,7 @@ def test_compressed_bodies_are_refused_by_name_and_not_inflated(scorer, request_
 
     answers, refused = serve(scorer, talk)
     assert refused == len(answers) == 16 and {status for status, _ in answers} == {415}
-    assert answers[0][1] == "Content-Encoding is 'gzip'; the server takes no compressed body, send it as it is"
+    assert answers[0][1] == "Content-Encoding is 'gzip'; send the body uncompressed"
 
 
 def test_headers_that_do_not_arrive_close_the_connection(scorer, request_body):

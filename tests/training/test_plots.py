@@ -2,6 +2,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from data_configs import data_config
@@ -17,16 +18,18 @@ from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.model.build_model import build_model
 from jfi.training.run.plots import _entropies, _title, _value, draw_attention, draw_curves
 from jfi.utils.encoding import Vocabulary
-from jfi.utils.figures import FONTS
+from jfi.utils.figures import FONTS, in_drawable_letters
 
 
 def test_values_are_shown_as_the_table_has_them():
-    encodings = Encodings({"item": Vocabulary(["i7", "i9"]), "rating": Vocabulary(["5"])})
+    edges = {"price": np.array([1.5, 20.0, 1000.0])}
+    encodings = Encodings({"item": Vocabulary(["i7", "i9"]), "rating": Vocabulary(["5"])}, edges)
     dataset = SimpleNamespace(encodings=encodings, titles=None, item_key="item")
     assert _title(dataset, 2) == "item i9"
     assert _title(dataset, 0) == "item unknown"  # not seen in training
     assert _value(dataset, "rating", 1) == "5"
-    assert _value(dataset, "price", 3) == "#3"  # a quantile
+    assert [_value(dataset, "price", n) for n in (1, 2, 3, 4)] == ["< 1.5", "1.5 to 20", "20 to 1000", ">= 1000"]
+    assert _value(dataset, "hashed", 3) == "#3"  # a row that several values share
     assert _value(dataset, "rating", 0) == _value(dataset, "price", 0) == "unknown"  # missing, or not seen in training
 
 
@@ -61,6 +64,7 @@ def drawn(config: DataConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         draw_attention(model, dataset, torch.device("cpu"), path)
+    assert {axes.get_xlabel() for axes in figures[0].axes if axes.has_data()} == {"weight, mean over heads"}
     texts = [t.get_text() for axes in figures[0].axes for t in [*axes.get_yticklabels(), axes.title, axes._right_title]]
     return texts, [str(w.message) for w in caught]
 
@@ -72,18 +76,34 @@ def keep_shipped_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(font_manager.fontManager, "ttflist", shipped)
 
 
-def test_titles_are_drawn_with_a_font_that_has_them_else_as_boxes_without_warnings(
+def test_titles_are_drawn_with_a_font_that_has_them_else_in_latin_letters_without_warnings(
     table, tmp_path, monkeypatch, caplog
 ):
     keep_shipped_fonts(monkeypatch)
-    texts, caught = drawn(table, tmp_path / "boxes.png", monkeypatch)
+    texts_in_latin, caught = drawn(table, tmp_path / "latin.png", monkeypatch)
+    assert any("2: U+8336 U+53F6 2 $5 to $10" in text for text in texts_in_latin), texts_in_latin
+    assert all(text.replace("…", "").isascii() for text in texts_in_latin), texts_in_latin
     add_font(tmp_path / "square.ttf", FONTS[1], "茶叶")
-    texts_with_font, caught_with_font = drawn(table, tmp_path / "attention.png", monkeypatch)
+    texts, caught_with_font = drawn(table, tmp_path / "attention.png", monkeypatch)
     assert not caught + caught_with_font and not [r for r in caplog.records if r.name.startswith("matplotlib")]
     assert any("茶叶 2 $5 to $10" in text for text in texts), texts
     assert any("茶叶 4 $5 to $10 茶 茶 茶 茶 茶 茶 茶 茶 茶 …" in text for text in texts), texts
-    assert texts == texts_with_font
-    assert (tmp_path / "boxes.png").read_bytes() != (tmp_path / "attention.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "latin"),
+    [
+        ("Ça va, привет 5 €", "Ça va, привет 5 €"),
+        ("ひらカナ、한", "hirakana, han"),
+        ("\uff34ea ｶﾅ", "Tea kana"),  # full-width and half-width
+        ("「日本」、tea", "(U+65E5 U+672C), tea"),
+        ("hot🍵now", "hot [teacup without handle] now"),
+        ("a\ufe0fb", "a\ufe0fb"),  # the shipped font has it, without a picture
+    ],
+)
+def test_characters_without_a_font_are_written_in_latin_letters(monkeypatch, text, latin):
+    keep_shipped_fonts(monkeypatch)
+    assert in_drawable_letters(text) == latin
 
 
 def add_font(path: Path, family: str, characters: str) -> None:

@@ -199,7 +199,10 @@ class Table:
         column = self._present(name)
         numbers, row = _convert(as_float64, column)
         if row is not None:
-            raise self.fault(row, f"'{name}' is '{_show(column[row])}', not a number{advice}")
+            value = _show(column[row])
+            if not advice and value in _MARKS.to_pylist():
+                advice = f"; data.missing_values lists texts that mean a missing value, such as [{value}]"
+            raise self.fault(row, f"'{name}' is '{value}', not a number{advice}")
         numbers = numbers.to_numpy(zero_copy_only=False)
         missing = [float(value) for value in self.reading.missing_values if _is_number(value)]
         return np.where(np.isin(numbers, missing), np.nan, numbers) if missing else numbers

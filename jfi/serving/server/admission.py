@@ -73,7 +73,7 @@ class Bodies:
             OverloadedError: `most` bodies are arriving, or these have `most_bytes` already.
         """
         if (encoding := request.headers.get("Content-Encoding", "identity")).lower() != "identity":
-            text = f"Content-Encoding is {encoding[:60]!r}; the server takes no compressed body, send it as it is"
+            text = f"Content-Encoding is {encoding[:60]!r}; send the body uncompressed"
             raise web.HTTPUnsupportedMediaType(text=text)
         if (request.content_length or 0) > self.max_body:
             raise web.HTTPRequestEntityTooLarge(self.max_body, request.content_length)

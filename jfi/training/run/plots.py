@@ -17,7 +17,7 @@ from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
 from jfi.models import SequenceDLRM
 from jfi.training.run.recorder import DATA
-from jfi.utils.figures import save_figure, widen_axis
+from jfi.utils.figures import in_drawable_letters, save_figure, widen_axis
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
@@ -143,6 +143,7 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
     axes.set_yticks(range(len(order)), labels, fontsize=9, parse_math=False)
     count = len(sample.events)
     axes.axvline(1 / count, color="0.3", linestyle=":")
+    axes.set_xlabel("weight, mean over heads", loc="right")
     axes.set_xlim(left=0)
     shown = left.sum().item()
     axes.set_title(
@@ -190,7 +191,7 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
             # A slot that is empty, since the event has fewer values, is left out.
             if ids[field.key][event] or field.key == HISTORY + field.column
         ]
-        events.append((_title(schema, item), ", ".join([*shown, _age(ids[age][event])])))
+        events.append((_title(schema, item), in_drawable_letters(", ".join([*shown, _age(ids[age][event])]))))
     label, score = batch.labels[row].flatten()[0].item(), model(*inputs)[row].flatten()[0]
     return _Sample(
         title=_title(schema, ids[schema.item_key][0]),
@@ -211,7 +212,11 @@ def _entropies(weights: JaggedTensor) -> torch.Tensor:
 
 
 def _title(schema: DataSchema, item: int) -> str:
-    return schema.titles[item] if schema.titles else f"{schema.item_key} {_value(schema, schema.item_key, item)}"
+    """The item's title, or the name and value of its column; the value is before a title that no font can show."""
+    value = _value(schema, schema.item_key, item)
+    title = schema.titles[item] if schema.titles else f"{schema.item_key} {value}"
+    drawable = in_drawable_letters(title)
+    return f"{in_drawable_letters(value)}: {drawable}" if schema.titles and drawable != title else drawable
 
 
 def _short(title: str) -> str:
@@ -220,12 +225,20 @@ def _short(title: str) -> str:
 
 
 def _value(schema: DataSchema, column: str, number: int) -> str:
-    """The table's value for an id, #id for a quantile, "unknown" if it is missing or training did not see it."""
+    """The table's value for an id, the range of a quantile, else #id.
+
+    It is "unknown" if it is missing or training did not see it.
+    """
     if not number:
         return "unknown"
     if column in schema.encodings.vocabularies:
         return schema.encodings.vocabularies[column].values[number - 1]
-    return f"#{number}"
+    edges = schema.encodings.edges.get(column, ())
+    if not len(edges):
+        return f"#{number}"
+    if number == 1:
+        return f"< {edges[0]:.4g}"
+    return f">= {edges[-1]:.4g}" if number > len(edges) else f"{edges[number - 2]:.4g} to {edges[number - 1]:.4g}"
 
 
 def _age(bucket: int) -> str:
