@@ -238,7 +238,7 @@ def test_hostile_requests_get_an_answer_that_is_no_failure(scorer, request_body,
     assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, seconds):
     """On 64 connections; the benchmark has the times. Each answer is one of its kind, and counted by the server."""
     columns = {
@@ -261,13 +261,13 @@ def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, 
         await bodies_arriving(client, 0)
         return await attack, answered, await samples(client)
 
-    (messages, found), answered, counted = serve(scorer, talk, connections=256, body_seconds=1, pace=1000)
+    (messages, found), answered, counted = serve(scorer, talk, connections=256, body_seconds=1, pace=1e5)
     assert len(answered) > 1 and set(map(repr, answered)) == {repr((200, wanted))}
     assert messages.keys() == sent.keys() and messages.total() - found.total() <= 64  # the last of each connection
     assert {(name, status) for name, status in found if status not in {*sent[name][1], 408}} == set()
     for reason, status in {"compressed": 415, "too_large": 413, "slow_body": 408, "not_found": 404}.items():
         received = sum(count for (_, one), count in found.items() if one == status)
-        assert 0 < received <= counted[f'jfi_refused_total{{reason="{reason}"}}'] <= received + 64
+        assert 0 < received <= counted[f'jfi_refused_total{{reason="{reason}"}}'] <= received + 64, reason
     assert counted['jfi_refused_total{reason="slow_headers"}'] >= found["half of headers", 0] > 0
     assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
 

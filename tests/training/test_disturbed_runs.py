@@ -68,9 +68,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
 ):
     record_property("cases", points)
     path, calls = whole
-    for point in sorted(
-        {round(i * (calls - 2) / (points - 1)) for i in range(points)}
-    ):  # the last call empties the lock
+    # The last calls remove the temporary folder of the last file, and empty the lock.
+    for point in sorted({round(i * (calls - 5) / (points - 1)) for i in range(points)}):
         run = tmp_path / f"full-{point}"
         outcome = server.do(config, run, full=point)
         assert_one_line(outcome.errors, "No space left on device")
