@@ -56,7 +56,7 @@ def commands() -> list[tuple[str, str]]:
             lines = block.replace("\\\n", " ")
             if lines.startswith("curl") and "'{" in lines:  # its body is tested in tests/serving
                 continue
-            found += [(page, line.split(" #")[0].strip()) for line in lines.splitlines() if line.strip()]
+            found += [(page, line.split(" #")[0].strip()) for line in lines.splitlines() if line and line[0] != "#"]
     return found
 
 

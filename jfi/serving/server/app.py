@@ -283,7 +283,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer.headers["X-Request-ID"] = name
     if request.app[_STOPPING].is_set():
         answer.force_close()  # with the header Connection: close
-    elif answer.status in _REASONS:
+    elif answer.status in _REASONS or answer.status == 500:
         await request.app[_FAULTS].pause(request.content.total_bytes)
     elif request.method == "GET" and path != "/health/live":
         await request.app[_PROBES].pause()
