@@ -56,7 +56,11 @@ def commands() -> list[tuple[str, str]]:
             lines = block.replace("\\\n", " ")
             if lines.startswith("curl") and "'{" in lines:  # its body is tested in tests/serving
                 continue
-            found += [(page, line.split(" #")[0].strip()) for line in lines.splitlines() if line and line[0] != "#"]
+            found += [
+                (page, line.split(" #")[0].strip())
+                for line in map(str.strip, lines.splitlines())
+                if line[:1] not in ("", "#")
+            ]
     return found
 
 
