@@ -82,10 +82,11 @@ class TrainingConfig:
             --follow` applies as they come; null publishes none. Needs `optimizer.ema_decay: null`.
         publish_to: folder of the published versions; null means `published` in the run folder.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
-        monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
-            `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),
-            `rmse` or `mae` (lowest); of several labels also that of one, such as `auc_like`, where `auc`, `ne` and `r2`
-            are means over the labels. `auto` is `auc`, or `r2` where no label is binary.
+        monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), `user_auc` (AUC per
+            user, highest), or one of those that `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full`
+            (highest); of a regression `r2` (highest), `rmse` or `mae` (lowest); of several labels also that of one,
+            such as `auc_like`, where `auc`, `ne`, `user_auc` and `r2` are means over the labels. `auto` is `auc`, or
+            `r2` where no label is binary.
         positive_weight: weight of the samples with label 1 in the loss, for each binary label but auxiliary ones. With
             another than 1 the predicted probabilities are not calibrated. Metrics do not read it.
         eval_every: steps between evaluations on the validation split within an epoch, in addition to the one after each

@@ -126,6 +126,37 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
     assert warning == "label 'liked' is nearly constant: 0.09% of the 3,200 labels of train are 1"
 
 
+@pytest.mark.parametrize(
+    ("views", "gap", "labels", "settings", "warns"),
+    [
+        (1, 60, "01", {}, True),
+        (1, 600, "01", {}, True),
+        (2, 60, "01", {}, True),
+        (3, 60, "01", {}, False),  # two of three views follow another one
+        (1, 601, "01", {}, False),
+        (1, 60, "10", {}, False),
+        (1, 60, "01", {"history": "tag == buy"}, False),  # no view is an event of histories
+        (1, 60, "01", {"history": "tag == view"}, True),
+        (1, 60, "01", {"task": "regression"}, False),
+        (1, 60, "01", {"label": None}, False),
+    ],
+)
+def test_positives_that_are_rows_just_after_another_one_are_warned_of(write, views, gap, labels, settings, warns):
+    """A view of each item, or several, and of every other one a purchase `gap` seconds later."""
+    table = []
+    for i in range(60):
+        kinds = ["view"] * views + ["buy"] * (i % 2)
+        times = [10**9 + i * DAY + gap * n for n in range(len(kinds))]
+        rows = zip(kinds, times, strict=True)
+        table += [[f"{i % 4}", f"{i % 5}", f"{t}", labels[kind == "buy"], kind, "a"] for kind, t in rows]
+    lines = [",".join(row) for row in table]
+    path = write("r.csv", "user_id,item_id,timestamp,liked,tag,city", *lines)
+    config = data_config(**{"interactions": path, "label": "liked", **settings}, event_categorical=["tag"])
+    found = [one for one in load_dataset(config).summary.warnings if "within 10 minutes" in one]
+    shares = f"100.0% of the positives of training, but {(views - 1) / views:.1%} of the negatives, come within"
+    assert [one.startswith(shares) for one in found] == [True] * warns
+
+
 def test_values_of_rules_that_no_row_has_are_warned_of(write):
     table = rows()
     known = "; values of 'tag': t0 (10), t1 (10), t2 (10)"

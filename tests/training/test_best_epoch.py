@@ -17,7 +17,7 @@ def _no_pictures(monkeypatch):
 def score(monkeypatch: pytest.MonkeyPatch, metric: str, values: list[float]) -> None:
     """Replaces a metric of the evaluations to come: validation after each epoch, and the test."""
     given = iter(values)
-    function = {"auc": "auc", "ne": "normalized_entropy"}[metric]
+    function = {"ne": "normalized_entropy"}.get(metric, metric)
     monkeypatch.setattr(f"jfi.training.metrics.label_metrics.{function}", lambda *_: next(given))
 
 
@@ -28,9 +28,9 @@ def test_of_epochs_that_tie_the_earlier_is_best(tmp_path, monkeypatch, metric):
     assert result.best_epoch == 1
 
 
-@pytest.mark.parametrize(("metric", "values", "best"), [("auc", [0.6, 0.7, 0.5], 2), ("ne", [0.6, 0.7, 0.5], 1)])
-def test_auc_is_best_at_its_highest_and_ne_at_its_lowest(tmp_path, monkeypatch, metric, values, best):
-    score(monkeypatch, metric, values)
+@pytest.mark.parametrize(("metric", "best"), [("auc", 2), ("user_auc", 2), ("ne", 1)])
+def test_auc_is_best_at_its_highest_and_ne_at_its_lowest(tmp_path, monkeypatch, metric, best):
+    score(monkeypatch, metric, [0.6, 0.7, 0.5])
     assert train(tiny(tmp_path / "run", monitor=metric, epochs=2, checkpoint_every=0)).best_epoch == best
 
 
@@ -57,14 +57,58 @@ def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
     assert bool(Progress(epoch=1, best_epoch=1).warn_of_best_epoch({"ne": 1.2, name: 1.2}, "auc")) == warns
 
 
-def test_a_resumed_run_remembers_the_best_score(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("metrics", "is_implicit", "warns"),
+    [
+        ({"auc": 0.981}, False, "auc of epoch 1 is 0.9810: above 0.98 an input"),
+        ({"auc": 0.7, "auc_buy": 0.99}, False, "auc_buy of epoch 1 is 0.9900"),
+        ({"auc": 0.98, "user_auc": 1.0}, False, None),
+        ({"auc": 0.999}, True, None),
+    ],
+)
+def test_an_auc_near_1_is_warned_of(metrics, is_implicit, warns):
+    found = Progress(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc", is_implicit)
+    assert [line.startswith(f"warning: the validation {warns}") for line in found] == [True] * (warns is not None)
+
+
+@pytest.mark.parametrize(
+    ("auc", "user_auc", "epochs"),
+    [
+        ([0.73, 0.71, 0.68], [0.65, 0.69, 0.70], "1, 2, 3"),
+        ([0.60, 0.65, 0.66, 0.67, 0.66], [0.70, 0.71, 0.70, 0.69, 0.68], "2, 3, 4"),
+        ([0.73, 0.71], [0.65, 0.69], None),
+        ([0.73, 0.71, 0.72], [0.65, 0.69, 0.68], None),  # to and fro
+        ([0.73, 0.71, 0.68], [0.65, 0.6501, 0.6502], None),
+        ([0.73, 0.71, 0.68], [0.65, 0.69, None], None),
+        ([0.73, 0.71, 0.71], [0.65, 0.69, 0.70], None),
+        ([None, None], [None, None], None),
+    ],
+)
+def test_auc_and_auc_per_user_that_disagree_are_warned_of(auc, user_auc, epochs):
+    lines = [(n, a, b, "new") for n, (a, b) in enumerate(zip(auc, user_auc, strict=True), 1)]
+    lines = [(0, 0.9, 0.1, "old"), *lines]  # of the data before
+    log = [
+        {"split": split, "epoch": n, "auc": a, "user_auc": b, "data": data}
+        for n, a, b, data in lines
+        for split in ("train", "validation")
+    ]
+    found = Progress(best_epoch=1).warn_of_opposite_metrics(log, "new", "ne")
+    assert [line.partition(" validation")[0] for line in found] == [f"warning: over epochs {epochs}"] * bool(epochs)
+    assert all("the run keeps epoch 1, the best by ne; to rank the items of a user, set" in line for line in found)
+    found = Progress(best_epoch=1).warn_of_opposite_metrics(log, "new", "user_auc")
+    assert all(line.endswith("set training.monitor: auc") for line in found)
+
+
+def test_a_resumed_run_remembers_the_best_score_and_warns_of_all_epochs(tmp_path, monkeypatch, capsys):
     """The first of three epochs is the best; the run dies in the second."""
     score(monkeypatch, "auc", [0.9, 0.6, 0.5, 0.7])
+    score(monkeypatch, "user_auc", [0.5, 0.6, 0.7, 0.7])
     killed_after(20, tiny(tmp_path / "run", patience=None), monkeypatch)
     log = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["auc"] for line in log if line["split"] == "validation"] == [0.9]
     result = resume(tmp_path / "run")
     assert (result.epochs, result.best_epoch) == (3, 1)
+    assert "AUC 0.9000, 0.6000, 0.5000, AUC per user 0.5000, 0.6000, 0.7000; the run keeps" in capsys.readouterr().out
 
 
 def test_a_line_of_the_log_is_the_mean_of_its_own_steps(tmp_path):

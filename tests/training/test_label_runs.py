@@ -241,17 +241,25 @@ def test_heads():
 def test_settings_that_do_not_fit(folder):
     for training, expected in (
         ({"positive_weight": 0.0}, "training.positive_weight: got 0.0, must be positive and finite"),
-        ({"monitor": "rmse"}, "training.monitor: got 'rmse', must be auc or ne; hr@k"),
+        ({"monitor": "rmse"}, "training.monitor: got 'rmse', must be auc, ne or user_auc; hr@k"),
     ):
         with pytest.raises(ConfigError, match=expected.split(";")[0]):
             config(folder, "unused", {"label": "clicked"}, **training)
-    known = "auc, ne, r2, auc_clicked, ne_clicked, auc_long, ne_long, r2_seconds, rmse_seconds or mae_seconds"
+    known = "auc, ne, user_auc, r2, auc_clicked, ne_clicked, user_auc_clicked, auc_long, ne_long, user_auc_long, "
+    known += "r2_seconds, rmse_seconds or mae_seconds"
     with pytest.raises(ConfigError, match=f"training.monitor: got 'rmse', must be {known}"):
         config(folder, "unused", {"labels": LABELS}, monitor="rmse")
     made = config(folder, "unused", {"label": "clicked"})
     made.model.experts = 2
     with pytest.raises(ConfigError, match=r"model.experts: got 2, must be 0 with a single label; see data.labels"):
         Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
+    alone = {"split": "leave_one_out", "labels": [LABELS[0], LABELS[2]]}  # validation has one row of each user
+    for monitor in ("user_auc", "user_auc_clicked"):
+        made = config(folder, "unused", alone, monitor=monitor)
+        with pytest.raises(
+            ConfigError, match=f"training.monitor: got '{monitor}', but no user of the validation split"
+        ):
+            Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
     numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), label="seconds", task="regression"))
     with pytest.raises(ConfigError, match=r"baselines predict a binary label, got data.task: regression"):
         run_baselines(numbers)

@@ -156,12 +156,20 @@ def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, mo
         (
             None,
             {"monitor": "hr@10_full"},
-            "must be auc, ne, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
+            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
         ),
-        (None, {"monitor": "ndcg@5"}, "must be auc, ne, hr@10 or ndcg@10; see training.ranking and training.ranking_k"),
-        (None, {"monitor": "hr@10", "ranking": "none"}, "must be auc or ne; set training.ranking for hr@k and ndcg@k"),
+        (
+            None,
+            {"monitor": "ndcg@5"},
+            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
+        ),
+        (
+            None,
+            {"monitor": "hr@10", "ranking": "none"},
+            "must be auc, ne or user_auc; set training.ranking for hr@k and ndcg@k",
+        ),
         ("clicked", {"monitor": "hr@10"}, "metrics of implicit feedback, and the data has labels"),
-        (None, {"monitor": "acc"}, "training.monitor: got 'acc', must be auc, ne, hr@10 or ndcg@10"),
+        (None, {"monitor": "acc"}, "training.monitor: got 'acc', must be auc, ne, user_auc, hr@10 or ndcg@10"),
     ],
 )
 def test_a_metric_that_is_not_computed_is_no_monitor(label, training, expected):

@@ -98,7 +98,8 @@ class Trainer(Steps):
             self._say(draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None))
         validation = next(r for r in log if r["split"] == "validation" and r["step"] == progress.best_step)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
-        for line in progress.warn_of_best_epoch(validation, self.config.monitor):
+        doubts = progress.warn_of_best_epoch(validation, self.config.monitor, self.dataset.is_implicit)
+        for line in [*doubts, *progress.warn_of_opposite_metrics(log, data, self.config.monitor)]:
             self._say(line)
         best = progress.best_epoch, progress.evaluated_epoch
         return Result(str(run.path), *best, validation, test, progress.train_seconds, progress.start)

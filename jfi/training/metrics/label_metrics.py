@@ -35,7 +35,7 @@ LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
 #: Metrics of several labels that are averaged over them.
 _AVERAGED = ("ne", "auc", "user_auc", "r2")
 #: What may select the best epoch, by task; the first one does so by default.
-MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne"), "regression": ("r2", "rmse", "mae")}
+MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}
 
 
 def entropy(mean_label: float) -> float:

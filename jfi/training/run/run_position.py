@@ -5,10 +5,12 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from jfi.data.config import FILES
 from jfi.training.checkpoints.checkpoint import (
@@ -24,6 +26,11 @@ from jfi.training.metrics.label_metrics import LESS_IS_BETTER
 from jfi.training.run.recorder import DATA, parse_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.json_files import convert
+
+#: Above this AUC of explicit labels an input usually reveals the label.
+_LARGEST_AUC = 0.98
+#: A smaller change of AUC, or of AUC per user, over several evaluations is noise.
+_LEAST_MOVE = 0.002
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -125,12 +132,13 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
             return f"training.patience has ended the run after epoch {self.evaluated_epoch:.4g}; for more, raise it"
         return None
 
-    def warn_of_best_epoch(self, metrics: dict[str, float], monitor: str) -> list[str]:
-        """Warns of a best epoch that is in the first of several, or whose NE of a single binary label is above 1.
+    def warn_of_best_epoch(self, metrics: dict[str, float], monitor: str, is_implicit: bool = False) -> list[str]:
+        """Warns of a best epoch that is in the first of several, and of an NE or an AUC that few good models have.
 
         Args:
             metrics: those of the best epoch on the validation split.
             monitor: the metric that selected it.
+            is_implicit: whether negatives are random items, of which an AUC near 1 is no surprise.
 
         Example:
             >>> progress = Progress(evaluated_epoch=3, best_epoch=1)
@@ -148,6 +156,14 @@ than a constant; try lower learning rates or training.monitor: ne
                 f"warning: the validation NE of {epoch} is {metrics['ne']:.4f}:"
                 f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
             )
+        aucs = [(value, name) for name, value in metrics.items() if name.split("_")[0] == "auc"]
+        value, name = max(aucs, default=(0, ""))
+        if value > _LARGEST_AUC and not is_implicit:
+            lines.append(
+                f"warning: the validation {name} of epoch {self.best_epoch:.4g} is {value:.4f}: above {_LARGEST_AUC} "
+                "an input usually reveals the label, such as a column that is known only afterwards, or the view just "
+                "before each purchase where both are rows; jfi evaluate --importance shows which"
+            )
         if self.best_epoch <= 1 < self.evaluated_epoch:
             lines.append(
                 f"warning: the best of {self.evaluated_epoch:.4g} epochs is epoch {self.best_epoch:.4g}: try lower "
@@ -160,6 +176,48 @@ than a constant; try lower learning rates or training.monitor: ne
                 "training has not improved on the run of training.warm_start"
             )
         return lines
+
+    def warn_of_opposite_metrics(self, log: list[dict], data: str, monitor: str) -> list[str]:
+        """Warns of AUC and AUC per user of validation that moved in opposite directions twice or more in a row.
+
+        Args:
+            log: the lines of metrics.jsonl.
+            data: names the data that the run ended with; metrics of other data are left out.
+            monitor: the metric that selected the best epoch.
+
+        Example:
+            >>> values = enumerate([(0.7307, 0.6562), (0.7151, 0.6927), (0.683, 0.6961)], 1)
+            >>> log = [{"split": "validation", "epoch": n, "auc": a, "user_auc": b} for n, (a, b) in values]
+            >>> print(*Progress(best_epoch=1).warn_of_opposite_metrics(log, "", "auc"))
+            warning: over epochs 1, 2, 3 validation AUC and AUC per user move in opposite directions: AUC 0.7307, \
+0.7151, 0.6830, AUC per user 0.6562, 0.6927, 0.6961; the run keeps epoch 1, the best by auc; to rank the items of a \
+user, set training.monitor: user_auc
+        """
+        names = {"auc": "AUC", "user_auc": "AUC per user"}
+        lines = [line for line in log if line["split"] == "validation" and line.get(DATA, data) == data]
+        lines = [line for line in lines if None not in [line.get(name) for name in names]]
+        values = np.array([[line[name] for name in names] for line in lines]).reshape(-1, 2)
+        moves = np.diff(values, axis=0)
+        end, stretches = 0, []
+        # Of each evaluation after the first one whether AUC rises (1) or falls (-1) against AUC per user, or neither.
+        for turn, steps in groupby(np.where(moves.prod(axis=1) < 0, np.sign(moves[:, 0]), 0)):
+            begin, end = end, end + len(list(steps))
+            if turn and end - begin >= 2 and np.abs(values[end] - values[begin]).min() >= _LEAST_MOVE:
+                stretches.append(range(begin, end + 1))
+        if not stretches:
+            return []
+        longest = max(stretches, key=len)
+        epochs = ", ".join(f"{lines[index]['epoch']:.4g}" for index in longest)
+        shown = [
+            f"{title} {', '.join(f'{lines[index][name]:.4f}' for index in longest)}" for name, title in names.items()
+        ]
+        other = "to rank the items of a user, set training.monitor: user_auc"
+        if monitor.startswith("user_auc"):
+            other = "to compare samples of different users, set training.monitor: auc"
+        return [
+            f"warning: over epochs {epochs} validation AUC and AUC per user move in opposite directions: "
+            f"{', '.join(shown)}; the run keeps epoch {self.best_epoch:.4g}, the best by {monitor}; {other}"
+        ]
 
     def forget_best(self, log: list[dict], data: str, config: Config) -> str | None:
         """Forgets the best metric if it is of other data or another monitor; returns a line that says so, or None.

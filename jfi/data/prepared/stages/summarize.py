@@ -25,6 +25,9 @@ _YEARS = (1980, 2100)
 _TIMES = 1 << 20
 #: A label that fewer of a split's rows have, or all but fewer, is nearly constant.
 _RARE = 1e-3
+#: Most positives, and twice the share of negatives, follow a row of the same user and item within so many seconds if a
+#: label tells rows of one kind from those of another.
+_SOON, _MOST, _TIMES_AS_MANY = 600, 0.5, 2
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _YEAR = 365.2425 * 86_400
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -68,6 +71,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
+            *(_warn_of_raw_events(events) if config.task == "binary" and config.label is not None else []),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
@@ -196,6 +200,50 @@ def _warn_of_duplicates(columns: Columns) -> list[str]:
         f"{repeated:,} of {len(events):,} rows repeat another one, with the same user, item, time, label and features "
         "of the event; remove them if the table was exported or joined twice"
     ]
+
+
+def _warn_of_raw_events(events: Events) -> list[str]:
+    """Warns if most positives of training, and much fewer negatives, follow an event of the same user and item soon."""
+    counts = np.zeros((2, 2), np.int64)  # by label, of the samples and of those that follow one
+    for begin, end in user_blocks(events.first):
+        label = events.label[begin:end]
+        label = np.where(events.split[begin:end] == SPLITS.index("train"), label, np.nan)
+        soon = _follow_soon(events, begin, end)
+        counts += [[np.count_nonzero(own), np.count_nonzero(own & soon)] for own in (label == 0, label == 1)]
+    of_negatives, of_positives = counts[:, 1] / np.maximum(1, counts[:, 0])
+    if of_positives <= _MOST or of_positives < _TIMES_AS_MANY * of_negatives:
+        return []
+    return [
+        f"{of_positives:.1%} of the positives of training, but {of_negatives:.1%} of the negatives, come within "
+        f"{_SOON // 60} minutes after another event of the same user and item. If the label is the kind of a row, such "
+        "as a purchase among views, metrics are too good, and scores of items not yet viewed useless: make the views "
+        "the samples, label each by what happens later, and leave the label of all other rows empty"
+    ]
+
+
+def _follow_soon(events: Events, begin: int, end: int) -> np.ndarray:
+    """`[end - begin]` bool: whether an event of histories, of the same user and item, is strictly, and little, older.
+
+    Args:
+        events: all events.
+        begin, end: a range of rows that holds whole users.
+    """
+    user, item, time = (column[begin:end] for column in (events.user, events.item, events.time))
+    order = np.lexsort((item, user))  # stable, and a user's rows are in the order of time
+    user, item, time = user[order], item[order], time[order]
+    is_event = np.ones(len(order), bool)
+    if events.rows is not None:
+        first, last = np.searchsorted(events.rows, np.array([begin, end], events.rows.dtype))
+        is_event[:] = False
+        is_event[events.rows[first:last] - begin] = True
+    index = np.arange(len(order))
+    is_new = np.append(True, (user[1:] != user[:-1]) | (item[1:] != item[:-1]) | (time[1:] != time[:-1]))
+    newest = np.append(-1, np.maximum.accumulate(np.where(is_event[order], index, -1)))
+    before = newest[np.maximum.accumulate(np.where(is_new, index, 0))]  # the newest event of an older moment, or -1
+    follows = (before >= 0) & (user[before] == user) & (item[before] == item) & (time - time[before] <= _SOON)
+    found = np.empty(len(order), bool)
+    found[order] = follows
+    return found
 
 
 def _warn_of_changes(columns: Columns) -> list[str]:
