@@ -132,7 +132,8 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
         (1, 60, "01", {}, True),
         (1, 600, "01", {}, True),
         (2, 60, "01", {}, True),
-        (3, 60, "01", {}, False),  # two of three views follow another one
+        (4, 60, "01", {}, True),
+        (5, 60, "01", {}, False),  # four of five views follow another one
         (1, 601, "01", {}, False),
         (1, 60, "10", {}, False),
         (1, 60, "01", {"history": "tag == buy"}, False),  # no view is an event of histories

@@ -25,9 +25,9 @@ _YEARS = (1980, 2100)
 _TIMES = 1 << 20
 #: A label that fewer of a split's rows have, or all but fewer, is nearly constant.
 _RARE = 1e-3
-#: Most positives, and twice the share of negatives, follow a row of the same user and item within so many seconds if a
-#: label tells rows of one kind from those of another.
-_SOON, _MOST, _TIMES_AS_MANY = 600, 0.5, 2
+#: If a label is the kind of a row, more than the first share of the positives, and at most the second one of the
+#: negatives, follow an event of the same user and item within so many seconds. The odds are so many times as high.
+_SOON, _POSITIVES, _NEGATIVES, _ODDS = 600, 0.5, 0.75, 6
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _YEAR = 365.2425 * 86_400
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -211,7 +211,8 @@ def _warn_of_raw_events(events: Events) -> list[str]:
         soon = _follow_soon(events, begin, end)
         counts += [[np.count_nonzero(own), np.count_nonzero(own & soon)] for own in (label == 0, label == 1)]
     of_negatives, of_positives = counts[:, 1] / np.maximum(1, counts[:, 0])
-    if of_positives <= _MOST or of_positives < _TIMES_AS_MANY * of_negatives:
+    higher_odds = of_positives * (1 - of_negatives) >= _ODDS * of_negatives * (1 - of_positives)
+    if of_positives <= _POSITIVES or of_negatives > _NEGATIVES or not higher_odds:
         return []
     return [
         f"{of_positives:.1%} of the positives of training, but {of_negatives:.1%} of the negatives, come within "
