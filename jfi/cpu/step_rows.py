@@ -30,6 +30,7 @@ def step_rows(
     learning_rate: Tensor,
     step: Tensor,
     seeds: list[tuple[int, int]] | None,
+    flushed_at: Tensor | None,
 ) -> None:
     """Steps the rows, as `jfi.ops.step_rows.step_rows` says."""
     first = [0, *accumulate(table.shape[0] for table in tables)]
@@ -43,6 +44,7 @@ def step_rows(
     starts = (ends - counts).to(order.dtype)
     begins = torch.searchsorted(rows, bounds).tolist()
     lr, count = float(learning_rate), int(step)
+    flushed = 0 if flushed_at is None else int(flushed_at)
     block = max(1, _BLOCK // joined.shape[1])
     for t, (table, state) in enumerate(zip(tables, states, strict=True)):
         own = rows[begins[t] : begins[t + 1]].long() - first[t]
@@ -51,7 +53,7 @@ def step_rows(
             low, high = int(starts[begin]), int(ends[part.stop - 1])
             g = F.embedding_bag(order[low:high], joined, starts[part] - low, mode="sum")
             keys = None if seeds is None else _keys(rows[part], seeds)
-            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count, keys)
+            _step(table, state, own[begin - begins[t] :][: len(g)], g, optimizer, lr, count, flushed, keys)
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor:
@@ -81,16 +83,16 @@ def _step(
     optimizer: RowOptimizer,
     lr: float,
     t: int,
+    flushed: int,
     keys: Tensor | None,
 ) -> None:
     """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
     name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.ema_decay, optimizer.eps
     w = _read(table, rows).to(g.dtype)
     before = w.clone() if average is not None else w
-    if name == "adamw":
-        w.mul_(1 - lr * decay)
-    elif decay:
-        g.add_(w, alpha=decay)
+    at = state[-1].index_select(0, rows) if average is not None or decay else None
+    # What the gradient is divided by, and with it the penalty: a number, [U, D] or [U, 1].
+    root: float | Tensor = 1.0
     if name == "sgd":
         w.add_(g, alpha=-lr)
     elif name in ("adagrad", "rowwise_adagrad"):
@@ -98,7 +100,8 @@ def _step(
         total = total.addcmul_(g, g) if name == "adagrad" else total.add_(g.square().mean(1))
         state[0].index_copy_(0, rows, total)
         root = total.sqrt_().add_(eps)
-        w.addcdiv_(g, root if name == "adagrad" else root.unsqueeze(1), value=-lr)
+        root = root if name == "adagrad" else root.unsqueeze(1)
+        w.addcdiv_(g, root, value=-lr)
     else:
         mean, square = (_read(one, rows) for one in state[:2])
         mean.lerp_(g, 1 - optimizer.beta1)
@@ -107,27 +110,30 @@ def _step(
         state[1].index_copy_(0, rows, square)
         root = square.sqrt_().div_(math.sqrt(1 - optimizer.beta2**t)).add_(eps)
         w.addcdiv_(mean, root, value=-lr / (1 - optimizer.beta1**t))
+    if decay:
+        penalty = torch.where(at == 0, 1, t - at).to(g.dtype).mul_(lr * decay).unsqueeze(1)
+        w.div_(1 + (penalty if name in ("sgd", "adamw") else penalty / root))
     stored = w.to(table.dtype) if keys is None else round_stochastically(w, table.dtype, keys, t)
     table.index_copy_(0, rows, stored)
     if average is not None:
-        _average(*state[-2:], rows, before, stored.to(g.dtype), average, t)
+        _average(state[-2], at, rows, before, stored.to(g.dtype), average, t, flushed)
+    if at is not None:
+        state[-1].index_fill_(0, rows, t)
 
 
 def _average(
-    average: Tensor, averaged_at: Tensor, rows: Tensor, before: Tensor, after: Tensor, decay: float, t: int
+    average: Tensor, at: Tensor, rows: Tensor, before: Tensor, after: Tensor, decay: float, t: int, flushed: int
 ) -> None:
-    """Moves the averages of rows [U] over the steps since they were last stepped, and over this one."""
+    """Moves the averages of rows [U], last stepped `at`, over the steps since then or the flush, and over this one."""
     if t == 1:
         moved = after.to(average.dtype)
     else:
-        at = averaged_at.index_select(0, rows)
-        kept = decay ** (t - 1 - at).to(before.dtype)
+        kept = decay ** (t - 1 - at.clamp(min=flushed)).to(before.dtype)
         # lerp with a weight of exactly 1 gives the average itself.
         moved = torch.lerp(before, _read(average, rows).to(before.dtype), kept.unsqueeze(1))
         moved = torch.where((at == 0).unsqueeze(1), before, moved)
         moved = moved.lerp_(after, 1 - decay).to(average.dtype)
     average.index_copy_(0, rows, moved)
-    averaged_at.index_fill_(0, rows, t)
 
 
 def _keys(rows: Tensor, seeds: list[tuple[int, int]]) -> Tensor:

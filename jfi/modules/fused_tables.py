@@ -37,8 +37,8 @@ class FusedTables(FusedOptimizer):
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
     `param_groups` are one group of all tables: its rate may be set, in place or by another group; the rest is refused.
-    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay` two
-    more: `average` and `averaged_at`. Stochastic rounding of tables in half precision reads `step`, which SGD then has.
+    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay`
+    `average` and `flushed_at`, with it or a weight decay `stepped_at`. SGD with stochastic rounding has `step`.
 
     Args:
         tables: modules by table name, each with a `weight` [N, D].
@@ -64,12 +64,15 @@ class FusedTables(FusedOptimizer):
         stochastic_rounding: bool = True,
     ) -> None:
         options = checked_options(optimizer_type, options, ema_decay)
-        name, self._state_names, _ = OPTIMIZERS[optimizer_type]
+        name, sums, _ = OPTIMIZERS[optimizer_type]
         beta1, beta2 = options.get("betas", (0.0, 0.0))
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
         known = {name: one.default for name, one in signature(optimizer_type).parameters.items()} | options
+        averages = ("average",) if ema_decay is not None else ()
+        #: The names of a table's states in their order.
+        self._names = (*sums, *averages, *(("stepped_at",) if averages or options["weight_decay"] else ()))
         self.group = ParameterGroup(options, {name: known[name] for name in known if name not in ("params", "lr")})
-        self.steps = torch.zeros((), dtype=torch.int64)
+        self.steps, self._flushed_at = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix, self.stochastic_rounding = tables, prefix, stochastic_rounding
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: Running backward passes with their look-ups, and those of finished ones that are not stepped yet.
@@ -115,12 +118,15 @@ class FusedTables(FusedOptimizer):
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         found = {}
         for name, weight in self.weights.items():
-            states = dict(zip((*self._state_names, "average", "averaged_at"), self._states[name], strict=False))
+            states = dict(zip(self._names, self._states[name], strict=True))
             if self.optimizer.name == "rowwise_adagrad":
                 states["sum"] = states["sum"].view(-1, 1)
+            if "average" in states:
+                states["flushed_at"] = self._flushed_at
             if states or self.rounds_stochastically(weight):
                 found[weight] = {"step": self.steps, **states}
         return found
+
 
     @state.setter
     def state(self, state: object) -> None:
@@ -154,20 +160,21 @@ class FusedTables(FusedOptimizer):
         """Does nothing: the states always exist."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads states; of a table whose only one is `step`, of other rounding, its absence leaves it as it is."""
+        """Loads states; the absence of `stepped_at`, or of a `step` that only rounding reads, leaves it as it is."""
         own, given = self.state_dict()["state"], state_dict["state"]
         given = {name: states for name, states in given.items() if name in own or states.keys() != {"step"}}
         given |= {name: one for name, one in own.items() if name not in given and one.keys() == {"step"}}
+        kept = {name: {"stepped_at": one["stepped_at"]} for name, one in own.items() if "stepped_at" in one}
+        given = {name: kept.get(name, {}) | states for name, states in given.items()}
         super().load_state_dict({**state_dict, "state": given})
 
     def allocate_states(self) -> None:
         """Makes the states, zeros, or moves them to the weights' device; behind the meta device they begin anew."""
         for name, weight in self.weights.items():
             rows, dtype = weight.shape[:1], _wide(weight.dtype)
-            kinds = [(rows if self.optimizer.name == "rowwise_adagrad" else weight.shape, dtype)]
-            kinds *= len(self._state_names)
-            if self.optimizer.ema_decay is not None:
-                kinds += [(weight.shape, dtype), (rows, torch.int32)]
+            sums = rows if self.optimizer.name == "rowwise_adagrad" else weight.shape
+            others = {"average": (weight.shape, dtype), "stepped_at": (rows, torch.int32)}
+            kinds = [others.get(one, (sums, dtype)) for one in self._names]
             states = self._states.get(name)
             if states is None or (states and states[0].is_meta and not weight.is_meta):
                 self._states[name] = tuple([torch.zeros(s, dtype=d, device=weight.device) for s, d in kinds])
@@ -176,7 +183,7 @@ class FusedTables(FusedOptimizer):
             if name in self.frozen and not weight.is_meta:
                 self.frozen[name] = self.frozen[name].to(weight.device)
         if not weight.is_meta:
-            self.steps = self.steps.to(weight.device)
+            self.steps, self._flushed_at = self.steps.to(weight.device), self._flushed_at.to(weight.device)
             self.group.learning_rate = self.group.learning_rate.to(weight.device, _wide(weight.dtype))
 
     def reset(self) -> None:
@@ -185,6 +192,7 @@ class FusedTables(FusedOptimizer):
             for state in states:
                 state.zero_()
         self.steps.zero_()
+        self._flushed_at.zero_()
 
     def track_changes(self) -> ChangedRows:
         """Marks from now on the rows that steps change. A step that is captured later has it in its graph."""
@@ -207,8 +215,10 @@ class FusedTables(FusedOptimizer):
         """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
         found = {}
         for name, (*_, average, at) in self._states.items():
-            flush_average(self.weights[name].detach(), average, at, self.optimizer.ema_decay, self.steps)
+            weight, decay = self.weights[name].detach(), self.optimizer.ema_decay
+            flush_average(weight, average, at, self._flushed_at, decay, self.steps)
             found[name] = average
+        self._flushed_at.copy_(self.steps)
         return found
 
     def gradient_handles(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
@@ -348,6 +358,7 @@ class FusedTables(FusedOptimizer):
                 self.group.learning_rate,
                 self.steps,
                 seeds=self._rounding_seeds(tables) if self.stochastic_rounding else None,
+                flushed_at=self._flushed_at if self.optimizer.ema_decay is not None else None,
             )
             torch.autograd.graph.increment_version([weight for weight in tables.values() if weight.requires_grad])
 

@@ -3,17 +3,22 @@
     G[r] = Σ_{s: rows[s] = r} dY[s]          summed in a fixed order, each row once
     w[r], state[r] = step(w[r], state[r], G[r])
 
-Rows that the batch has not read keep their values and states, so weight decay and moments act only on rows of the
-batch, and rows that the batch lacks cost no time. The formulas are those of torch.optim and of TorchRec's
-RowWiseAdagrad, with t the number of steps, this one included:
+Rows that the batch has not read keep their values and states, so rows that the batch lacks cost no time. The formulas
+are those of torch.optim and of TorchRec's RowWiseAdagrad, with t the number of steps, this one included:
 
-    sgd               w -= lr g
-    adagrad           v += g²                w -= lr g / (√v + eps)
-    rowwise_adagrad   v += mean(g²)          w -= lr g / (√v + eps)            one v a row
-    adam              m += (1 - β₁)(g - m)   v += (1 - β₂)(g² - v)             w -= lr m̂ / (√v̂ + eps)
-    adamw             the same after w *= 1 - lr weight_decay;  the others add weight_decay w to g
+    sgd               w -= lr g                                                p = 1
+    adagrad           v += g²                w -= p lr g                       p = 1 / (√v + eps)
+    rowwise_adagrad   v += mean(g²)          w -= p lr g                       the same, one v a row
+    adam              m += (1 - β₁)(g - m)   v += (1 - β₂)(g² - v)             w -= p lr m̂,  p = 1 / (√v̂ + eps)
+    adamw             the same, and p = 1 below
 
-with m̂ = m / (1 - β₁ᵗ) and v̂ = v / (1 - β₂ᵗ). A moving average of the weights, a += (1 - d)(w - a) at every step, takes
+with m̂ = m / (1 - β₁ᵗ) and v̂ = v / (1 - β₂ᵗ). Weight decay is an L2 penalty of the whole table at every step. A row
+gets the penalty of the k steps since it was last stepped, 1 in its first step, when it is stepped again, in proximal
+form, which never overshoots (Duchi et al., "Adaptive Subgradient Methods", 2011):
+
+    w /= 1 + k p lr weight_decay
+
+A moving average of the weights, a += (1 - d)(w - a) at every step, takes
 the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). Before the
 first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as torch's AveragedModel does.
 
@@ -72,6 +77,7 @@ def step_rows(
     step: Tensor,
     impl: str = "auto",
     seeds: list[tuple[int, int]] | None = None,
+    flushed_at: Tensor | None = None,
 ) -> None:
     """Step the rows that a batch has read, in place. Nothing synchronizes with a GPU.
 
@@ -80,8 +86,8 @@ def step_rows(
     Args:
         tables: [N_t, D] each, of one dtype.
         states: by table the optimizer's tensors: () for sgd; ([N, D],) for adagrad; ([N],) for rowwise_adagrad;
-            ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.ema_decay` two more: the average [N, D]
-            and the step [N], int32, at which a row's average was last computed, 0 for never.
+            ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.ema_decay` one more: the average [N, D].
+            With it or a weight decay one more: the step [N], int32, at which each row was last stepped, 0 for never.
         sorted_rows: the rows that were read.
         grads: [n_k, D] each, floating: the gradients of what was read, part by part; None for zeros.
         sizes: n_k of each part, n in all.
@@ -92,6 +98,8 @@ def step_rows(
             for CUDA tensors except float64, PyTorch otherwise.
         seeds: for stochastic rounding of float16 and bfloat16, of each table or shard the number of its first row and
             its `rounding_seed`, ascending from row 0; None rounds to nearest.
+        flushed_at: [], int64, the step up to which `flush_average` has brought the averages, 0 for none; with
+            `optimizer.ema_decay` alone.
 
     Example:
         >>> import torch
@@ -112,25 +120,28 @@ def step_rows(
     else:
         from jfi.cpu.step_rows import step_rows as run
 
-    run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step, seeds)
+    run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step, seeds, flushed_at)
 
 
 @torch.no_grad()
-def flush_average(table: Tensor, average: Tensor, averaged_at: Tensor, decay: float, step: Tensor) -> None:
-    """Bring the moving average of every row of a table to a step, in place.
+def flush_average(
+    table: Tensor, average: Tensor, stepped_at: Tensor, flushed_at: Tensor, decay: float, step: Tensor
+) -> None:
+    """Bring the moving average of every row of a table to a step, in place; the caller then sets flushed_at to it.
 
     Args:
         table: [N, D].
         average: [N, D].
-        averaged_at: [N], int32, the step of each row's average.
+        stepped_at: [N], int32, the step at which each row was last stepped, 0 for never.
+        flushed_at: [], int64, the step of the last flush, 0 for none.
         decay: d.
         step: [], int64, number of steps so far.
     """
     for first in range(0, table.shape[0], _FLUSHED):
         rows = slice(first, first + _FLUSHED)
-        kept = decay ** (step - averaged_at[rows]).to(average.dtype)
+        at = stepped_at[rows]
+        kept = decay ** (step - torch.maximum(at, flushed_at)).to(average.dtype)
         weight = table[rows].to(average.dtype)
         # lerp with a weight of exactly 1 gives the average itself.
         moved = torch.lerp(weight, average[rows], kept.unsqueeze(1))
-        average[rows] = torch.where((averaged_at[rows] == 0).unsqueeze(1), weight, moved)
-        averaged_at[rows] = step.to(averaged_at.dtype)
+        average[rows] = torch.where((at == 0).unsqueeze(1), weight, moved)

@@ -246,10 +246,6 @@ class Config:
         require(not limited or rows <= MAX_BUCKETS, "model.num_buckets", rows, why)
         if self.data.batching == "user":
             self._check_shared()
-        frozen = [name for name, one in self.model.pretrained.items() if one.frozen]
-        decay = self.optimizer.embeddings.weight_decay
-        why = f"0 with model.pretrained.{frozen[0]}.frozen" if frozen else ""
-        require(not frozen or decay == 0, "optimizer.embeddings.weight_decay", decay, why)
         has_sids = self.data.semantic_ids is not None or self.data.prepared is not None
         how = self.model.semantic_ids
         require(has_sids or how == "digits", "model.semantic_ids", how, "digits without data.semantic_ids")

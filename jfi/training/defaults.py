@@ -10,6 +10,9 @@ from jfi.utils.operands import MAX_BUCKETS
 
 #: Training samples from which on a step has more of them.
 _LARGE = 150_000
+#: Standard deviation of the normal prior of a table's elements, from which `weight_decay: auto` follows: the sum of the
+#: mean loss of N samples and w² / (2 N _PRIOR²) is least at the most probable tables.
+_PRIOR = 0.2
 
 
 def with_bias(config: Config) -> Config:
@@ -33,6 +36,20 @@ def with_bias(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, bias=bias))
 
 
+def with_decay(config: Config, of_tables: float) -> Config:
+    """Returns the config with this `weight_decay` of the tables where it is `auto`.
+
+    It is 0 with pretrained rows that are trained: these should not decay towards zero.
+    """
+    group = config.optimizer.embeddings
+    if group.weight_decay != "auto":
+        return config
+    if any(not one.frozen for one in config.model.pretrained.values()):
+        of_tables = 0.0
+    optimizer = dataclasses.replace(config.optimizer, embeddings=dataclasses.replace(group, weight_decay=of_tables))
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
 def settled_as(config: Config, known: Config) -> Config:
     """Returns the config with what it leaves open as another one of the same table and processes has it."""
     training, optimizer = config.training, config.optimizer
@@ -43,7 +60,8 @@ def settled_as(config: Config, known: Config) -> Config:
     if optimizer.ema_decay == "auto":
         optimizer = dataclasses.replace(optimizer, ema_decay=known.optimizer.ema_decay)
     data = config.data.with_statistics()
-    return with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
+    config = dataclasses.replace(config, data=data, training=training, optimizer=optimizer)
+    return with_bias(with_decay(config, known.optimizer.embeddings.decay))
 
 
 def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, str | None]:
@@ -61,12 +79,18 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
     if optimizer.ema_decay == "auto":
         none = world.launched or training.publish_every is not None
         optimizer = dataclasses.replace(optimizer, ema_decay=None if none else 0.98)
+    decay = 0.0 if world.launched else 1 / (_PRIOR**2 * max(dataset.num_samples("train"), 1))
+    optimizer = with_decay(dataclasses.replace(config, optimizer=optimizer), float(f"{decay:.3g}")).optimizer
     data = config.data.with_statistics()
     settled = with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
     found = {
         "data.statistics": (config.data.statistics, settled.data.statistics),
         "model.bias": (config.model.bias, settled.model.bias),
         "optimizer.ema_decay": (config.optimizer.ema_decay, settled.optimizer.ema_decay),
+        "optimizer.embeddings.weight_decay": (
+            config.optimizer.embeddings.weight_decay,
+            settled.optimizer.embeddings.weight_decay,
+        ),
         "training.batch_size": (config.training.batch_size, settled.training.batch_size),
     }
     chosen = [f"{key}: {'null' if now is None else now}" for key, (was, now) in found.items() if was != now]

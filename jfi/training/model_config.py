@@ -216,13 +216,22 @@ class OptimizerGroup:
             other rows cost nothing, and their moments (of Adam) do not change. Under torchrun tables have `adagrad` or
             `rowwise_adagrad`.
         learning_rate: step size.
-        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. For a table it acts on the
-            rows of the batch only.
+        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. For tables it is a penalty
+            of all rows in each step; a row gets that of all steps since it was last stepped when a batch reads it
+            again, so other rows cost nothing. `auto` is 0 but for tables, where it is that of elements with a normal
+            prior of standard deviation 0.2: 25 / (training samples, sampled negatives included). With
+            `training.warm_start` it is that of the other run; it is 0 under torchrun, and with rows of
+            `model.pretrained` that are trained.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
     learning_rate: float = 1e-3
-    weight_decay: float = 0.0
+    weight_decay: float | Literal["auto"] = "auto"
+
+    @property
+    def decay(self) -> float:
+        """The weight decay; none for `auto`, which `settle` replaces."""
+        return 0.0 if self.weight_decay == "auto" else self.weight_decay
 
 
 @dataclass
@@ -251,7 +260,8 @@ class OptimizerConfig:
         for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
             key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
             require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
-            require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
+            known = decay == "auto" or 0 <= decay < math.inf
+            require(known, f"{key}.weight_decay", decay, "0 or more and finite, or auto")
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
         in_range = self.ema_decay in (None, "auto") or 0 < self.ema_decay < 1

@@ -57,7 +57,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
-        config = config.with_training(rows_after=world.on_first(lambda: _check_before_reading(config)))
+        config = world.on_first(lambda: _check_before_reading(config))
         if dataset is None:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
@@ -145,18 +145,17 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
     check_graphs(config, world)
 
 
-def _check_before_reading(config: Config) -> float | Literal["auto"] | None:
-    """Checks what can be checked of a new run before tables are read; returns the value of `training.rows_after`."""
+def _check_before_reading(config: Config) -> Config:
+    """Checks what can be checked of a new run before tables are read; returns it with what a warm start settles."""
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
-    after = config.training.rows_after
     if config.training.warm_start is not None:
-        lines, after = check_warm_start(config.training.warm_start, config)
+        lines, config = check_warm_start(config.training.warm_start, config)
         for line in lines:
             print(line, flush=True)
-    return after
+    return config
 
 
 def _check_weights(config: Config, dataset: InteractionDataset) -> None:

@@ -119,7 +119,7 @@ def test_a_hundred_steps_are_those_of_torchrec_and_torch(name):
     model = dlrm(fused_bags(name), fused_events(name))
     model.load_state_dict(plain.state_dict())
     tables = {key: p for key, p in plain.named_parameters() if "embedding" in key.split(".")[0]}
-    states = {key: states_of(name, table.detach()) for key, table in tables.items()}
+    states = {key: states_of(name, table.detach(), decay=name == "adamw") for key, table in tables.items()}
     dense = [p for key, p in plain.named_parameters() if key not in tables]
     own = [p for key, p in model.named_parameters() if key not in tables]
     optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in (dense, own)]
@@ -144,6 +144,23 @@ def test_a_hundred_steps_are_those_of_torchrec_and_torch(name):
     assert expected[0] != expected[1]
     for (key, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_rows_that_are_read_seldom_decay_as_those_of_torch(name):
+    """Without gradients a row has, once it is read again, the decay that torch makes in each step: lr 0.001 of it."""
+    plain = nn.Parameter(torch.ones(2, 4))
+    config = EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=2, feature_names=["a"])
+    fused = FusedEmbeddingCollection([config], CLASSES[name][0], {"lr": 0.01, "weight_decay": 0.1})
+    fused.embeddings["t"].weight.data.fill_(1.0)
+    optimizer = CLASSES[name][0]([plain], lr=0.01, weight_decay=0.1)
+    for t in range(41):
+        ids = [0, 1] if t % 20 == 0 else [0]
+        rows = fused(KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.tensor([len(ids)])))["a"].values()
+        (rows * 0).sum().backward()
+        plain.grad = torch.zeros_like(plain)
+        optimizer.step()
+    torch.testing.assert_close(fused.embeddings["t"].weight, plain, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
@@ -239,6 +256,8 @@ def test_states_load_into_the_unfused_optimizer_and_back(name):
     wrapper.init_state()
     plain.load_state_dict(fused.state_dict())
     saved = copy.deepcopy(fused.fused_optimizer.state_dict())
+    stepped = [state.pop("stepped_at", None) for state in saved["state"].values()]  # torch's AdamW has none
+    assert all((at is not None and bool((at == 3).any())) == (name == "adamw") for at in stepped)
     shapes = {key: {k: v.shape for k, v in state.items()} for key, state in saved["state"].items()}
     assert shapes == {
         key: {k: v.shape for k, v in state.items()} for key, state in wrapper.state_dict()["state"].items()
@@ -247,6 +266,9 @@ def test_states_load_into_the_unfused_optimizer_and_back(name):
     again = fused_events(name)
     again.load_state_dict(plain.state_dict())
     again.fused_optimizer.load_state_dict(wrapper.state_dict())
+    if name == "adamw":
+        for state, at in zip(again.fused_optimizer.state.values(), stepped, strict=True):
+            state["stepped_at"].copy_(at)
     ids = batch()
     for one in (fused, again):
         sum(rows.values().square().sum() for rows in one(ids).values()).backward()

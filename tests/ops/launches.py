@@ -157,11 +157,11 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     """The step of two tables by two gradients, and the rows that they are read from."""
     optimizer = RowOptimizer(name, weight_decay=0.1, ema_decay=ema_decay)
     tables = [torch.zeros(50, width, dtype=dtype) for _ in range(2)]
-    states = [states_of(name, table, ema_decay is not None) for table in tables]
+    states = [states_of(name, table, ema_decay is not None, decay=True) for table in tables]
     grads = [torch.zeros(1000, width, dtype=grad_dtype) for _ in range(2)]
     batch, one = sort_rows(torch.randint(0, 101, (2000,)), 100), torch.tensor(1)
     seeds = [(0, 1), (50, 2)] if dtype.itemsize == 2 else None
-    tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one, seeds)
+    tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one, seeds, one)
     tables_step.sum_rows(grads[0], sort_rows(torch.randint(0, 50, (1000,)), 50), 50, dtype)
     ids = torch.zeros(1000, dtype=torch.int64)
     gather_rows(tuple(tables), (ids, ids), grad_dtype)

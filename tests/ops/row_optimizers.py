@@ -15,21 +15,23 @@ CLASSES = {
 }
 
 
-def states_of(name: str, table: Tensor, average: bool = False) -> tuple[Tensor, ...]:
+def states_of(name: str, table: Tensor, average: bool = False, decay: bool = False) -> tuple[Tensor, ...]:
     dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
     shapes = [table.shape[:1] if name == "rowwise_adagrad" else table.shape for _ in CLASSES[name][1]]
     states = [torch.zeros(shape, dtype=dtype, device=table.device) for shape in shapes]
     if average:
-        states += [table.to(dtype, copy=True), torch.zeros(len(table), dtype=torch.int32, device=table.device)]
+        states.append(table.to(dtype, copy=True))
+    if average or decay:
+        states.append(torch.zeros(len(table), dtype=torch.int32, device=table.device))
     return tuple(states)
 
 
 def torch_step(optimizer: RowOptimizer, table: Tensor, states: tuple, rows: Tensor, grad: Tensor, lr: float, t: int):
-    """torch's own step of some rows of a table, in float64."""
+    """torch's own step of some rows of a table, in float64, and the penalty of the steps since their last one."""
     kind, names = CLASSES[optimizer.name]
     parameter = nn.Parameter(table[rows])
     parameter.grad = grad
-    options = {"lr": lr, "weight_decay": optimizer.weight_decay}
+    options = {"lr": lr, "weight_decay": 0.0}
     if optimizer.name != "sgd":
         options["eps"] = optimizer.eps
     if "adam" in optimizer.name:
@@ -43,3 +45,12 @@ def torch_step(optimizer: RowOptimizer, table: Tensor, states: tuple, rows: Tens
     table[rows] = parameter.detach()
     for name, state in zip(names, states, strict=False):
         state[rows] = own.state[parameter][name].view(state[rows].shape)
+    if optimizer.weight_decay:
+        at, root = states[-1][rows], 1.0
+        if "adagrad" in optimizer.name:
+            root = states[0][rows].view(shape).sqrt() + optimizer.eps
+        elif optimizer.name == "adam":
+            root = (states[1][rows] / (1 - optimizer.beta2**t)).sqrt() + optimizer.eps
+        missed = torch.where(at == 0, 1, t - at).unsqueeze(1)
+        table[rows] /= 1 + lr * optimizer.weight_decay * missed / root
+        states[-1][rows] = t

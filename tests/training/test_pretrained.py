@@ -164,12 +164,3 @@ def test_nothing_is_written_for_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         train(config_of(tmp_path, "run", str(tmp_path / "no.parquet")))
     assert not (tmp_path / "run").exists()
-
-
-def test_weight_decay_with_frozen_rows_is_refused(tmp_path):
-    config = config_of(tmp_path, "run", "x.parquet")
-    optimizer = dataclasses.replace(
-        config.optimizer, embeddings=dataclasses.replace(config.optimizer.embeddings, weight_decay=0.1)
-    )
-    with pytest.raises(ConfigError, match=r"must be 0 with model\.pretrained\.item\.frozen"):
-        dataclasses.replace(config, optimizer=optimizer)

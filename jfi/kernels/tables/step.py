@@ -96,6 +96,7 @@ def _load_states(row, mask, tables, SPEC: tl.constexpr):
     if SPEC.ema_decay > 0:
         average_at = _places(tables, 3, row, SPEC.width, SPEC)[:, None] + cols
         average = tl.load(tables[3 * N] + average_at, mask=keep, other=0.0)
+    if SPEC.ema_decay > 0 or SPEC.weight_decay > 0:
         when_at = _places(tables, 4, row, 1, SPEC)
         when = tl.load(tables[4 * N] + when_at, mask=mask, other=0)
     return at, old, first_at, first, second_at, second, average_at, average, when_at, when
@@ -106,27 +107,31 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
     """Steps the rows of the mask by their gradients g [rows, BLOCK_D], 0 from column D on."""
     N: tl.constexpr = SPEC.num_tables
     at, old, first_at, first, second_at, second, average_at, average, when_at, when = states
-    learning_rate_ptr, step_ptr = schedule
+    learning_rate_ptr, step_ptr, flushed_ptr = schedule
     keep = _columns(mask, SPEC)
     if SPEC.name == "sum":
         tl.store(tables[0] + at, g.to(tables[0].dtype.element_ty), mask=keep)
     else:
         lr = tl.load(learning_rate_ptr)
         new = old
-        if SPEC.name == "adamw":
-            new = new * (1.0 - lr * SPEC.weight_decay)
-        elif SPEC.weight_decay > 0:
-            g += SPEC.weight_decay * old
+        penalty = 0.0
+        if SPEC.weight_decay > 0:
+            missed = tl.where(when == 0, 1, tl.load(step_ptr) - when).to(tl.float32)
+            penalty = (missed * (lr * SPEC.weight_decay))[:, None]
         if SPEC.name == "sgd":
             new -= lr * g
         elif SPEC.name == "rowwise_adagrad":
             first += tl.sum(g * g, 1) / SPEC.width
             tl.store(tables[N] + first_at, first, mask=mask)
-            new -= g * (lr / (tl.sqrt(first) + SPEC.eps))[:, None]
+            root = tl.sqrt(first) + SPEC.eps
+            new -= g * (lr / root)[:, None]
+            penalty /= root[:, None]
         elif SPEC.name == "adagrad":
             first += g * g
             tl.store(tables[N] + first_at, first, mask=keep)
-            new -= lr * g / (tl.sqrt(first) + SPEC.eps)
+            root = tl.sqrt(first) + SPEC.eps
+            new -= lr * g / root
+            penalty /= root
         else:
             first += (g - first) * (1.0 - SPEC.beta1)
             tl.store(tables[N] + first_at, first, mask=keep)
@@ -136,18 +141,25 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
             step = tl.load(step_ptr).to(tl.float64)
             bias1 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta1, tl.float64)))).to(tl.float32)
             bias2 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta2, tl.float64)))).to(tl.float32)
-            new -= (lr / bias1) * first / (tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps)
+            root = tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps
+            new -= (lr / bias1) * first / root
+            if SPEC.name == "adam":
+                penalty /= root
+        if SPEC.weight_decay > 0:
+            new /= 1.0 + penalty
         new = round_to(tables[0].dtype.element_ty, new, row, keys, SPEC)
         tl.store(tables[0] + at, new, mask=keep)
         if SPEC.ema_decay > 0:
             new = new.to(tl.float32)
             step = tl.load(step_ptr)
-            missed = (step - 1 - when).to(tl.float32)
+            missed = (step - 1 - tl.maximum(when, tl.load(flushed_ptr))).to(tl.float32)
             decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.ema_decay, tl.float32)))
             average = tl.where(when[:, None] == 0, old, old + decay[:, None] * (average - old))
             average = tl.where(step == 1, new, average + (1.0 - SPEC.ema_decay) * (new - average))
             tl.store(tables[3 * N] + average_at, average, mask=keep)
-            tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
+        if SPEC.ema_decay > 0 or SPEC.weight_decay > 0:
+            now = tl.load(step_ptr).to(tl.int32)
+            tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + now, mask=mask)
 
 
 @triton.jit
@@ -193,7 +205,8 @@ def step_rows_kernel(
 ):
     """A program per chunk of sorted events: it steps the rows that lie in it wholly, and leaves the others' sums.
 
-    ``batch`` are the rows, their order and the partial sums; ``schedule`` the learning rate and the number of steps.
+    ``batch`` are the rows, their order and the partial sums; ``schedule`` the learning rate, the number of steps and
+    the step of the averages' last flush.
     """
     rows_ptr, order_ptr, partial_ptr = batch
     LOW: tl.constexpr = SPEC.firsts[0]
@@ -313,6 +326,7 @@ def step_rows(
     learning_rate: Tensor | None,
     step: Tensor | None,
     seeds: list[tuple[int, int]] | None = None,
+    flushed_at: Tensor | None = None,
 ) -> None:
     """Steps rows, see `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
     rows, order = sorted_rows
@@ -340,9 +354,11 @@ def step_rows(
         constants = tuple(firsts), width, len(grads), aligned, tuple(seeds or ())
         step_launch, split_launch = _launchers(optimizer, *constants)
         fields = [tables[own], *zip(*states[own], strict=True)]
-        if optimizer.ema_decay:  # behind both states
-            fields[-2:-2] = [[None] * len(tables[own])] * (5 - len(fields))
-        arrays = (tuple(chain(*fields)), (learning_rate, step))
+        # The steps of rows lie behind both states and the average, the average behind both states.
+        lacks, behind = [[None] * len(tables[own])] * (5 - len(fields)), 2 if optimizer.ema_decay else 1
+        if optimizer.ema_decay or optimizer.weight_decay:
+            fields[-behind:-behind] = lacks
+        arrays = (tuple(chain(*fields)), (learning_rate, step, flushed_at))
         step_launch((programs, 1, 1), ((rows, order, partial), tuple(grads), *arrays), (count, chunk, *starts))
         split_launch((programs, 1, 1), ((rows, partial), *arrays), (count, chunk))
 

@@ -61,7 +61,7 @@ def check_sharded(config: Config, world: World) -> None:
     if optimizer.embeddings.name not in _FUSED:
         got = optimizer.embeddings.name
         raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
-    if optimizer.embeddings.weight_decay != 0:
+    if optimizer.embeddings.decay != 0:
         got = optimizer.embeddings.weight_decay
         raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
     if config.training.gradient_accumulation_steps > 1 and config.sharding.exchange == "rows":

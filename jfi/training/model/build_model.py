@@ -120,7 +120,7 @@ def build_model(
         group = optimizer.embeddings
         fused = {
             "optimizer_type": OPTIMIZERS[group.name],
-            "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.weight_decay},
+            "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.decay},
             "ema_decay": None if optimizer.ema_decay == "auto" else optimizer.ema_decay,
             "output_dtype": output_dtype,
             "device": table_device,
@@ -289,9 +289,9 @@ def keyed_optimizer(
     def make(values: list[nn.Parameter]) -> Optimizer:
         rate, device = group.learning_rate, values[0].device
         if group.name not in ("adam", "adamw") or device.type != "cuda":
-            return OPTIMIZERS[group.name](values, lr=rate, weight_decay=group.weight_decay)
+            return OPTIMIZERS[group.name](values, lr=rate, weight_decay=group.decay)
         options = {"lr": torch.tensor(rate, device=device), "fused": True, "capturable": True}
-        optimizer = OPTIMIZERS[group.name](values, weight_decay=group.weight_decay, **options)
+        optimizer = OPTIMIZERS[group.name](values, weight_decay=group.decay, **options)
         compat.expect_capture(optimizer)  # the first steps are not captured
         return optimizer
 
