@@ -332,7 +332,7 @@ GENRE = FeatureConfig("genre", "item")
         ({"label": "rating", "task": "regression"}, []),
         ({"labels": TWO[::-1]}, []),
         ({"source": "synthetic"}, []),
-        ({"label": "rating >= 3", "statistics": ["item_hour"]}, ["item_hour"]),
+        ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.
         ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),
         ({"label": "past_item_rate >= 3"}, []),
