@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-Group = Literal["item", "user", "user_item", "similar", "popularity", "item_hour", "age", "user_category", "session"]
+Group = Literal["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"]
 
 #: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
 HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -25,7 +25,6 @@ GROUPS: dict[Group, tuple[list[str], list[str]]] = {
     ),
     "similar": (["past_similarity", "past_similar_rate", "past_agreement"], ["past_similarity"]),
     "popularity": ([*_RECENT, *_POPULARITY], _POPULARITY),
-    "item_hour": (["past_item_hour_rate", "past_item_hour_count"], ["past_item_hour_share", "past_item_hour_count"]),
     "age": (["past_item_age", "past_user_pause", "past_user_item_pause"], ["past_item_age", "past_user_pause"]),
     "user_category": (["past_user_{}_rate", "past_user_{}_count"], ["past_user_{}_share", "past_user_{}_count"]),
     "session": (["past_session_count", "past_session_{}_share"],) * 2,

@@ -12,7 +12,7 @@ import numpy as np
 
 from jfi.events.events import Events
 from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
-from jfi.events.live_records import HOURS, PAIRS, USER_ROWS, SortedRows, records_with_ends
+from jfi.events.live_records import PAIRS, USER_ROWS, SortedRows, records_with_ends
 from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
 from jfi.events.statistics import Columns, Statistics
 from jfi.utils.jagged import blocks
@@ -190,7 +190,7 @@ class LiveCounters:
 
     def _count_keys(self, key: Key, digests: Mapping[str, np.ndarray]) -> int:
         """The number of keys of these parts."""
-        return int(np.prod([HOURS if part == "hour" else len(digests[part]) for part in key], dtype=np.int64))
+        return int(np.prod([len(digests[part]) for part in key], dtype=np.int64))
 
 
 def _joined(parts: list[Columns]) -> Columns:

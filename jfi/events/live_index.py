@@ -12,7 +12,6 @@ import numpy as np
 from jfi.events.counters import index_of_counters
 from jfi.events.live_records import (
     DIGEST_BYTES,
-    HOURS,
     PAIRS,
     USER_ROWS,
     Added,
@@ -356,7 +355,7 @@ def _key_matrix(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.
     else:
         parts, left = [], numbers
         for part in reversed(name.key):
-            known = np.arange(HOURS, dtype=np.uint8)[:, None] if part == "hour" else _as_bytes(digests[part])
+            known = _as_bytes(digests[part])
             parts.insert(0, known[left if part == "user" else left % max(len(known), 1)])
             left = left // max(len(known), 1)
     prefix = np.broadcast_to(np.frombuffer(name.prefix, np.uint8), (len(numbers), len(name.prefix)))

@@ -21,8 +21,6 @@ from jfi.utils.jagged import ranges
 
 #: Names of sorted rows: those of a user's record of events, and the beginning of that of pairs of items.
 USER_ROWS, PAIRS = "history by user", "pairs of "
-#: Hours of a day.
-HOURS = 24
 #: Bytes of the prefix of a record's key, and of the digest of an id or a value.
 PREFIX_BYTES, DIGEST_BYTES = 5, 8
 #: A question is answered exactly if no more rows of a user, or of another key, are as new as itself or newer.

@@ -11,7 +11,7 @@ that are counted:
     history             the events of histories, so that `data.history` holds for what counts a user's own rows
     labeled history     events of histories with a label
 
-Keys are tuples of parts, such as `("user", "item")`, `("item", "hour")` or `("user", "column genres")`. A row or a
+Keys are tuples of parts, such as `("user", "item")` or `("user", "column genres")`. A row or a
 target with several values of a column has a key for each of them.
 """
 
@@ -33,7 +33,6 @@ Key = tuple[str, ...]
 
 #: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
 _SMOOTHING = 10.0
-_HOURS = 24
 _AT_ONCE = 1 << 18
 
 
@@ -246,8 +245,6 @@ class PastIndex:
             return asked.item[:, None], self.num_items
         if part == "user":
             return asked.user[:, None], 1
-        if part == "hour":
-            return (asked.seconds // 3600 % _HOURS).astype(np.int64)[:, None], _HOURS
         column = self.columns[part]
         if part in asked.ids:
             ids = asked.ids[part]

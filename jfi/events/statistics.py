@@ -135,17 +135,6 @@ class Statistics:
                 columns[f"past_recent_rate_{number}"] = tally.rate(asked.overall, _SMOOTHING)
         return columns
 
-    def _item_hour(self, asked: Tallies) -> Columns:
-        tally = asked.tally("labeled", ("item", "hour"))
-        count = {"past_item_hour_count": np.log1p(tally.count)}
-        if not self.index.is_implicit:
-            return {"past_item_hour_rate": tally.rate(asked.item_rate, _SMOOTHING)} | count
-        # The item's share of the rows of this hour, as if there were as many rows as items of its share at any hour.
-        items = float(self.index.num_known)
-        of_hour = asked.num_rows("labeled", ("hour",))
-        share = (tally.count + items * self._item_share(asked)) / (of_hour + items)
-        return {"past_item_hour_share": np.log(share)} | count
-
     def _age(self, asked: Tallies) -> Columns:
         return {
             "past_item_age": np.log1p(asked.age("labeled", ("item",), oldest=True)),

@@ -171,8 +171,8 @@ def _categories(data: DataSchema, role: str) -> list[Field]:
 
 
 def _numbers(data: DataSchema, names: list[str]) -> list[Field]:
-    moments, defaults = data.encodings.moments, data.encodings.defaults
+    scales = {name: data.encodings.scale(name) for name in names}
     return [
-        Field(name, "number", mean=moments[name][0], deviation=moments[name][1], default=defaults.get(name))
-        for name in names
+        Field(name, "number", mean=mean, deviation=deviation, default=default, bounds=bounds)
+        for name, (mean, deviation, default, bounds) in scales.items()
     ]

@@ -389,4 +389,4 @@ def _add_numbers(encoded: _Encoded, one: Field, values: Values, place: Place) ->
     elif one.kind == "quantile":
         encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges), one.default)
     else:
-        encoded.dense.append(standardize(found, one.mean, one.deviation, one.default))
+        encoded.dense.append(standardize(found, one.mean, one.deviation, one.default, one.bounds))

@@ -57,6 +57,7 @@ class Field:
         keys: of the model's inputs that get its ids.
         edges: of a quantile.
         mean, deviation: of a number in training.
+        bounds: of a number that is clipped to them, or None.
         num_buckets: of an age; of a category or categories, of a hash of the values in place of a vocabulary, or 0.
         columns: of a cross.
         default: the text or the number that stands for null, or None.
@@ -71,6 +72,7 @@ class Field:
     edges: list[float] = field(default_factory=list)
     mean: float = 0.0
     deviation: float = 1.0
+    bounds: tuple[float, float] | None = None
     num_buckets: int = 0
     columns: list[str] = field(default_factory=list)
     default: str | float | None = None

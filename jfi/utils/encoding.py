@@ -192,17 +192,26 @@ def quantile_ids(values: np.ndarray, edges: np.ndarray, default: float | None = 
     return np.where(np.isfinite(values), ids, UNKNOWN).astype(np.int64)
 
 
-def standardize(values: np.ndarray, mean: float, deviation: float, default: float | None = None) -> np.ndarray:
+def standardize(
+    values: np.ndarray,
+    mean: float,
+    deviation: float,
+    default: float | None = None,
+    bounds: tuple[float, float] | None = None,
+) -> np.ndarray:
     """`[N]` float32 of numbers `[N]` float64, less the mean and over the standard deviation of the training rows.
 
     `default` stands for a missing value, or else the mean, which becomes 0. It also stands for an infinite number and
-    one beyond float32's range. One more than 1e18 deviations from the mean becomes 0: no model can use it.
+    one beyond float32's range. One more than 1e18 deviations from the mean becomes 0: no model can use it. A number
+    outside `bounds` becomes the nearer one.
 
     Example:
         >>> standardize(np.array([3.0, np.nan, 1e300]), mean=1.0, deviation=2.0).tolist()
         [1.0, 0.0, 0.0]
     """
     usable = np.abs(values) <= LARGEST_NUMBER
+    if bounds is not None:
+        values = np.clip(values, *bounds)
     with np.errstate(over="ignore"):
         scaled = (np.where(usable, values, mean if default is None else default) - mean) / deviation
     return np.where(np.abs(scaled) <= _FURTHEST, scaled, 0.0).astype(np.float32)

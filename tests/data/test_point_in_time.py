@@ -162,13 +162,6 @@ class Loops:
             found[f"past_popularity_{number}"] = math.log((count + 1 / self.known) / (total + 1))
             if not implicit:
                 found[f"past_recent_rate_{number}"] = (positives + 10 * mean) / (count + 10)
-        hour = [row for row in rows if row[2] // 3600 % 24 == time // 3600 % 24]
-        own_hour = [row for row in hour if row[1] == item]
-        found["past_item_hour_count"] = math.log1p(len(own_hour))
-        if implicit:
-            found["past_item_hour_share"] = math.log((len(own_hour) + self.known * share) / (len(hour) + self.known))
-        else:
-            found["past_item_hour_rate"] = rate(own_hour, item_rate, 10.0)
         since = lambda of, which: math.log1p(time - of[which][2]) if of else math.nan  # noqa: E731
         found["past_item_age"] = since(sorted(own, key=lambda row: row[2]), 0)
         found["past_user_pause"] = since(history, -1)
@@ -280,7 +273,7 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
     events, columns = dataset.arrays().events, dataset.arrays().columns
     session = np.random.default_rng(0).integers(0, 3, len(events)) if "session" in kind else None
     if are_large:
-        monkeypatch.setattr(past, "_LARGEST", 1 << 12)
+        monkeypatch.setattr(past, "_LARGEST", 1 << 11)
 
     def make() -> dict[str, np.ndarray]:
         index = past_index(events, dataset.schema, columns, dataset.is_implicit, session)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.samples import Samples
-from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
+from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import LabelConfig
 from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.manifest import Manifest, resolve
@@ -28,6 +28,7 @@ from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings, open_tables
 from jfi.events.groups import GROUPS
 from jfi.training.config_parser import parse_config
+from jfi.utils.encoding import standardize
 
 ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(GROUPS)
@@ -177,12 +178,42 @@ def test_they_are_dense_features_of_a_run(tmp_path):
     pa.parquet.write_table(add_statistics(table, config), given_path)
     other = load_dataset(data_config(interactions=str(given_path), label="rating >= 3", context_dense=names))
     (expected,) = other.batches("test", 1000)
-    np.testing.assert_array_equal(batch.dense_features.numpy(), expected.dense_features.numpy())
-    means = dataset.arrays().dense[2]
-    train = dataset.arrays().samples["train"]
-    assert all(abs(float(column[train].mean())) < 1e-5 for column in means)
+    encodings = dataset.schema.encodings
+    bounds = [standardize(np.array(encodings.bounds[name]), *encodings.moments[name]) for name in names]
+    clipped = expected.dense_features.numpy().clip(*np.array(bounds).T)
+    np.testing.assert_array_equal(batch.dense_features.numpy(), clipped)
+    train = other.arrays().samples["train"]
+    assert all(abs(float(column[train].mean())) < 1e-5 for column in other.arrays().dense[2])
     with pytest.raises(DataError, match=r"has a column 'past_item_rate', which data.statistics makes; rename it"):
         load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", statistics=["item"]))
+
+
+@pytest.mark.parametrize("label", ["rating >= 3", None])
+def test_those_outside_of_trainings_range_are_clipped_or_left_out(label, tmp_path):
+    # The rows of training are hours long; those of validation are a year later, those of test two years later.
+    table, count, year = random_table(0, 400).drop_columns("kind"), np.arange(400), 365 * 86_400
+    time = 60 * count + np.searchsorted([320, 360], count, side="right") * year
+    table = table.set_column(2, "timestamp", pa.array(time))
+    config = DataConfig(interactions=table, label=label, features=[], statistics=["item", "age"], split="time")
+    config = replace(config, fractions=[0.8, 0.1, 0.1])
+    dataset = load_dataset(config)
+    (line,) = [one for one in dataset.summary.warnings if "statistics" in one]
+    assert line.startswith("statistics outside of training's range in validation: left out past_item_")
+    assert "past_item_age 100.0%" in line
+    dataset.schema.save(tmp_path / "schema")
+    again = load_dataset(config, DataSchema.load(tmp_path / "schema"))
+    assert not [one for one in again.summary.warnings if "statistics" in one]
+    ends = np.array([standardize(np.array(b), *m) for b, m in _scales(dataset.schema)])
+    assert (np.ptp(ends, axis=1) == 0).any() and (np.ptp(ends, axis=1) > 1).any()
+    for split in ("train", "validation", "test"):  # with the drawn negatives of implicit feedback
+        (batch,), (same,) = (one.batches(split, 2000) for one in (dataset, again))
+        dense = batch.dense_features.numpy()
+        np.testing.assert_array_equal(dense, same.dense_features.numpy())
+        assert ((dense >= np.minimum(ends[:, 0], 0)) & (dense <= np.maximum(ends[:, 1], 0))).all()
+
+
+def _scales(schema: DataSchema) -> list[tuple]:
+    return [(schema.encodings.bounds[name], schema.encodings.moments[name]) for name in schema.dense_names]
 
 
 def test_those_of_synthetic_tables():
@@ -301,7 +332,7 @@ GENRE = FeatureConfig("genre", "item")
         ({"label": "rating", "task": "regression"}, []),
         ({"labels": TWO[::-1]}, []),
         ({"source": "synthetic"}, []),
-        ({"label": "rating >= 3", "statistics": ["item_hour"]}, ["item_hour"]),
+        ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.
         ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),
         ({"label": "past_item_rate >= 3"}, []),

@@ -115,6 +115,9 @@ def test_a_request_gets_what_predict_computes_right_after_the_log(folder, run, p
     expected = np.empty_like(batch.dense_features.numpy())
     expected[order] = batch.dense_features.numpy()
     np.testing.assert_array_equal(request.dense, expected)
+    if later > 900:  # of items that training saw at most some days ago
+        place = run.schema.dense_names.index("past_item_age")
+        assert np.ptp(expected[:, place][:-1]) == 0 < later
     predicted = run.predict(table, history=log)["score"].to_numpy()
     np.testing.assert_allclose(past_scorer.score([request])[0], predicted, atol=2e-6)
 

@@ -69,6 +69,7 @@ def _parts(schema: DataSchema) -> dict[str, object]:
         **{f"values of '{name}'": vocabulary.values for name, vocabulary in known.vocabularies.items()},
         **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},
         "means and deviations": known.moments,
+        "bounds of statistics": known.bounds,
         "half-lives of statistics": known.half_lives,
         "newest events of statistics": known.window,
         "labels": schema.labels,

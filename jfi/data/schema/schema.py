@@ -135,6 +135,7 @@ class Encodings:
         vocabularies: of categorical columns.
         edges: quantiles of the numeric columns that become ids, as `jfi.utils.encoding.quantile_ids` takes them.
         moments: mean and standard deviation of the numeric columns that become dense features.
+        bounds: of statistics of the past, the range that values are clipped to; the mean twice for one left out.
         buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
         defaults: the value or the number that stands for a missing one of a column.
         half_lives: of the statistics of popularity, in seconds.
@@ -150,11 +151,12 @@ class Encodings:
     half_lives: list[float] = field(default_factory=list)
     window: int = 0
     capacities: dict[str, HashedIds] = field(default_factory=dict)
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def scale(self, column: str) -> tuple[float, float, float | None]:
-        """Returns the mean, the deviation and the default of a dense feature, as `standardize` takes them."""
+    def scale(self, column: str) -> tuple[float, float, float | None, tuple[float, float] | None]:
+        """Returns mean, deviation, default and bounds of a dense feature, as `standardize` takes them."""
         default = self.defaults.get(column)
-        return (*self.moments[column], None if default is None else float(default))
+        return (*self.moments[column], None if default is None else float(default), self.bounds.get(column))
 
     def ids_of(self, column: str) -> "Vocabulary | HashBuckets | HashedIds":
         """Returns what gives the values of a categorical column their ids."""
@@ -182,6 +184,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     num_auxiliary: int = 0
     codec: str | None = None
     capacities: dict[str, HashedIds] = {}
+    bounds: dict[str, tuple[float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,7 @@ class DataSchema:
             num_auxiliary=self.num_auxiliary,
             codec=None if self.codec is None else self.codec.fingerprint,
             capacities=self.encodings.capacities,
+            bounds=self.encodings.bounds,
         )
         (folder / _SMALL).write_text(checked_json(_FORMAT, msgspec.to_builtins(content)), encoding="utf-8")
 
@@ -292,6 +296,7 @@ class DataSchema:
                 content.half_lives,
                 min(32, content.max_history) if content.window is None else content.window,  # none was stored at first
                 content.capacities,
+                content.bounds,
             ),
             titles=titles,
             codec=None if content.codec is None else _read_codec(Path(folder) / CODEC, content.codec),

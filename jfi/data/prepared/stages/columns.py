@@ -52,6 +52,8 @@ class Columns:
         self._read, self._scratch, self._columns = work / "read", work / SCRATCH, read_columns(work / "rows")
         #: Further columns of numbers `[E]`, by name.
         self.computed: dict[str, np.ndarray] = {}
+        #: Lines for the summary.
+        self.notes: list[str] = []
         self._crossed: dict[str, CodedColumn] = {}
         item_ids = read_ids(work / "rows", "item") if item_ids is None else item_ids
         self._keys = {"user": (self.config.user, read_ids(work / "rows", "user")), "item": (self.config.item, item_ids)}

@@ -68,6 +68,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
         | {name: known.num_buckets for name, known in encodings.buckets.items()}
         | {name: known.capacity for name, known in encodings.capacities.items()},
         warnings=[
+            *columns.notes,
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
