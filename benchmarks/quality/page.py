@@ -24,6 +24,7 @@ COMPARED = {
     "sum pooling": "library defaults, sum pooling",
     "attention": "library defaults, no statistics",
     "statistics only": "library defaults, statistics only",
+    "mean and statistics": "library defaults, mean pooling and statistics",
     "attention and statistics": "library defaults",
 }
 MISSING = "not measured"
