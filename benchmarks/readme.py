@@ -181,6 +181,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "user state": lambda: state_page.user_state(read("cpu/user_state")),
     "dwell": lambda: dwell_page.table(dwell_page.read()),
     "quality": quality.overview,
+    "quality attention": quality.gains,
     "quality cost": cost.page,
     **{f"quality {name}": partial(quality.quality, name) for name in QUALITY_TABLES},
     **{f"quality others {name}": partial(quality.others, name) for name in QUALITY_TABLES},

@@ -167,6 +167,8 @@ def test_the_comparison_chooses_on_validation_and_says_what_is_missing(tmp_path)
     assert len(lines) == 2 + len(TABLES) + 2 and "gradient boosting" in lines[0]
     assert lines[2].count("| - ") == len(page.COMPARED) + 1
     assert "| 0.7" not in lines[4], "settings of another kind are not those of the library's defaults"
+    lines = page.gains(tmp_path).splitlines()
+    assert len(lines) == 2 + len(TABLES) and all(line.endswith("| - | - | - |") for line in lines[2:])
 
 
 def test_the_cost_is_that_of_the_first_epoch_beyond_boosting(tmp_path):
