@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import dwell_page, figures, report, sid_tables, state_page, table
+from benchmarks.quality import cost, semantic_ids
 from benchmarks.quality import page as quality
-from benchmarks.quality import semantic_ids
 from benchmarks.quality.tables import TABLES as QUALITY_TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +181,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "user state": lambda: state_page.user_state(read("cpu/user_state")),
     "dwell": lambda: dwell_page.table(dwell_page.read()),
     "quality": quality.overview,
+    "quality attention": quality.gains,
+    "quality cost": cost.page,
     **{f"quality {name}": partial(quality.quality, name) for name in QUALITY_TABLES},
     **{f"quality others {name}": partial(quality.others, name) for name in QUALITY_TABLES},
 }
@@ -236,8 +238,9 @@ def main() -> None:
     for results in sorted(RESULTS.glob("*/serving_state.json")):
         for picture in figures.serving_state(read(f"{results.parent.name}/serving_state"), results.parent):
             print(f"drew {picture.relative_to(ROOT)}")
-    if (picture := semantic_ids.draw()) is not None:
-        print(f"drew {picture.relative_to(ROOT)}")
+    for picture in (semantic_ids.draw(), cost.draw()):
+        if picture is not None:
+            print(f"drew {picture.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

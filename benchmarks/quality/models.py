@@ -128,6 +128,7 @@ UNTUNED: dict[str, dict[str, object]] = {
     "library defaults, sum pooling": _defaults([], pooling="sum"),
     "library defaults, no statistics": _defaults([]),
     "library defaults, statistics only": _defaults("auto", pooling="none"),
+    "library defaults, mean pooling and statistics": _defaults("auto", pooling="mean"),
     "library defaults": _defaults("auto"),
 }
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.

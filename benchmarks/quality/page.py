@@ -24,8 +24,10 @@ COMPARED = {
     "sum pooling": "library defaults, sum pooling",
     "attention": "library defaults, no statistics",
     "statistics only": "library defaults, statistics only",
+    "mean and statistics": "library defaults, mean pooling and statistics",
     "attention and statistics": "library defaults",
 }
+_ALL = "attention and statistics"
 MISSING = "not measured"
 
 
@@ -53,6 +55,19 @@ def overview(folder: Path = RESULTS) -> str:
         shown = [found.get(one) for one in [*COMPARED.values(), best(found, "ours", MODELS)]]
         lines.append([table.title, *(f"{one['auc']['mean']:.4f}" if one else "-" for one in shown)])
     return f"{markdown.as_markdown(lines)}\n\nMean test AUC; \\- is {MISSING} yet."
+
+
+def gains(folder: Path = RESULTS) -> str:
+    """What attention adds to the test AUC of mean pooling, a line a table, and the lengths of its histories."""
+    titles = ["over mean pooling, without statistics", "over mean pooling, with statistics", "over statistics alone"]
+    lines = [["table", "events of a history", "histories with the target", *titles]]
+    pairs = [("attention", "mean pooling"), *((_ALL, one) for one in ("mean and statistics", "statistics only"))]
+    for name, table in TABLES.items():
+        found = summaries(table, _cells(name, folder), MODELS)
+        auc = {title: found[model]["auc"]["mean"] for title, model in COMPARED.items() if model in found}
+        shown = [f"{auc[more] - auc[less]:+.4f}" if {more, less} <= auc.keys() else "-" for more, less in pairs]
+        lines.append([table.title, f"{table.events:g}", f"{table.repeated:.0%}", *shown])
+    return markdown.as_markdown(lines)
 
 
 def _cells(name: str, folder: Path) -> list[dict]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.quality import __main__ as command
-from benchmarks.quality import page, run
+from benchmarks.quality import cost, page, run
 from benchmarks.quality.fuxictr import Peers
 from benchmarks.quality.models import DEFAULTS, MODELS, SETS, TRIALS, Model, grid
 from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
@@ -167,6 +167,28 @@ def test_the_comparison_chooses_on_validation_and_says_what_is_missing(tmp_path)
     assert len(lines) == 2 + len(TABLES) + 2 and "gradient boosting" in lines[0]
     assert lines[2].count("| - ") == len(page.COMPARED) + 1
     assert "| 0.7" not in lines[4], "settings of another kind are not those of the library's defaults"
+    lines = page.gains(tmp_path).splitlines()
+    assert len(lines) == 2 + len(TABLES) and all(line.endswith("| - | - | - |") for line in lines[2:])
+
+
+def test_the_cost_is_that_of_the_first_epoch_beyond_boosting(tmp_path):
+    def of(model: str, size: int | None, auc: list[float], seconds: list[float]) -> dict:
+        key = {"table": "movielens_100k", "model": model, "size": size, "device": "CPU"}
+        return key | {"auc": auc, "seconds": seconds}
+
+    path = tmp_path / "cost.json"
+    assert cost.draw(path) is None, "there are no results"
+    runs = [of("boosting", None, [0.75], [6.0]), of("mean", 16, [0.751, 0.753], [2.0, 4.0])]
+    runs.append(of("attention", 64, [0.75, 0.755, 0.76], [3.0, 6.0, 9.0]))
+    where = {"cpu": "A CPU", "device": "A CPU", "torch": "2", "commit": "abc", "procs": 1}
+    path.write_text(json.dumps({"environment": where, "runs": runs}))
+    picture, _, *lines = cost.page(path).splitlines()
+    assert picture == cost.PICTURE
+    assert lines[2].endswith("| boosting |  | CPU | 6.0 in all | 0.7500 |  |  |")
+    assert lines[3].endswith("| mean | 16 | CPU | 2.0 | 0.7530 | 2 of 2 | - |")
+    assert lines[4].endswith("| attention | 64 | CPU | 3.0 | 0.7600 | 3 of 3 | 6.0 |")
+    assert "1 trainings at a time, on a thread of A CPU. torch 2" in lines[-1]
+    assert cost.draw(path).stat().st_size > 10_000
 
 
 def test_the_defaults_that_are_compared_are_the_librarys():
