@@ -116,8 +116,8 @@ def draw(path: Path = PATH) -> Path | None:
                 style = {"color": POOLINGS[run["model"]], "linestyle": SIZES[run["size"]], "marker": "."}
                 axes.plot(run["seconds"], run["auc"], **style, label=f"{run['model']}, width {run['size']}")
         axes.set_xscale("log")
-        best = max(max(run["auc"]) for run in runs if run["table"] == table)
-        axes.set_ylim(min(auc, best) - 0.02, best + 0.002)  # first epochs and overfitted ones may lie far below
+        best = max(auc + MARGIN, *(max(run["auc"]) for run in runs if run["table"] == table))
+        axes.set_ylim(auc - 0.02, best + 0.002)  # first epochs and overfitted ones may lie far below
         plain_ticks(axes.xaxis)
         axes.set(title=TABLES[table].title, xlabel=f"{device} seconds of training", ylabel="validation AUC")
         axes.grid(alpha=0.3)
