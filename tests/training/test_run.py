@@ -58,7 +58,11 @@ def tiny(run_dir: Path | None, **training: object) -> Config:
             statistics=[],
         ),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
-        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3), ema_decay=0.9),
+        optimizer=OptimizerConfig(
+            dense=OptimizerGroup(learning_rate=3e-3),
+            embeddings=OptimizerGroup("adagrad", 0.05, weight_decay=0.02),
+            ema_decay=0.9,
+        ),
         training=TrainingConfig(
             run_dir=None if run_dir is None else str(run_dir),
             **{"epochs": 3, "batch_size": 64, "log_every": 4, "device": "cpu", "checkpoint_every": 3, **training},
@@ -502,11 +506,13 @@ def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_p
     config = tiny(tmp_path / "run", epochs=1)
     config.data = dataclasses.replace(config.data, statistics="auto")
     config.model = dataclasses.replace(config.model, bias="auto")
-    config.optimizer = dataclasses.replace(config.optimizer, ema_decay="auto")
+    config.optimizer = OptimizerConfig(dense=config.optimizer.dense)
     train(config.with_training(batch_size=None))
     chosen = "data.statistics: [], model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
-    assert f"defaults: {chosen}, training.batch_size: 512" in capsys.readouterr().out.splitlines()
+    chosen += ", optimizer.embeddings.weight_decay: 0.0224, training.batch_size: 512"
+    assert f"defaults: {chosen}" in capsys.readouterr().out.splitlines()
     run, saved = RunFolder.open(tmp_path / "run")
+    assert saved.optimizer.embeddings.weight_decay == 0.0224  # 25 / 1,114 samples
     assert (saved.model.bias, saved.optimizer.ema_decay) == (["history_age", "recency"], 0.98)
     # A config.yaml that leaves them open again is written settled, so that later commands take it.
     save_config(saved.with_training(batch_size=None, epochs=2), run.config)
