@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.quality.impressions import CEILING
+from benchmarks.quality.impressions import CEILING, SHOP_CEILING
 
 ROOT = Path(__file__).parents[2]
 #: Where configs name their files; `--data` replaces it.
@@ -70,5 +70,11 @@ TABLES = {
         "configs/quality/impressions.yaml",
         [{"interactions": "impressions/interactions.parquet", "items": "impressions/items.parquet"}],
         {"true logit, the ceiling": CEILING},
+    ),
+    "shop": Table(
+        "Shop (generated)",
+        "configs/quality/shop.yaml",
+        [{"interactions": "shop/interactions.parquet", "items": "shop/items.parquet"}],
+        {"true logit, the ceiling": SHOP_CEILING},
     ),
 }
