@@ -70,7 +70,7 @@ class Features:
         numbers, ids = answers(AUTO[is_implicit], schema.encodings.window), {}
         for part, column in index.columns.items():
             if not is_implicit:  # negatives share the user and the context of their positive
-                numbers[f"{column.key}_rate"] = asked.tally("labeled", (part,)).rate(asked.overall, _SMOOTHING)
+                numbers[f"{column.key}_rate"] = asked.tally((part,)).rate(asked.overall, _SMOOTHING)
             if column.ids.shape[1] == 1 and column.size <= _MAX_VALUES:
                 of = {"item": samples.item, "user": samples.user, "event": samples.events}[column.of]
                 own = column.ids[of, 0]

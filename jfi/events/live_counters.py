@@ -80,7 +80,7 @@ class LiveCounters:
         found = []
         for text in sorted(needed):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
-            sums = [one for one in parts if one in ("label", "has label", "item surprise", "products")]
+            sums = [one for one in parts if one in ("label", "item surprise", "products")]
             if text in SURPRISES and "label" not in sums and not self._counted.is_implicit:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by "))]

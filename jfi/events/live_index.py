@@ -31,11 +31,11 @@ from jfi.utils.jagged import blocks, ranges
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
 #: The sorted rows that labels are compared with, to tell how surprising they are.
-SURPRISES = ("labeled by nothing", "labeled by item", "labeled history by user")
+SURPRISES = ("labeled by nothing", "labeled by item", "labeled by user")
 #: Keys whose bytes are made together.
 _KEYS_AT_ONCE = 1 << 20
 #: No two sets of rows share an array.
-SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history", "labeled history")}
+SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history")}
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,7 @@ class LiveIndex:
 
     def _added_rows(self, name: SortedRows) -> tuple[np.ndarray, np.ndarray]:
         """Returns the events `[n]` that are rows of a set, and the index of the key of each; twice for two values."""
-        is_row = self._columns["has label"] > 0
-        if name.rows == "history":
-            is_row = self._new_events()
-        elif name.rows != "labeled":
-            is_row = self._rows.in_history & is_row
+        is_row = self._new_events() if name.rows == "history" else self._columns["has label"]
         keys = self._row_keys(name)
         at, slot = np.nonzero((keys >= 0) & is_row[:, None])
         return at, np.searchsorted(self._numbers[name.text], keys[at, slot])
@@ -301,7 +297,7 @@ def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
     none, has_label = np.zeros(len(events)), is_implicit | ~np.isnan(events.label)
     return {
         "label": np.nan_to_num(events.label),
-        "has label": has_label.astype(np.float64),
+        "has label": has_label,
         "item surprise": none,
         "surprise": none,
         "own label": events.label,

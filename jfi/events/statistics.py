@@ -98,7 +98,7 @@ class Statistics:
             return count
         columns = {"past_user_rate": _user_rate(asked)} | count
         for most in (3, 10, 30):
-            above = asked.sums("labeled history", ("user",), "item surprise", most)
+            above = asked.sums("labeled", ("user",), "item surprise", most)
             columns[f"past_user_newest_{most}"] = above / (np.minimum(asked.user.count, most) + 1)
         return columns
 
@@ -109,12 +109,12 @@ class Statistics:
             share = tally.rate(self._item_share(asked), _OF_FEW)
             count = {"past_user_item_count": np.log1p(tally.positives)}
             return {"past_user_item_share": share} | count | self._user_item_pause(asked)
-        tally = asked.tally("labeled history", key)
+        tally = asked.tally(key)
         rate = tally.rate(asked.item_rate, _OF_FEW)
         return {
             "past_user_item_rate": rate,
             "past_user_item_count": np.log1p(tally.count),
-            "past_user_item_newest_3": asked.tally("labeled history", key, 3).rate(rate, 1.0),
+            "past_user_item_newest_3": asked.tally(key, 3).rate(rate, 1.0),
         }
 
     def _similar(self, asked: Tallies) -> Columns:
@@ -136,7 +136,7 @@ class Statistics:
         return columns
 
     def _item_hour(self, asked: Tallies) -> Columns:
-        tally = asked.tally("labeled", ("item", "hour"))
+        tally = asked.tally(("item", "hour"))
         count = {"past_item_hour_count": np.log1p(tally.count)}
         if not self.index.is_implicit:
             return {"past_item_hour_rate": tally.rate(asked.item_rate, _SMOOTHING)} | count
@@ -168,7 +168,7 @@ class Statistics:
                 columns[f"{prefix}_share"] = tally.rate(everybody, _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.positives)
             else:
-                tally = asked.tally("labeled history", ("user", part))
+                tally = asked.tally(("user", part))
                 columns[f"{prefix}_rate"] = tally.rate(_user_rate(asked), _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.count)
         return columns

@@ -97,8 +97,8 @@ class Loops:
     def labeled(self, time: float, chosen=lambda row: True) -> list[tuple]:
         return [row for row in self.rows if row[2] < time and row[3] is not None and chosen(row)]
 
-    def history(self, user: int, time: float, labeled: bool = False) -> list[tuple]:
-        return [r for r in self.rows if r[0] == user and r[2] < time and r[4] and not (labeled and r[3] is None)]
+    def history(self, user: int, time: float) -> list[tuple]:
+        return [r for r in self.rows if r[0] == user and r[2] < time and r[4]]
 
     def item_rate(self, item: int, time: float) -> float:
         mean = rate(self.labeled(time), 0.5, 1.0)
@@ -108,7 +108,8 @@ class Loops:
         if row[3] is None:
             return 0.0
         mean = rate(self.labeled(row[2]), 0.5, 1.0)
-        expected = self.item_rate(row[1], row[2]) + rate(self.history(row[0], row[2], True), mean, 10.0) - mean
+        of_user = self.labeled(row[2], lambda one: one[0] == row[0])
+        expected = self.item_rate(row[1], row[2]) + rate(of_user, mean, 10.0) - mean
         return round((row[3] - min(max(expected, 0.0), 1.0)) * 1024) / 1024
 
     def session(self, user: int, time: float) -> list[tuple]:
@@ -134,7 +135,7 @@ class Loops:
     def of(self, user: int, item: int, time: float) -> dict[str, float]:
         implicit = self.implicit
         rows, own = self.labeled(time), self.labeled(time, lambda row: row[1] == item)
-        history, known = self.history(user, time), self.history(user, time, True)
+        history, known = self.history(user, time), self.labeled(time, lambda row: row[0] == user)
         mean, item_rate = rate(rows, 0.5, 1.0), self.item_rate(item, time)
         user_rate, pair = rate(known, mean, 10.0), [row for row in known if row[1] == item]
         share = (len(own) + 10 / self.known) / (len(rows) + 10)

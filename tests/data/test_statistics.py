@@ -70,7 +70,7 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
     for row in rows:
         older = [one for one in rows if one["timestamp"] < row["timestamp"] and one["label"] is not None]
         overall, item = rate(older, 0.5, 1.0), item_rate(row)
-        of_user = in_order([one for one in older if one["user_id"] == row["user_id"] and one["kind"] == "view"])
+        of_user = in_order([one for one in older if one["user_id"] == row["user_id"]])
         pair = [one for one in of_user if one["item_id"] == row["item_id"]]
         values = {"past_item_rate": item}
         values["past_item_count"] = np.log1p(sum(one["item_id"] == row["item_id"] for one in older))
