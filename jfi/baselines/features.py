@@ -59,13 +59,17 @@ class Features:
         session = None if arrays.engagement is None else arrays.engagement.session
         index = past_index(arrays.events, schema, arrays.columns, is_implicit, session, contexts=True)
         categories = [column.key for column in index.item_columns.values()]
+        of_events = [one for one in schema.features if one.role == "history" and one.of == "event" and not one.raw]
+        edges, columns = schema.encodings.edges, dict.fromkeys(one.column for one in of_events)
+        values = [one for one in columns if one in edges], [one for one in columns if one not in edges]
         times = arrays.events.time[samples.events[samples.splits["train"]]]
         span = max(float(np.ptp(times)), 1.0)
         half_lives = schema.encodings.half_lives or [span * part for part in HALF_LIVES]
         asked = Tallies(index, index.questions(samples.events, samples.item))
 
         def answers(groups: list[Group], window: int) -> dict[str, np.ndarray]:
-            return Statistics(index, groups, categories, window, half_lives).answers(asked.questions)
+            made = Statistics(index, groups, categories, window, half_lives, *values)
+            return made.answers(asked.questions)
 
         numbers, ids = answers(AUTO[is_implicit], schema.encodings.window), {}
         for part, column in index.columns.items():

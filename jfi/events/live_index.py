@@ -50,6 +50,7 @@ class LiveRows:
         in_history: `[N]` bool, whether they are events of histories.
         order: `[N]` uint64, by which a user's events of one time are sorted.
         session: `[N]` ids, 0 for none; None without a column of sessions.
+        sums: by name what is summed over events, `[N]` whole numbers; see `point_in_time.event_values`.
         is_counted: `[N]` bool, events that were added before, without the label that they have now; None for none.
     """
 
@@ -61,6 +62,7 @@ class LiveRows:
     in_history: np.ndarray | None = None
     order: np.ndarray | None = None
     session: np.ndarray | None = None
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
     is_counted: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -68,8 +70,13 @@ class LiveRows:
 
     def take(self, rows: np.ndarray | slice) -> "LiveRows":
         """Returns some of the rows."""
-        own = {name: None if one is None else one[rows] for name, one in vars(self).items() if name != "values"}
-        return LiveRows(**own, values={name: ids[rows] for name, ids in self.values.items()})
+
+        def part(one: np.ndarray | dict | None) -> np.ndarray | dict | None:
+            if isinstance(one, dict):
+                return {name: ids[rows] for name, ids in one.items()}
+            return None if one is None else one[rows]
+
+        return LiveRows(**{name: part(one) for name, one in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -305,6 +312,7 @@ def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
         "session_id": np.zeros(len(events), np.uint64) if events.session is None else events.session,
         "order": events.order,
         "item": events.item,
+        **events.sums,
     }
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import Events, index_type
+from jfi.events.events import Events, EventValues, index_type
 from jfi.events.past import New, Older, Past, Tally, moments_of
 from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
@@ -86,6 +86,7 @@ class PastIndex:
         arrays: those that are made already, by name.
         new: makes arrays, also temporary ones; they may be maps of files.
         sets: for each set of rows the one that has the same rows, see `sets`; None finds them.
+        values: what can be summed over rows, in addition to what their labels say.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class PastIndex:
         arrays: dict[str, np.ndarray] | None = None,
         new: New = np.empty,
         sets: dict[Rows, Rows] | None = None,
+        values: EventValues | None = None,
     ) -> None:
+        self.values: EventValues = values or {}
         self.events, self.is_implicit, self._session, self.new = events, is_implicit, session, new
         self.columns, self.num_items, self.num_known = columns, num_items, num_known
         self.item_columns = {part: one for part, one in columns.items() if one.of == "item"}
@@ -127,7 +130,7 @@ class PastIndex:
 
     def stored_arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays that answer questions; the others are needed to make arrays alone."""
-        ends = ("times", "session starts", ": codes", ": keys")
+        ends = ("times", "session starts", ": codes", ": keys", *(f": {one}" for one in self.values))
         return {name: one for name, one in self.arrays.items() if name.endswith(ends) or ": rows by " in name}
 
     @property
@@ -180,13 +183,12 @@ class PastIndex:
         """`[N + 1]` float64, prefix sums of values of the rows.
 
         Args:
-            values: "label" or "item surprise".
+            values: "label", "item surprise" or one of `self.values`.
         """
-        label = self.events.label
 
         def make() -> np.ndarray:
-            of = (lambda one: np.nan_to_num(label[one])) if values == "label" else self.item_surprise.take
-            return self.past(rows, key).prefix(of, self.new)
+            known = {"label": lambda one: np.nan_to_num(self.events.label[one]), **self.values}
+            return self.past(rows, key).prefix(known.get(values) or self.item_surprise.take, self.new)
 
         return self.array(f"{self.name(rows, key)}: {values}", make)
 
@@ -365,15 +367,14 @@ class Tallies:
         return found
 
     @cached_property
-    def session(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[B]` int64 each: the number of the user's events in a session that still lasts, and its first moment."""
+    def session(self) -> tuple[Older, np.ndarray]:
+        """The user's events in a session that still lasts, and `[B]` int64, its first moment."""
         past, (older,) = self.index.past("history", ("user",)), self.older("history", ("user",))
-        count, moment = np.zeros(len(self.seconds), np.int64), self.moment.copy()
+        first, moment = older.end.copy(), self.moment.copy()
         some = np.flatnonzero(np.nan_to_num(self.age("history", ("user",)), nan=np.inf) <= PAUSE)
-        start = self.index.session_starts[older.end[some] - 1]
-        count[some] = Older(start, older.end[some], older.position).count
+        first[some] = start = self.index.session_starts[older.end[some] - 1]
         moment[some] = past.codes[start] % past.moments
-        return count, moment
+        return Older(first, older.end, older.position), moment
 
     def in_session(self, key: Key) -> np.ndarray:
         """`[B]` int64, the user's events of a key in a session that still lasts, once for each value of the target."""
