@@ -2,7 +2,7 @@
 
 Each file comes from a repository at a fixed commit, and its SHA-256 is checked (`sources.py`). A table that is in the
 folder already is left as it is. MovieLens-100K is not downloaded: get it yourself, as RecBole's atomic files, and name
-its folder with --movielens. The table `impressions` is generated.
+its folder with --movielens. The tables `impressions` and `shop` are generated.
 """
 
 from jfi.utils.errors import InputError
@@ -100,7 +100,10 @@ CONVERSIONS = {
     "fuxictr": code,
 }
 #: By name of a table that is no download, what makes its files.
-GENERATED = {"impressions": impressions.files}
+GENERATED = {
+    "impressions": impressions.files,
+    "shop": lambda: impressions.files(impressions.SHOP_USERS, by_hand=True),
+}
 NAMES = (*SOURCES, *GENERATED)
 
 

@@ -12,6 +12,10 @@ page and older than the next one, so that no impression shows what became of it.
 - the position on the page.
 
 What a page shows depends on popularity, the user's tastes and the items that they met before.
+
+The table `shop` is the same with fewer users and another logit. There a taste shows in how long the user has looked at
+the category's items, and the session in what it was about so far, whether something went into the cart, and whether the
+user clicks more than usual: what one would write features of by hand, as `practitioner.py` does.
 """
 
 import io
@@ -27,13 +31,15 @@ USERS, ITEMS, CATEGORIES, BRANDS, DAYS, PAGE, SEED = 2_000, 2_000, 24, 60, 90, 6
 #: Midnight of 1 January 2024, in UTC.
 START, DAY = 1_704_067_200, 86_400
 ACTIONS = ("impression", "view", "cart", "purchase")
-#: Share of the newest impressions that are test rows in configs/quality/impressions.yaml, and the true logit's AUC.
-TEST, CEILING = 0.1, 0.7978
+#: Users of the table `shop`.
+SHOP_USERS = 500
+#: Share of the newest impressions that are test rows in configs/quality, and the AUC of the true logits.
+TEST, CEILING, SHOP_CEILING = 0.1, 0.7978, 0.8525
 
 
-def files(users: int = USERS, seed: int = SEED) -> dict[str, bytes]:
+def files(users: int = USERS, seed: int = SEED, by_hand: bool = False) -> dict[str, bytes]:
     """Contents of interactions.parquet and items.parquet, which are a function of the arguments; prints the ceiling."""
-    items, log, logits = simulate(users, seed)
+    items, log, logits = simulate(users, seed, by_hand)
     shown = np.count_nonzero(log["action"] == ACTIONS[0])
     print(f"{shown} impressions; the true logit has a test AUC of {ceiling(log, logits):.4f}", flush=True)
     return {"interactions.parquet": _parquet(log), "items.parquet": _parquet(items)}
@@ -81,13 +87,50 @@ class Shop:
         return np.clip(np.searchsorted(self.flat, day + point) - day * ITEMS, 0, ITEMS - 1)
 
 
-def simulate(users: int, seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+class Behavior:
+    """What the users have done so far, of which the logit of the table `shop` consists."""
+
+    def __init__(self, users: int) -> None:
+        #: By user and category the views, the sum of their interest, and the views of the session.
+        self.views, self.interest, self.in_session = np.zeros((3, users, CATEGORIES))
+        #: By user the carts of the session, and how much of what was shown is clicked: lately, and for long.
+        self.carts, self.lately, self.usually = np.zeros(users), np.full(users, 0.15), np.full(users, 0.15)
+
+    def begin_session(self, who: np.ndarray) -> None:
+        self.in_session[who], self.carts[who] = 0, 0
+
+    def logit(self, user: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """Of users `[n, 1]` and categories `[n, P]`."""
+        session = self.in_session[user].sum(-1)
+        found = 1.8 * self.interest[user, of] / (self.views[user, of] + 2)
+        found += 1.6 * self.in_session[user, of] / (session + 1) - 0.9 * np.minimum(self.carts[user], 2)
+        return found + 2.5 * (self.lately - self.usually)[user]
+
+    def add(self, who: np.ndarray, of: np.ndarray, page: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        """Adds a page of users `[n]`, whose categories, clicks, carts and logarithms of dwells are `[n, P]`."""
+        clicked, cart, interest = page
+        at = np.broadcast_to(who[:, None], of.shape), of
+        for total, one in ((self.views, clicked), (self.in_session, clicked), (self.interest, clicked * interest)):
+            np.add.at(total, at, one)
+        self.carts[who] += cart.sum(1)
+        for rate, share in ((self.lately, 0.4), (self.usually, 0.04)):
+            rate[who] += share * (clicked.mean(1) - rate[who])
+
+
+def simulate(
+    users: int, seed: int, by_hand: bool = False
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
     """Returns the columns of items, those of the log by time, and the true logit of each row (NaN but of impressions).
 
     All users take their next page in the same step; what they do depends on themselves and the clock alone.
+
+    Args:
+        users: the number of users.
+        seed: of all random numbers.
+        by_hand: whether the logit is that of the table `shop`.
     """
     draw = np.random.default_rng(seed)
-    shop, rows = Shop(draw), []
+    shop, behavior, rows = Shop(draw), Behavior(users), []
     num_sessions = np.clip(draw.lognormal(2.4, 0.8, users), 1, DAYS - 1).astype(int)
     days = draw.random((users, DAYS)).argsort(1)  # a session a day at most, between 6 and 24 o'clock
     days = np.sort(np.where(np.arange(DAYS) < num_sessions[:, None], days, DAYS))
@@ -105,6 +148,7 @@ def simulate(users: int, seed: int) -> tuple[dict[str, np.ndarray], dict[str, np
     while True:
         who = np.flatnonzero(pages == 0)  # begin their next session, or have had their last
         session[who] += 1
+        behavior.begin_session(who)
         pages[who] = np.where(session[who] < num_sessions[who], 1 + draw.poisson(3.0, len(who)), -1)
         who = who[pages[who] > 0]
         clock[who] = np.floor((days[who, session[who]] + hours[who, session[who]] / 24) * DAY)
@@ -128,7 +172,8 @@ def simulate(users: int, seed: int) -> tuple[dict[str, np.ndarray], dict[str, np
         of, (seen, viewed, carted, bought) = shop.category[item], past[:, user, item]
         logit = -3.1 + shop.quality[item] + shop.wave(item, time / DAY) + activity[user] - 0.12 * np.arange(PAGE)
         logit += 0.3 * np.cos((time / 3600 - shop.phase[of]) * np.pi / 12)
-        logit += 0.45 * taste[user, of] + 0.75 * (of == focus[user]) - 0.15 * (shop.price[item] - level[user]) ** 2
+        logit += behavior.logit(user, of) if by_hand else 0.45 * taste[user, of] + 0.75 * (of == focus[user])
+        logit -= 0.15 * (shop.price[item] - level[user]) ** 2
         logit += 0.3 * (viewed > 0) - 0.2 * np.minimum(seen, 4) + 0.9 * ((carted > 0) & (bought == 0))
         logit += (bought > 0) * np.where(of % 3 == 0, 1.0, -1.8)  # every third category is of consumable goods
         clicked = (draw.random(size) < 1 / (1 + np.exp(-logit))) & is_new
@@ -147,6 +192,7 @@ def simulate(users: int, seed: int) -> tuple[dict[str, np.ndarray], dict[str, np
             past[action, who[at[0]], item[at]] += 1  # an item is on a page once
         at = np.nonzero(is_new & ~clicked)
         past[0, who[at[0]], item[at]] += 1
+        behavior.add(who, of, (clicked, cart, np.log(dwell) - 2.6))
         for place in range(PAGE):
             here = clicked[:, place]
             recent[who[here], number[who[here]] % recent.shape[1]] = item[here, place]

@@ -90,7 +90,7 @@ WITH_RATINGS: dict[str, dict[str, object]] = {
 }
 RATINGS = ("movielens_100k", "ml_latest_small")
 #: The tables with a label.
-LABELED = (*RATINGS, "assistments2009", "amazon_office", "impressions")
+LABELED = (*RATINGS, "assistments2009", "amazon_office", "impressions", "shop")
 #: Content in the place of ids, where items have texts; benchmarks.quality.semantic_ids makes the semantic IDs.
 _SIDS = {"data.semantic_ids": "semantic_ids/vq_brand.parquet"}
 _CONTENT = _SIDS | {"model.item_id": False}

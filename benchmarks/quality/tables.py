@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.quality.impressions import CEILING
+from benchmarks.quality.impressions import CEILING, SHOP_CEILING
 
 ROOT = Path(__file__).parents[2]
 #: Where configs name their files; `--data` replaces it.
@@ -83,5 +83,11 @@ TABLES = {
         {"true logit, the ceiling": CEILING},
         events=108,
         repeated=0.26,
+    ),
+    "shop": Table(
+        "Shop (generated)",
+        "configs/quality/shop.yaml",
+        [{"interactions": "shop/interactions.parquet", "items": "shop/items.parquet"}],
+        {"true logit, the ceiling": SHOP_CEILING},
     ),
 }

@@ -1,4 +1,4 @@
-"""Baselines of hand-made features, on the rows and with the metrics of a training run."""
+"""Baselines of statistics of the past, on the rows and with the metrics of a training run."""
 
 from jfi.baselines.run import BaselineResult, run_baselines
 

@@ -1,4 +1,4 @@
-"""Models of hand-made features: logistic regression and gradient boosting, chosen on the validation split."""
+"""Models of columns: logistic regression and gradient boosting, chosen on the validation split."""
 
 import itertools
 from collections.abc import Iterable
@@ -66,7 +66,13 @@ def logistic_regression(columns: dict[str, np.ndarray], samples: Samples, penalt
     return _evaluated({"C": penalty}, logits, samples)
 
 
-def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: int, least_rows: int) -> Fit:
+def gradient_boosting(
+    columns: dict[str, np.ndarray],
+    samples: Samples,
+    leaves: int,
+    least_rows: int,
+    categories: dict[str, np.ndarray] | None = None,
+) -> Fit:
     """Fits trees to the training split, as many as give the lowest loss on the validation split.
 
     Args:
@@ -74,14 +80,17 @@ def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: 
         samples: B samples.
         leaves: the most leaves of a tree.
         least_rows: the fewest training rows of a leaf.
+        categories: further features, ids below 255; None for none.
     """
-    features = _matrix(columns, samples)
+    numbers, others = _matrix(columns, samples), _matrix(categories or {}, samples)
+    features = np.concatenate([numbers, others], axis=1)
     of = {name: features[part] for name, part in samples.splits.items()}
     labels = {name: samples.label[part] for name, part in samples.splits.items()}
     model = _estimators()[1](
         max_iter=ROUNDS,
         learning_rate=_LEARNING_RATE,
         max_leaf_nodes=leaves,
+        categorical_features=np.arange(features.shape[1]) >= numbers.shape[1],
         min_samples_leaf=least_rows,
         early_stopping=True,
         scoring="loss",
@@ -101,7 +110,7 @@ def _matrix(columns: dict[str, np.ndarray], samples: Samples) -> np.ndarray:
     """`[B, F]` float64, the columns with any value in the training split."""
     train = samples.splits["train"]
     known = [values for values in columns.values() if not np.isnan(values[train]).all()]
-    return np.stack(known, axis=1).astype(np.float64, copy=False)
+    return np.array(known, np.float64).reshape(len(known), len(samples.item)).T
 
 
 def _evaluated(settings: dict[str, float], logits: dict[str, np.ndarray], samples: Samples) -> Fit:

@@ -2,18 +2,15 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jfi.baselines.features import Features, Smoothing
+from jfi.baselines.features import Features
 from jfi.baselines.models import LEAST_ROWS, LEAVES, PENALTIES, Fit, best, gradient_boosting, logistic_regression
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.training.config import ConfigError
 from jfi.utils.display import Display
-
-#: Rows of smoothing, and half-lives as parts of the training split's time span.
-SMOOTHING, HALF_LIVES = (1.0, 3.0, 10.0, 30.0, 100.0), (1 / 64, 1 / 16, 1 / 4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class BaselineResult:
     Args:
         settings: what was chosen on the validation split.
         validation, test: the metrics of `jfi.training.metrics.label_metrics`.
-        train_seconds: of choosing and fitting, with the features that no earlier baseline has needed.
+        train_seconds: of choosing and fitting; the first baseline's includes the columns of all.
     """
 
     settings: dict[str, float]
@@ -56,8 +53,8 @@ def run_baselines(
         >>> synthetic = SyntheticConfig(num_users=60)
         >>> dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
         >>> results = run_baselines(dataset)
-        >>> list(results)[:3], list(results["item mean"][0].settings)
-        (['item mean', 'item + user mean', 'popularity by time'], ['item_smoothing'])
+        >>> list(results)[:3], list(results["popularity by time"][0].settings)
+        (['item mean', 'item + user mean', 'popularity by time'], ['half_life'])
     """
     if dataset.schema.labels[0].task != "binary":
         raise ConfigError("baselines predict a binary label, got data.task: regression")
@@ -77,28 +74,26 @@ def run_baselines(
 
 def _fits(dataset: InteractionDataset, seed: int, monitor: str) -> Iterator[tuple[str, Fit]]:
     samples = Samples.of(dataset, seed)
-    features = Features(dataset, samples)
+    features = Features.of(dataset, samples)
+    numbers = features.numbers
 
-    def choose(columns, options: Iterable[Smoothing], names: dict[str, str]) -> tuple[Smoothing, Fit]:
-        """The best smoothing and its fit, whose settings are the fields `names` of the smoothing."""
-        tried = [(option, logistic_regression(columns(option), samples)) for option in options]
-        option, fit = max(tried, key=lambda one: one[1].value(monitor))
-        return option, replace(fit, settings={title: getattr(option, name) for name, title in names.items()})
+    def choose(*options: list[str]) -> tuple[int, Fit]:
+        """The number and the fit of the columns that are best."""
+        fits = [logistic_regression({name: numbers[name] for name in one}, samples) for one in options]
+        chosen = best(fits, monitor)
+        return fits.index(chosen), replace(chosen, settings={})
 
-    smoothing = Smoothing(item=10.0, user=10.0, half_life=features.span / 10)
-    item, user = {"item": "item_smoothing"}, {"user": "user_smoothing"}
-    smoothing, fit = choose(features.item, (replace(smoothing, item=rows) for rows in SMOOTHING), item)
-    yield "item mean", fit
+    item, recent = ("past_item_rate", "past_recent_rate")
+    if dataset.is_implicit:
+        item, recent = ("past_item_share", "past_popularity")
+    yield "item mean", choose([item])[1]
     if not dataset.is_implicit:
-        options = (replace(smoothing, user=rows) for rows in SMOOTHING)
-        smoothing, fit = choose(features.item_and_user, options, item | user)
-        yield "item + user mean", fit
-    options = (replace(smoothing, half_life=features.span * part) for part in HALF_LIVES)
-    smoothing, fit = choose(features.popularity, options, item | {"half_life": "half_life"})
-    yield "popularity by time", fit
-    yield "co-occurrence", choose(features.co_occurrence, [smoothing], {} if dataset.is_implicit else user)[1]
-    columns = features.all(smoothing)
-    fits = (logistic_regression(columns, samples, penalty) for penalty in PENALTIES)
+        yield "item + user mean", choose([item, "past_user_rate"])[1]
+    number, fit = choose(*([f"{recent}_{i}"] for i in range(1, len(features.half_lives) + 1)))
+    yield "popularity by time", replace(fit, settings={"half_life": features.half_lives[number]})
+    yield "co-occurrence", choose(features.similar)[1]
+    fits = (logistic_regression(numbers, samples, penalty) for penalty in PENALTIES)
     yield "logistic regression", best(fits, monitor)
     trials = itertools.product(LEAVES, LEAST_ROWS)
-    yield "gradient boosting", best((gradient_boosting(columns, samples, *trial) for trial in trials), monitor)
+    boosted = (gradient_boosting(numbers, samples, *trial, features.categories) for trial in trials)
+    yield "gradient boosting", best(boosted, monitor)

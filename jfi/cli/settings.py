@@ -85,7 +85,7 @@ _COMMANDS = {
         {"data": _DATA},
     ),
     "compare": (
-        "Trains without histories and with each pooling of them, and baselines of hand-made features.",
+        "Trains without histories and with each pooling of them, and baselines of statistics of the past.",
         [
             "jfi compare --config quickstart.yaml --seeds 0 1 2",
             "jfi compare --data.interactions clicks.csv --data.label clicked --poolings",

@@ -302,7 +302,8 @@ class DataConfig:
             return self.statistics
         if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
             return []
-        groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
+        left_out = {*BY_CATEGORY} if self.growing("item") else set() if any(self.event_values()) else {"event_values"}
+        groups = [one for one in AUTO[self.label is None] if one not in left_out]
         made = self._columns_of(groups)
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
@@ -317,22 +318,21 @@ class DataConfig:
 
     def _columns_of(self, groups: list[Group]) -> list[str]:
         is_implicit = self.label is None and self.source == "table"
-        return columns_of(groups, is_implicit, self.names("item", "category"))
+        return columns_of(groups, is_implicit, self.names("item", "category"), *self.event_values())
+
+    def event_values(self) -> tuple[list[str], list[str]]:
+        """The numbers and the categorical columns of events that statistics read."""
+        return self.names("event", "number"), self.names("event", "category")
 
     def names(self, of: Of, type: FeatureType | None = None) -> list[str]:
-        """The columns of the features of a user, an item, an event or a context, in their order.
-
-        Neither the item's id nor a cross is among them.
+        """The columns of the features of an entity, in their order, without the item's id and crosses.
 
         Args:
             of: what has the column.
             type: "category" or "number"; None for both.
         """
-        return [
-            one.name
-            for one in self.features
-            if one.of == of and type in (None, one.type) and not one.cross and (of, one.name) != ("item", self.item)
-        ]
+        found = [one for one in self.features if one.of == of and type in (None, one.type) and not one.cross]
+        return [one.name for one in found if (of, one.name) != ("item", self.item)]
 
     def feature(self, name: str) -> FeatureConfig:
         """The first entry of a name, or one with default settings, as of the item's id without an entry."""

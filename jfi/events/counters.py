@@ -72,8 +72,8 @@ def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] |
         found[f"{name}: codes"] = key * len(left) + np.searchsorted(left, moments[name])
         found[f"{name}: keys"], found[f"{name}: position"] = arrays[f"{name}: keys"], position
         for other, values in arrays.items():
-            of, _, what = other.rpartition(": ")
-            if of == name and what not in ("codes", "keys", *_LEFT_OUT):
+            of, what = other[: len(name) + 2], other[len(name) + 2 :]
+            if of == f"{name}: " and what not in ("codes", "keys", *_LEFT_OUT):
                 found[other] = values[position if len(values) > len(codes) else rows]
     rows = events.rows_at(kept[_OF_USER])
     found |= {f"event {name}": np.asarray(getattr(events, name)[rows]) for name in _EVENTS}

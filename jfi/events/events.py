@@ -1,12 +1,16 @@
 """All events of a table, sorted so that every history is a range of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from jfi.events.groups import NUM_VALUES
 from jfi.utils.jagged import ranges
+
+#: By name what gives a value of events `[n]`, whole numbers.
+EventValues = dict[str, Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,28 @@ class Histories:
                 found = self.events[begin:end]
             yield own, slice(begin, end), found
             first, begin = last, end
+
+
+def event_values(numbers: dict[str, np.ndarray], values: dict[str, list[np.ndarray]]) -> EventValues:
+    """Returns what is summed over the events of histories.
+
+    Args:
+        numbers: by name of a number of events the numbers of their quantiles `[E]`, 0 for none.
+        values: by categorical column of events the ids of its slots, `[E]` each.
+
+    Example:
+        >>> found = event_values({"dwell": np.array([2, 0])}, {"action": [np.array([1, 3])]})
+        >>> list(found)[:3], found["action is 3"](np.arange(2))
+        (['sum of dwell', 'has dwell', 'action is 1'], array([False,  True]))
+    """
+    found: EventValues = {}
+    for name, ids in numbers.items():
+        found[f"sum of {name}"] = lambda rows, ids=ids: ids[rows]
+        found[f"has {name}"] = lambda rows, ids=ids: ids[rows] > 0
+    for name, slots in values.items():
+        for i in range(1, NUM_VALUES + 1):
+            found[f"{name} is {i}"] = lambda rows, slots=slots, i=i: np.any([one[rows] == i for one in slots], axis=0)
+    return found
 
 
 def first_rows(user: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
 """The groups of `data.statistics`, and the names of the dense features that they make."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Literal
 
-Group = Literal["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"]
+Group = Literal["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"]
 
 #: The half-lives of `popularity`, as parts of the time from the first to the last training sample.
 HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -11,8 +12,12 @@ HALF_LIVES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 WINDOW, _MAX_PAIRS = 32, 1 << 26
 _RECENT = [f"past_recent_rate_{i}" for i in range(1, len(HALF_LIVES) + 1)]
 _POPULARITY = [f"past_popularity_{i}" for i in range(1, len(HALF_LIVES) + 1)]
-#: By group its columns: of a table with labels, and of implicit feedback. One with `{}` is made for each categorical
-#: column of the item, whose name it has there.
+#: The values of a categorical column of events that are counted: those with the first ids.
+NUM_VALUES = 4
+_BY_VALUE = [f"past_{where}_{{value}}_{i + 1}" for where in ("session", "user_item") for i in range(NUM_VALUES)]
+_MEANS = [f"past_{where}_mean_{{number}}" for where in ("item", "user", "user_{category}", "session")]
+#: By group its columns: of a table with labels, and of implicit feedback. One with `{category}` is made for each
+#: categorical column of the item, and one with `{number}` or `{value}` for each number or categorical column of events.
 GROUPS: dict[Group, tuple[list[str], list[str]]] = {
     "item": (["past_item_rate", "past_item_count"], ["past_item_share", "past_item_count"]),
     "user": (
@@ -26,17 +31,23 @@ GROUPS: dict[Group, tuple[list[str], list[str]]] = {
     "similar": (["past_similarity", "past_similar_rate", "past_agreement"], ["past_similarity"]),
     "popularity": ([*_RECENT, *_POPULARITY], _POPULARITY),
     "age": (["past_item_age", "past_user_pause", "past_user_item_pause"], ["past_item_age", "past_user_pause"]),
-    "user_category": (["past_user_{}_rate", "past_user_{}_count"], ["past_user_{}_share", "past_user_{}_count"]),
-    "session": (["past_session_count", "past_session_{}_share"],) * 2,
+    "user_category": (
+        ["past_user_{category}_rate", "past_user_{category}_count"],
+        ["past_user_{category}_share", "past_user_{category}_count"],
+    ),
+    "session": (["past_session_count", "past_session_{category}_share"],) * 2,
+    "event_values": ([*_MEANS, *_BY_VALUE],) * 2,
 }
 #: The groups that "auto" stands for: of a table with labels, and of implicit feedback, where `user_item` and `similar`
 #: tell positives from negatives, since an item that the user has had is no negative. docs/features.md has figures.
 AUTO: tuple[list[Group], list[Group]] = (
-    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"],
-    ["item", "user", "popularity", "age", "user_category", "session"],
+    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"],
+    ["item", "user", "popularity", "age", "user_category", "session", "event_values"],
 )
 #: The groups that count by the values of categorical columns of the item.
-BY_CATEGORY: tuple[Group, ...] = ("user_category", "session")
+BY_CATEGORY: tuple[Group, ...] = ("user_category", "session", "event_values")
+#: The groups that read sessions.
+SESSIONS: tuple[Group, ...] = ("session", "event_values")
 
 
 def similar_window(num_events: int, max_history: int) -> int:
@@ -48,17 +59,28 @@ def similar_window(num_events: int, max_history: int) -> int:
     return min(WINDOW, max_history, max(1, _MAX_PAIRS // max(num_events, 1)))
 
 
-def columns_of(groups: Sequence[str], is_implicit: bool, categories: list[str]) -> list[str]:
+def columns_of(
+    groups: Sequence[str],
+    is_implicit: bool,
+    categories: Iterable[str],
+    numbers: Iterable[str] = (),
+    values: Iterable[str] = (),
+) -> list[str]:
     """The dense features that groups make, in their order.
 
     Args:
         groups: names of groups.
         is_implicit: whether every row is a positive.
         categories: the categorical columns of the item but its id.
+        numbers, values: the numbers and the categorical columns of events.
 
     Example:
         >>> columns_of(["session", "item"], is_implicit=True, categories=["genres"])
         ['past_item_share', 'past_item_count', 'past_session_count', 'past_session_genres_share']
     """
     names = [name for group, kinds in GROUPS.items() if group in groups for name in kinds[is_implicit]]
-    return [made for name in names for made in ([name.format(one) for one in categories] if "{}" in name else [name])]
+    found, known = [], {"category": [*categories], "number": [*numbers], "value": [*values]}
+    for name in names:
+        parts = [part for part in known if f"{{{part}}}" in name]
+        found += [name.format(**dict(zip(parts, of, strict=True))) for of in product(*map(known.get, parts))]
+    return found

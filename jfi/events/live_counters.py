@@ -6,11 +6,11 @@ of events that came before it, and the pairs of items that these made, stay as t
 of its key, so a question of a time before more than `NEWER_ROWS` of them is answered by those that are left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jfi.events.events import Events
+from jfi.events.events import Events, event_values
 from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
 from jfi.events.live_records import PAIRS, USER_ROWS, SortedRows, records_with_ends
 from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
@@ -34,6 +34,7 @@ class LiveCounters:
         half_lives: of `popularity`, in seconds.
         is_implicit: whether every row is a positive.
         num_known: the number of items that training knows.
+        numbers, values: the numbers and the categorical columns of events that are counted.
 
     Example:
         >>> counters, store = LiveCounters(["item"], [], {}, 8, [], False, num_known=2), {}
@@ -55,8 +56,11 @@ class LiveCounters:
         half_lives: list[float],
         is_implicit: bool,
         num_known: int,
+        numbers: Iterable[str] = (),
+        values: Iterable[str] = (),
     ) -> None:
         self._groups, self._categories, self._half_lives = groups, categories, half_lives
+        self._numbers, self._values = list(numbers), list(values)
         self._counted = Counted({}, columns, window, is_implicit, num_known)
         #: The sorted rows that questions read, by their names.
         self.names = self._counted.names
@@ -70,7 +74,9 @@ class LiveCounters:
         for name, slots in self._counted.columns.items():
             ids[f"column {name}"] = np.ones((1, slots), np.int64)
             columns[f"column {name}"] = Column("item", ids[f"column {name}"], 2, name)
-        index = PastIndex(events, columns, 1, self._counted.num_known, self._counted.is_implicit, sets=SETS)
+        sums = event_values({name: zero for name in self._numbers}, {name: [zero] for name in self._values})
+        known = self._counted.num_known, self._counted.is_implicit
+        index = PastIndex(events, columns, 1, *known, sets=SETS, values=sums)
         self._statistics(index).answers(Questions(zero[:1], np.array([2.0]), zero[:1], ids=ids))
         needed = {name.removesuffix(": codes") for name in index.arrays if name.endswith(": codes")}
         if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in needed):
@@ -80,7 +86,7 @@ class LiveCounters:
         found = []
         for text in sorted(needed):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
-            sums = [one for one in parts if one in ("label", "has label", "item surprise", "products")]
+            sums = [one for one in parts if one in ("label", "item surprise", "products", *index.values)]
             if text in SURPRISES and "label" not in sums and not self._counted.is_implicit:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by "))]
@@ -90,7 +96,8 @@ class LiveCounters:
         return found
 
     def _statistics(self, index: PastIndex) -> Statistics:
-        return Statistics(index, self._groups, self._categories, self._counted.window, self._half_lives)
+        counted = self._counted.window, self._half_lives, self._numbers, self._values
+        return Statistics(index, self._groups, self._categories, *counted)
 
     def answers(self, get: Get, questions: LiveRows) -> Columns:
         """Returns by column the statistics `[N]` of questions.

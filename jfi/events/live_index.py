@@ -30,11 +30,11 @@ from jfi.utils.jagged import blocks, ranges
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
 #: The sorted rows that labels are compared with, to tell how surprising they are.
-SURPRISES = ("labeled by nothing", "labeled by item", "labeled history by user")
+SURPRISES = ("labeled by nothing", "labeled by item", "labeled by user")
 #: Keys whose bytes are made together.
 _KEYS_AT_ONCE = 1 << 20
 #: No two sets of rows share an array.
-SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history", "labeled history")}
+SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history")}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class LiveRows:
         in_history: `[N]` bool, whether they are events of histories.
         order: `[N]` uint64, by which a user's events of one time are sorted.
         session: `[N]` ids, 0 for none; None without a column of sessions.
+        sums: by name what is summed over events, `[N]` whole numbers; see `point_in_time.event_values`.
         is_counted: `[N]` bool, events that were added before, without the label that they have now; None for none.
     """
 
@@ -60,6 +61,7 @@ class LiveRows:
     in_history: np.ndarray | None = None
     order: np.ndarray | None = None
     session: np.ndarray | None = None
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
     is_counted: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -67,8 +69,13 @@ class LiveRows:
 
     def take(self, rows: np.ndarray | slice) -> "LiveRows":
         """Returns some of the rows."""
-        own = {name: None if one is None else one[rows] for name, one in vars(self).items() if name != "values"}
-        return LiveRows(**own, values={name: ids[rows] for name, ids in self.values.items()})
+
+        def part(one: np.ndarray | dict | None) -> np.ndarray | dict | None:
+            if isinstance(one, dict):
+                return {name: ids[rows] for name, ids in one.items()}
+            return None if one is None else one[rows]
+
+        return LiveRows(**{name: part(one) for name, one in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -234,11 +241,7 @@ class LiveIndex:
 
     def _added_rows(self, name: SortedRows) -> tuple[np.ndarray, np.ndarray]:
         """Returns the events `[n]` that are rows of a set, and the index of the key of each; twice for two values."""
-        is_row = self._columns["has label"] > 0
-        if name.rows == "history":
-            is_row = self._new_events()
-        elif name.rows != "labeled":
-            is_row = self._rows.in_history & is_row
+        is_row = self._new_events() if name.rows == "history" else self._columns["has label"]
         keys = self._row_keys(name)
         at, slot = np.nonzero((keys >= 0) & is_row[:, None])
         return at, np.searchsorted(self._numbers[name.text], keys[at, slot])
@@ -300,7 +303,7 @@ def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
     none, has_label = np.zeros(len(events)), is_implicit | ~np.isnan(events.label)
     return {
         "label": np.nan_to_num(events.label),
-        "has label": has_label.astype(np.float64),
+        "has label": has_label,
         "item surprise": none,
         "surprise": none,
         "own label": events.label,
@@ -308,6 +311,7 @@ def _columns_of(events: LiveRows, is_implicit: bool) -> dict[str, np.ndarray]:
         "session_id": np.zeros(len(events), np.uint64) if events.session is None else events.session,
         "order": events.order,
         "item": events.item,
+        **events.sums,
     }
 
 

@@ -36,7 +36,7 @@ class SortedRows:
 
     Args:
         text: its name in a PastIndex, such as "labeled by item".
-        rows: the set, "labeled", "history" or "labeled history"; or "pairs of ...".
+        rows: the set, "labeled" or "history"; or "pairs of ...".
         key: the parts of the key.
         sums: what is summed over the rows.
         decays: the sums that are halved by half-lives, such as "rows by 3600.0".

@@ -8,8 +8,7 @@ split, with their labels. Rows of its own time are not in it, so that neither is
 that are counted:
 
     labeled             rows with a label; of implicit feedback all rows
-    history             the events of histories, so that `data.history` holds for what counts a user's own rows
-    labeled history     events of histories with a label
+    history             the events of histories, which `data.history` chooses
 
 Keys are tuples of parts, such as `("user", "item")` or `("user", "column genres")`. A row or a
 target with several values of a column has a key for each of them.
@@ -22,13 +21,13 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import Events, index_type
+from jfi.events.events import Events, EventValues, index_type
 from jfi.events.past import New, Older, Past, Tally, moments_of
 from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
 
-Rows = Literal["labeled", "history", "labeled history"]
+Rows = Literal["labeled", "history"]
 Key = tuple[str, ...]
 
 #: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
@@ -86,6 +85,7 @@ class PastIndex:
         arrays: those that are made already, by name.
         new: makes arrays, also temporary ones; they may be maps of files.
         sets: for each set of rows the one that has the same rows, see `sets`; None finds them.
+        values: what can be summed over rows, in addition to what their labels say.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class PastIndex:
         arrays: dict[str, np.ndarray] | None = None,
         new: New = np.empty,
         sets: dict[Rows, Rows] | None = None,
+        values: EventValues | None = None,
     ) -> None:
+        self.values: EventValues = values or {}
         self.events, self.is_implicit, self._session, self.new = events, is_implicit, session, new
         self.columns, self.num_items, self.num_known = columns, num_items, num_known
         self.item_columns = {part: one for part, one in columns.items() if one.of == "item"}
@@ -122,19 +124,12 @@ class PastIndex:
     @cached_property
     def sets(self) -> dict[Rows, Rows]:
         """For each set of rows the first one of those that have the same rows: sorted once, searched once."""
-        are_events = self.events.rows is None
-        count = len(self.events if are_events else self.events.rows)
-        are_labeled = self.is_implicit or sum(map(len, self.rows("labeled history"))) == count
-        labeled: Rows = "history" if are_events and are_labeled else "labeled"
-        return {
-            "history": "history",
-            "labeled": labeled,
-            "labeled history": "history" if are_labeled else labeled if are_events else "labeled history",
-        }
+        are_labeled = self.is_implicit or sum(map(len, self.rows("labeled"))) == len(self.events)
+        return {"history": "history", "labeled": "history" if self.events.rows is None and are_labeled else "labeled"}
 
     def stored_arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays that answer questions; the others are needed to make arrays alone."""
-        ends = ("times", "session starts", ": codes", ": keys")
+        ends = ("times", "session starts", ": codes", ": keys", *(f": {one}" for one in self.values))
         return {name: one for name, one in self.arrays.items() if name.endswith(ends) or ": rows by " in name}
 
     @property
@@ -187,12 +182,11 @@ class PastIndex:
         """`[N + 1]` float64, prefix sums of values of the rows.
 
         Args:
-            values: "label", "has label" or "item surprise".
+            values: "label", "item surprise" or one of `self.values`.
         """
-        label = self.events.label
-        known = {"label": lambda one: np.nan_to_num(label[one]), "has label": lambda one: ~np.isnan(label[one])}
 
         def make() -> np.ndarray:
+            known = {"label": lambda one: np.nan_to_num(self.events.label[one]), **self.values}
             return self.past(rows, key).prefix(known.get(values) or self.item_surprise.take, self.new)
 
         return self.array(f"{self.name(rows, key)}: {values}", make)
@@ -296,34 +290,31 @@ class Tallies:
         """
         ranges = self.older(rows, key)
         ranges = ranges if newest is None else [one.newest(newest) for one in ranges]
-        if self.index.is_implicit and values in ("label", "has label"):  # every row is a positive
+        if self.index.is_implicit and values == "label":  # every row is a positive
             return sum(one.count for one in ranges).astype(np.float64)
         prefix = self.index.prefix(rows, key, values)
         return sum(one.sum(prefix) for one in ranges)
 
-    def tally(self, rows: Rows, key: Key, newest: int | None = None) -> Tally:
+    def tally(self, key: Key, newest: int | None = None) -> Tally:
         """Counts labels among older rows."""
-        positives = self.sums(rows, key, "label", newest)
-        if rows == "history":
-            return Tally(positives, self.sums(rows, key, "has label", newest))
-        ranges = self.older(rows, key)
+        positives, ranges = self.sums("labeled", key, "label", newest), self.older("labeled", key)
         counts = [(one if newest is None else one.newest(newest)).count for one in ranges]
         return Tally(positives, sum(counts).astype(np.float64))
 
     @cached_property
     def overall(self) -> np.ndarray:
         """`[B]`, the share of positives among all labeled rows."""
-        return self.tally("labeled", ()).rate(0.5, 1.0)
+        return self.tally(()).rate(0.5, 1.0)
 
     @cached_property
     def item(self) -> Tally:
         """Labeled rows of the target."""
-        return self.tally("labeled", ("item",))
+        return self.tally(("item",))
 
     @cached_property
     def user(self) -> Tally:
-        """Labeled events of the user."""
-        return self.tally("labeled history", ("user",))
+        """Labeled rows of the user, events of histories or not."""
+        return self.tally(("user",))
 
     @cached_property
     def item_rate(self) -> np.ndarray:
@@ -373,15 +364,14 @@ class Tallies:
         return found
 
     @cached_property
-    def session(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[B]` int64 each: the number of the user's events in a session that still lasts, and its first moment."""
+    def session(self) -> tuple[Older, np.ndarray]:
+        """The user's events in a session that still lasts, and `[B]` int64, its first moment."""
         past, (older,) = self.index.past("history", ("user",)), self.older("history", ("user",))
-        count, moment = np.zeros(len(self.seconds), np.int64), self.moment.copy()
+        first, moment = older.end.copy(), self.moment.copy()
         some = np.flatnonzero(np.nan_to_num(self.age("history", ("user",)), nan=np.inf) <= PAUSE)
-        start = self.index.session_starts[older.end[some] - 1]
-        count[some] = Older(start, older.end[some], older.position).count
+        first[some] = start = self.index.session_starts[older.end[some] - 1]
         moment[some] = past.codes[start] % past.moments
-        return count, moment
+        return Older(first, older.end, older.position), moment
 
     def in_session(self, key: Key) -> np.ndarray:
         """`[B]` int64, the user's events of a key in a session that still lasts, once for each value of the target."""

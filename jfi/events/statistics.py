@@ -9,13 +9,14 @@ docs/features.md says what the columns of each group are. `similar` looks at as 
 as in training, so that a table to score has the same scale. It takes the most time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from jfi.events.co_occurrence import co_occurrence
-from jfi.events.groups import GROUPS, columns_of
+from jfi.events.groups import GROUPS, NUM_VALUES, columns_of
+from jfi.events.past import Tally
 from jfi.events.point_in_time import PastIndex, Questions, Tallies
 from jfi.utils.encoding import standardize
 from jfi.utils.jagged import blocks
@@ -40,6 +41,7 @@ class Statistics:
         categories: the categorical columns of the item but its id.
         window: the newest events that `similar` compares a target with.
         half_lives: of `popularity`, in seconds.
+        numbers, values: the numbers and the categorical columns of events, which the index has the values of.
     """
 
     index: PastIndex
@@ -47,6 +49,8 @@ class Statistics:
     categories: list[str]
     window: int
     half_lives: list[float]
+    numbers: Iterable[str] = ()
+    values: Iterable[str] = ()
 
     def of(self, events: np.ndarray, item: np.ndarray | None = None) -> Columns:
         """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value.
@@ -63,7 +67,8 @@ class Statistics:
         for name in GROUPS:
             if name in self.groups:
                 columns |= getattr(self, f"_{name}")(asked)
-        return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, self.categories)}
+        columns_of_events = self.categories, self.numbers, self.values
+        return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, *columns_of_events)}
 
     def of_rows(self, rows: np.ndarray | None, new: Callable[[str, type, int], np.ndarray]) -> Columns:
         """Returns by column the statistics `[E]` of events at `rows [N]`, NaN elsewhere.
@@ -98,7 +103,7 @@ class Statistics:
             return count
         columns = {"past_user_rate": _user_rate(asked)} | count
         for most in (3, 10, 30):
-            above = asked.sums("labeled history", ("user",), "item surprise", most)
+            above = asked.sums("labeled", ("user",), "item surprise", most)
             columns[f"past_user_newest_{most}"] = above / (np.minimum(asked.user.count, most) + 1)
         return columns
 
@@ -109,12 +114,12 @@ class Statistics:
             share = tally.rate(self._item_share(asked), _OF_FEW)
             count = {"past_user_item_count": np.log1p(tally.positives)}
             return {"past_user_item_share": share} | count | self._user_item_pause(asked)
-        tally = asked.tally("labeled history", key)
+        tally = asked.tally(key)
         rate = tally.rate(asked.item_rate, _OF_FEW)
         return {
             "past_user_item_rate": rate,
             "past_user_item_count": np.log1p(tally.count),
-            "past_user_item_newest_3": asked.tally("labeled history", key, 3).rate(rate, 1.0),
+            "past_user_item_newest_3": asked.tally(key, 3).rate(rate, 1.0),
         }
 
     def _similar(self, asked: Tallies) -> Columns:
@@ -157,13 +162,13 @@ class Statistics:
                 columns[f"{prefix}_share"] = tally.rate(everybody, _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.positives)
             else:
-                tally = asked.tally("labeled history", ("user", part))
+                tally = asked.tally(("user", part))
                 columns[f"{prefix}_rate"] = tally.rate(_user_rate(asked), _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.count)
         return columns
 
     def _session(self, asked: Tallies) -> Columns:
-        count = asked.session[0]
+        count = asked.session[0].count
         columns = {"past_session_count": np.log1p(count)}
         for name in self.categories:
             part, share = f"column {name}", np.full(len(count), np.nan)
@@ -171,6 +176,34 @@ class Statistics:
                 values = np.maximum((asked.keys((part,)) >= 0).sum(axis=1), 1)
                 share = asked.in_session((part,)) / values / np.maximum(count, 1)
             columns[f"past_session_{name}_share"] = share
+        return columns
+
+    def _event_values(self, asked: Tallies) -> Columns:
+        columns, session = {}, asked.session[0]
+
+        def mean(name: str, key: tuple[str, ...], expected: np.ndarray | float, smoothing: float) -> np.ndarray:
+            total, count = (asked.sums("history", key, f"{what} {name}") for what in ("sum of", "has"))
+            return Tally(total, count).rate(expected, smoothing)
+
+        for name in self.numbers:
+            overall = mean(name, (), 1.0, 1.0)
+            columns[f"past_item_mean_{name}"] = mean(name, ("item",), overall, _SMOOTHING)
+            user = columns[f"past_user_mean_{name}"] = mean(name, ("user",), overall, _SMOOTHING)
+            for category in self.categories:
+                known = f"column {category}" in self.index.item_columns
+                of = mean(name, ("user", f"column {category}"), user, _OF_FEW) if known else np.full(len(user), np.nan)
+                columns[f"past_user_{category}_mean_{name}"] = of
+            sums = (
+                session.sum(self.index.prefix("history", ("user",), f"{what} {name}")) for what in ("sum of", "has")
+            )
+            columns[f"past_session_mean_{name}"] = Tally(*sums).rate(user, _OF_FEW)
+        for name in self.values:
+            for i in range(1, NUM_VALUES + 1):
+                what = f"{name} is {i}"
+                own = session.sum(self.index.prefix("history", ("user",), what))
+                columns[f"past_session_{name}_{i}"] = np.log1p(own)
+                pair = asked.sums("history", ("user", "item"), what)
+                columns[f"past_user_item_{name}_{i}"] = np.log1p(pair)
         return columns
 
     def _item_share(self, asked: Tallies) -> np.ndarray:

@@ -61,7 +61,8 @@ class CountedRows:
             column = raw.categories(past.session, "event")
             sessions = hashes([*column.values.to_pylist(), None])[column.codes[rows]]  # the code of none is -1
         user, item = events.user[rows], events.item[rows]
-        columns = past_index(events, self._schema, ids, past.is_implicit).item_columns
+        index = past_index(events, self._schema, ids, past.is_implicit)
+        columns = index.item_columns
         return LiveRows(
             hashes(users)[user],
             hashes(items)[item],
@@ -71,4 +72,5 @@ class CountedRows:
             np.ones(len(rows), bool) if events.rows is None else np.isin(rows, events.rows),
             counters.orders(items)[item],
             sessions,
+            {name: of(rows) for name, of in index.values.items()},
         )

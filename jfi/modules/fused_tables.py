@@ -127,7 +127,6 @@ class FusedTables(FusedOptimizer):
                 found[weight] = {"step": self.steps, **states}
         return found
 
-
     @state.setter
     def state(self, state: object) -> None:
         self._refuse_assignment("state")

@@ -91,7 +91,8 @@ class RequestStatistics:
         try:
             known = fields.num_known, sizes, fields.is_implicit, fields.sets
             index = index_of_counters(counters.arrays, len(counters.ids.items), *known)
-            self._statistics = Statistics(index, fields.groups, fields.categories, fields.window, fields.half_lives)
+            made = fields.groups, fields.categories, fields.window, fields.half_lives, fields.numbers, fields.values
+            self._statistics = Statistics(index, *made)
             none = {column.key: np.zeros((1, column.slots), np.int64) for column in fields.columns.values()}
             self("", [""], none)
         except (KeyError, IndexError, ValueError) as error:

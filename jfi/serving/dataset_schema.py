@@ -1,6 +1,7 @@
 """The schema of requests to a model, and the counters of its log, from the data that it was trained on."""
 
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
@@ -9,6 +10,7 @@ from jfi.data.prepared.add_statistics import read_log
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.engagement import SECONDS
 from jfi.events.counters import counters_of
+from jfi.events.groups import NUM_VALUES, SESSIONS
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
 from jfi.serving.schema import Field, ItemColumn, PastFields, PolicyFields, Schema
 from jfi.serving.user_state.layout import hashes
@@ -128,7 +130,8 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
         )
         for name, own in slots.items()
     }
-    groups = config.statistics_groups()
+    groups, encodings = config.statistics_groups(), schema.encodings
+    numbers, values = config.event_values() if "event_values" in groups else ([], [])
     return PastFields(
         user=config.user,
         item=config.item,
@@ -141,7 +144,12 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
         num_known=item.num_embeddings,
         categories=config.names("item", "category"),
         columns=columns,
-        session=config.session if "session" in groups else None,
+        session=config.session if {*SESSIONS} & {*groups} else None,
+        numbers={name: encodings.edges[name].tolist() for name in numbers},
+        values={
+            name: [*islice(encodings.vocabularies[name].values, NUM_VALUES)] if name in encodings.vocabularies else []
+            for name in values
+        },
     )
 
 

@@ -147,6 +147,8 @@ class PastFields:
         categories: names of the categorical columns of the item.
         columns: those of them that have values, by name.
         session: name of the column of sessions that is read, or None.
+        numbers: by name the quantiles of the numbers of events that count.
+        values: by name of a categorical column of events the values that are counted.
     """
 
     user: str
@@ -161,11 +163,13 @@ class PastFields:
     categories: list[str]
     columns: dict[str, ItemColumn]
     session: str | None = None
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    values: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
         """The statistics, which a request may have as numbers of each candidate."""
-        return columns_of(self.groups, self.is_implicit, self.categories)
+        return columns_of(self.groups, self.is_implicit, self.categories, self.numbers, self.values)
 
     def date(self) -> str:
         """Returns `until` as ISO 8601 in UTC, or as seconds where these are no date."""

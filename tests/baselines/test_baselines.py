@@ -13,9 +13,8 @@ import torch
 from tables import IMPLICIT, first_rows, load, random_row
 
 from jfi.baselines import run_baselines
-from jfi.baselines.features import Features, Smoothing
+from jfi.baselines.features import Features
 from jfi.baselines.models import Fit, best, gradient_boosting, logistic_regression
-from jfi.baselines.run import SMOOTHING
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
@@ -49,19 +48,16 @@ def test_results_of_the_synthetic_table(results):
     assert 0 < results["gradient boosting"][0].test["ne"] < results["item mean"][0].test["ne"] < 1.05
 
 
-def test_smoothing_is_the_best_of_validation(synthetic, results):
+def test_the_half_life_is_the_best_of_validation(synthetic, results):
     samples = Samples.of(synthetic)
-    features = Features(synthetic, samples)
-    for monitor, sign in (("auc", 1), ("ne", -1)):
-        chosen = (
-            run_baselines(synthetic, monitor=monitor)["item mean"][0] if monitor == "ne" else results["item mean"][0]
-        )
-        fits = {
-            rows: logistic_regression(features.item(Smoothing(rows, 1.0, 1.0)), samples).validation[monitor]
-            for rows in SMOOTHING
-        }
-        assert chosen.settings["item_smoothing"] == max(SMOOTHING, key=lambda rows: sign * fits[rows])
-        assert chosen.validation[monitor] == max(fits.values(), key=lambda value: sign * value)
+    features = Features.of(synthetic, samples)
+    fits = {}
+    for number, half_life in enumerate(features.half_lives, 1):
+        name = f"past_recent_rate_{number}"
+        fits[half_life] = logistic_regression({name: features.numbers[name]}, samples).validation["auc"]
+    chosen = results["popularity by time"][0]
+    assert chosen.settings["half_life"] == max(fits, key=fits.get)
+    assert chosen.validation["auc"] == max(fits.values())
 
 
 def test_the_best_fit_has_the_highest_auc_or_the_lowest_ne():
@@ -85,9 +81,13 @@ def test_models_fit_training_alone_and_are_evaluated_on_the_held_out_rows():
     samples = made_up_samples(rng, label)
     columns = {"signal": np.where(rng.random(1000) < 0.1, np.nan, signal), "noise": rng.normal(size=1000)}
     columns |= {"constant": np.ones(1000), "missing": np.full(1000, np.nan)}
+    categories = {"kind": rng.integers(0, 5, 1000).astype(float), "none": np.full(1000, np.nan)}
     others = label.copy()
     others[800:] = 1 - others[800:]
-    models = (lambda one: logistic_regression(columns, one, 1.0), lambda one: gradient_boosting(columns, one, 7, 20))
+    models = (
+        lambda one: logistic_regression(columns, one, 1.0),
+        lambda one: gradient_boosting(columns, one, 7, 20, categories),
+    )
     for model in models:
         fit, again = model(samples), model(replace(samples, label=others))
         assert 0.75 < fit.test["auc"] < 1 and fit.test["ne"] < 0.8

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.quality import convert, fetch, impressions
+from benchmarks.quality import convert, fetch, impressions, practitioner
 from benchmarks.quality.models import LABELED
 from benchmarks.quality.sources import SOURCES, Source
 from benchmarks.quality.tables import DATA, ROOT, TABLES
@@ -166,10 +166,10 @@ def test_office_items_have_content_and_codes():
     assert rows == [{"item": "0", **content, "code_0": "<a_1>", "code_1": "<b_2>", "code_2": "<c_3>"}]
 
 
-@pytest.fixture(scope="module")
-def log():
-    """Items, log and logits of a few users of the generated table."""
-    return impressions.simulate(60, seed=3)
+@pytest.fixture(scope="module", params=[False, True], ids=["impressions", "shop"])
+def log(request):
+    """Items, log and logits of a few users of a generated table."""
+    return impressions.simulate(60, 3, request.param)
 
 
 def test_no_impression_shows_what_became_of_it(log):
@@ -226,10 +226,33 @@ def test_generated_files_depend_on_the_seed_alone_and_load(tmp_path, capsys, mon
 
 
 @pytest.mark.slow  # the whole table: some ten seconds
-def test_the_ceiling_of_the_generated_table_is_that_of_the_page():
-    _, rows, logits = impressions.simulate(impressions.USERS, impressions.SEED)
-    assert np.isfinite(logits).sum() >= 500_000
-    assert impressions.ceiling(rows, logits) == pytest.approx(impressions.CEILING, abs=5e-5)
+@pytest.mark.parametrize(
+    ("users", "by_hand", "ceiling"),
+    [
+        (impressions.USERS, False, impressions.CEILING),
+        (impressions.SHOP_USERS, True, impressions.SHOP_CEILING),
+    ],
+)
+def test_the_ceiling_of_a_generated_table_is_that_of_the_page(users, by_hand, ceiling):
+    _, rows, logits = impressions.simulate(users, impressions.SEED, by_hand)
+    assert np.isfinite(logits).sum() >= 150_000
+    assert impressions.ceiling(rows, logits) == pytest.approx(ceiling, abs=5e-5)
+
+
+def test_features_by_hand_are_of_older_rows(log):
+    items, rows, _ = log
+    rows = {name: one[: len(one) // 8] for name, one in rows.items()}
+    rows["user_id"] = rows["user_id"].astype(int)
+    shown, time = rows["action"] == "impression", rows["timestamp"]
+    found = practitioner.features(rows, items)
+    assert {len(one) for one in found.values()} == {np.count_nonzero(shown)}
+    for n, row in enumerate(np.flatnonzero(shown)):
+        older = (time < time[row]) & (rows["user_id"] == rows["user_id"][row])
+        session = older & (rows["session"] == rows["session"][row])
+        assert found["user impressions"][n] == (older & shown).sum()
+        assert found["session carts"][n] == (session & (rows["action"] == "cart")).sum()
+        own = older & (rows["item_id"] == rows["item_id"][row])
+        assert found["bought before"][n] == (own & (rows["action"] == "purchase")).sum()
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -7,7 +7,7 @@ import pytest
 
 from jfi.events import live_counters
 from jfi.events.counters import counters_of
-from jfi.events.events import Events
+from jfi.events.events import Events, EventValues, event_values
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import LiveRows
@@ -16,6 +16,7 @@ from jfi.events.statistics import Columns, Statistics
 
 USERS, ITEMS, WINDOW = 5, 12, 8
 HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
+OF_EVENTS = ["dwell"], ["action"]
 
 
 def digests(kind: bytes, numbers: np.ndarray) -> np.ndarray:
@@ -34,6 +35,8 @@ class Log:
     tags: np.ndarray
     is_implicit: bool
     session: np.ndarray | None = None
+    dwell: np.ndarray | None = None
+    action: np.ndarray | None = None
 
     @classmethod
     def draw(cls, is_implicit: bool, seed: int, count: int = 300) -> "Log":
@@ -47,7 +50,11 @@ class Log:
         user, item = rng.integers(0, USERS, count), rng.integers(0, ITEMS, count)
         time = np.cumsum(rng.choice([0, 0, 1, 30, 4000], count)) + 1e9
         order = np.lexsort((item, time))  # of a time in the order of items, as training sorts them
-        return cls(user[order], item[order], time, label[order], in_history[order], tags, is_implicit)
+        of_events = rng.integers(0, 9, count), rng.integers(0, 7, count)
+        return cls(user[order], item[order], time, label[order], in_history[order], tags, is_implicit, None, *of_events)
+
+    def values_of(self, rows: np.ndarray) -> EventValues:
+        return event_values({"dwell": self.dwell[rows]}, {"action": [self.action[rows]]})
 
     def events(self, rows: np.ndarray) -> LiveRows:
         item = self.item[rows]
@@ -60,6 +67,7 @@ class Log:
             self.in_history[rows],
             item.astype(np.uint64),
             None if self.session is None else self.session[rows].astype(np.uint64),
+            {name: of(np.arange(len(rows))) for name, of in self.values_of(rows).items()},
         )
 
     def values(self, item: np.ndarray) -> np.ndarray:
@@ -76,7 +84,8 @@ class Log:
         events = Events(user, self.item[rows], self.time[rows], label, split, histories)
         columns = {"column tags": Column("item", self.tags, 6, "tags")}
         session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
-        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session), known
+        known_values = {"values": self.values_of(rows)}
+        return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session, **known_values), known
 
     def answers(self, rows: np.ndarray, user: int, now: float) -> Columns:
         """What training computes for all items."""
@@ -84,7 +93,7 @@ class Log:
         asked = Questions(
             np.full(ITEMS, known[user]), np.full(ITEMS, now), np.arange(ITEMS), ids={"column tags": self.tags}
         )
-        return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
+        return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).answers(asked)
 
     def question(self, user: int, now: float) -> LiveRows:
         items = np.arange(ITEMS)
@@ -96,7 +105,8 @@ class Counted:
     """Live counters with the records in a dict."""
 
     def __init__(self, log: Log) -> None:
-        self.live = LiveCounters(list(GROUPS), ["tags"], {"tags": 2}, WINDOW, HALF_LIVES, log.is_implicit, ITEMS)
+        known = WINDOW, HALF_LIVES, log.is_implicit, ITEMS, *OF_EVENTS
+        self.live = LiveCounters(list(GROUPS), ["tags"], {"tags": 2}, *known)
         self.records: dict[bytes, bytes] = {}
 
     def get(self, keys) -> list[bytes | None]:
@@ -137,7 +147,7 @@ def test_events_are_answered_as_of_their_own_times(is_implicit, size, monkeypatc
     counted, rows = Counted(log), np.arange(300)
     found, changes = counted.live.answer_and_add(counted.get, log.events(rows))
     order = np.lexsort((log.item, log.time, log.user))
-    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES).of(rows)
+    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).of(rows)
     check({name: one[order] for name, one in found.items()}, wanted)
     one_by_one = Counted(log)
     for row in rows:
@@ -159,7 +169,7 @@ def test_events_of_one_time_do_not_see_each_other(is_implicit, monkeypatch):
     counted = Counted(log)
     found, _ = counted.live.answer_and_add(counted.get, log.events(rows))
     order = np.lexsort((log.item, log.time, log.user))
-    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES).of(rows)
+    wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).of(rows)
     check({name: one[order] for name, one in found.items()}, wanted)
 
 
@@ -186,7 +196,7 @@ def test_a_log_and_the_events_after_it(is_implicit):
     index, _ = log.index(first)
     none = np.zeros(1, np.int64)
     asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
-    Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES).answers(asked)
+    Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).answers(asked)
     sizes = {"user": USERS, "item": ITEMS, "column tags": 6}
     by_part = {
         part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()

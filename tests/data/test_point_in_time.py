@@ -37,6 +37,7 @@ TABLE = pa.table(
     }
 )
 FEATURES = [FeatureConfig("genres", "item"), FeatureConfig("brand", "item")]
+FEATURES += [FeatureConfig("rating", "event", "number"), FeatureConfig("kind", "event")]
 CONFIG = DataConfig(
     items=TABLE,
     features=FEATURES,
@@ -74,7 +75,10 @@ def log(seed: int, count: int = 70) -> pa.Table:
 
 
 class Loops:
-    """The definition of each statistic, a question at a time; a row is (user, item, time, label, is event, visit)."""
+    """The definition of each statistic, a question at a time.
+
+    A row is (user, item, time, label, is event, visit, quantile of the rating, kind).
+    """
 
     def __init__(self, dataset, kind: dict, table: pa.Table) -> None:
         events, self.implicit = dataset.arrays().events, "label" not in kind
@@ -83,6 +87,11 @@ class Loops:
         label = [None if math.isnan(one) else float(one) for one in events.label]
         of = (events.user.tolist(), events.item.tolist(), events.time.tolist(), label)
         self.rows = [(*row, n in in_history, visit[n]) for n, row in enumerate(zip(*of, strict=True))]
+        ids = {one.key: own.ids for one, own in zip(dataset.features, dataset.arrays().columns, strict=False)}
+        of_events = [
+            (int(one), int(other)) for one, other in zip(ids["history_rating"], ids["history_kind"], strict=True)
+        ]
+        self.rows = [(*row, *own) for row, own in zip(self.rows, of_events, strict=True)]
         self.half_lives = dataset.schema.encodings.half_lives
         self.known = 1 + ITEMS
         self.values = {}
@@ -97,8 +106,8 @@ class Loops:
     def labeled(self, time: float, chosen=lambda row: True) -> list[tuple]:
         return [row for row in self.rows if row[2] < time and row[3] is not None and chosen(row)]
 
-    def history(self, user: int, time: float, labeled: bool = False) -> list[tuple]:
-        return [r for r in self.rows if r[0] == user and r[2] < time and r[4] and not (labeled and r[3] is None)]
+    def history(self, user: int, time: float) -> list[tuple]:
+        return [r for r in self.rows if r[0] == user and r[2] < time and r[4]]
 
     def item_rate(self, item: int, time: float) -> float:
         mean = rate(self.labeled(time), 0.5, 1.0)
@@ -108,7 +117,8 @@ class Loops:
         if row[3] is None:
             return 0.0
         mean = rate(self.labeled(row[2]), 0.5, 1.0)
-        expected = self.item_rate(row[1], row[2]) + rate(self.history(row[0], row[2], True), mean, 10.0) - mean
+        of_user = self.labeled(row[2], lambda one: one[0] == row[0])
+        expected = self.item_rate(row[1], row[2]) + rate(of_user, mean, 10.0) - mean
         return round((row[3] - min(max(expected, 0.0), 1.0)) * 1024) / 1024
 
     def session(self, user: int, time: float) -> list[tuple]:
@@ -134,7 +144,7 @@ class Loops:
     def of(self, user: int, item: int, time: float) -> dict[str, float]:
         implicit = self.implicit
         rows, own = self.labeled(time), self.labeled(time, lambda row: row[1] == item)
-        history, known = self.history(user, time), self.history(user, time, True)
+        history, known = self.history(user, time), self.labeled(time, lambda row: row[0] == user)
         mean, item_rate = rate(rows, 0.5, 1.0), self.item_rate(item, time)
         user_rate, pair = rate(known, mean, 10.0), [row for row in known if row[1] == item]
         share = (len(own) + 10 / self.known) / (len(rows) + 10)
@@ -186,12 +196,25 @@ class Loops:
         session = self.session(user, time)
         found = {"past_session_count": math.log1p(len(session))}
         everybody = [row for row in self.rows if row[2] < time and row[4]]
+
+        def mean(of: list[tuple], expected: float, smoothing: float) -> float:
+            known = [row[6] for row in of if row[6]]
+            return (sum(known) + smoothing * expected) / (len(known) + smoothing)
+
+        own, overall = [row for row in history if row[1] == item], mean(everybody, 1.0, 1.0)
+        of_user = found["past_user_mean_rating"] = mean(history, overall, 10.0)
+        found["past_item_mean_rating"] = mean([row for row in everybody if row[1] == item], overall, 10.0)
+        found["past_session_mean_rating"] = mean(session, of_user, 2.0)
+        for i in range(1, groups.NUM_VALUES + 1):
+            found[f"past_session_kind_{i}"] = math.log1p(sum(row[7] == i for row in session))
+            found[f"past_user_item_kind_{i}"] = math.log1p(sum(row[7] == i for row in own))
         for name, values in self.values.items():
 
             def shared(of: list[tuple], values=values) -> list[tuple]:
                 return [row for row in of for _ in values[row[1]] & values[item]]
 
             each = max(len(values[item]), 1)
+            found[f"past_user_{name}_mean_rating"] = mean(shared(history), of_user, 2.0)
             found[f"past_session_{name}_share"] = len(shared(session)) / each / max(len(session), 1)
             if self.implicit:
                 expected, count = len(shared(everybody)) / each / max(len(everybody), 1), len(shared(history)) / each

@@ -17,8 +17,6 @@ from data_configs import data_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfi.baselines.features import Features, Smoothing
-from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import LabelConfig
 from jfi.data.prepared.add_statistics import add_statistics
@@ -73,7 +71,7 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
     for row in rows:
         older = [one for one in rows if one["timestamp"] < row["timestamp"] and one["label"] is not None]
         overall, item = rate(older, 0.5, 1.0), item_rate(row)
-        of_user = in_order([one for one in older if one["user_id"] == row["user_id"] and one["kind"] == "view"])
+        of_user = in_order([one for one in older if one["user_id"] == row["user_id"]])
         pair = [one for one in of_user if one["item_id"] == row["item_id"]]
         values = {"past_item_rate": item}
         values["past_item_count"] = np.log1p(sum(one["item_id"] == row["item_id"] for one in older))
@@ -87,21 +85,6 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
         values["past_user_item_newest_3"] = rate(pair[-3:], pair_rate, 1.0)
         found.append(values)
     return found
-
-
-def test_similar_ones_are_those_of_the_baselines(tmp_path):
-    table = random_table(5).append_column("at", pa.array(np.arange(120.0)))
-    path = tmp_path / "rows.parquet"
-    pa.parquet.write_table(table, path)
-    config = replace(CONFIG, interactions=str(path), timestamp="at", statistics=["similar"], max_history=20)
-    made = add_statistics(table, config)
-    dataset = load_dataset(config)
-    samples = Samples.of(dataset)
-    columns = Features(dataset, samples).co_occurrence(Smoothing(10.0, 10.0, 1.0))
-    place = dataset.arrays().events.time[samples.events].astype(int)  # the row in the table
-    np.testing.assert_allclose(made["past_similarity"].to_numpy()[place], columns["similarity"])
-    np.testing.assert_allclose(made["past_agreement"].to_numpy()[place], columns["agreement"], atol=1e-12)
-    assert np.ptp(columns["agreement"]) > 0.01 and np.ptp(columns["similarity"]) > 0.1
 
 
 def test_rows_without_ids_are_counted(caplog):

@@ -20,7 +20,7 @@ from jfi.training.run.saved_run import SavedRun
 ROWS = [row(i) for i in range(240)]
 #: The first row of the test split.
 TEST = 216
-GROUPS = ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"]
+GROUPS = ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.events.events import Events
+from jfi.events.events import Events, event_values
 from jfi.events.past import New
 from jfi.events.point_in_time import Column, PastIndex
 from jfi.events.statistics import DenseStatistics, Statistics
@@ -49,7 +49,16 @@ def past_index(
         if one.role in ("user", "context"):
             values = _matrix([own] if own.offsets is None else [*map(own.slot, range(_MAX_VALUES))], one)
             columns[f"{one.role} {one.key}"] = Column("user" if one.of == "user" else "event", *values, one.key)
-    return PastIndex(events, columns, len(items.ids), spec.num_embeddings, is_implicit, session, arrays, new)
+    numbers, values = {}, {}
+    for one, own in features:
+        if one.role == "history" and one.of == "event" and one.column in schema.encodings.edges:
+            numbers[one.column] = own.ids
+        elif one.role == "history" and one.of == "event":
+            values.setdefault(one.column, []).append(own.ids)
+    known = event_values(numbers, values)
+    return PastIndex(
+        events, columns, len(items.ids), spec.num_embeddings, is_implicit, session, arrays, new, values=known
+    )
 
 
 def dense_statistics(statistics: Statistics, schema: DataSchema, names: list[str]) -> DenseStatistics:

@@ -22,6 +22,7 @@ from jfi.data.prepared.stages.fit_schema import learn_schema
 from jfi.data.prepared.stages.sort import ROW
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.schema import DataSchema
+from jfi.events.groups import BY_CATEGORY, SESSIONS
 from jfi.events.statistics import DenseStatistics, Statistics
 from jfi.utils.files import temporary_folder
 
@@ -89,10 +90,12 @@ def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
     names = f"{names} quoting delimiter header missing_values null_ids".split()
     names += ["split", "validation", "test"] if parts is None and config.split == "files" else []
     own = {name: getattr(config, name) for name in names}
-    by_category = {"user_category", "session"} & set(config.statistics_groups())
-    categories = [one for one in config.features if one.of == "item" and one.type == "category" and by_category]
-    session = config.session if "session" in by_category else None
-    settings = column_settings(DataConfig(**own, features=categories, session=session, items=config.items))
+    groups = {*config.statistics_groups()}
+    categories = {*config.names("item", "category")} if {*BY_CATEGORY} & groups else set()
+    of_events = {name for names in config.event_values() for name in names} if "event_values" in groups else set()
+    features = [one for one in config.features if one.name in {"item": categories, "event": of_events}.get(one.of, ())]
+    session = config.session if {*SESSIONS} & groups else None
+    settings = column_settings(DataConfig(**own, features=features, session=session, items=config.items))
     items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
     return Tables(name, None, items, None, settings, parts)
 
@@ -106,7 +109,12 @@ def _sorted_log(
     if schema is None:
         schema = learn_schema(columns)
     else:
-        names = {given.config.item, *given.config.names("item", "category")}
-        of_items = [spec for spec in schema.features[:-1] if spec.of == "item" and spec.column in names]
-        schema = replace(schema, features=[*of_items, schema.features[-1]])
+        names = {"item": {given.config.item, *given.config.names("item", "category")}}
+        names["event"] = {*given.config.names("event")}
+        features = [
+            one
+            for one in schema.features[:-1]
+            if one.column in names.get(one.of, ()) and one.role in ("item", "history")
+        ]
+        schema = replace(schema, features=[*features, schema.features[-1]])
     return columns, compute_statistics(columns, schema, encode_features(columns, schema), rows=rows)

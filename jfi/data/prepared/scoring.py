@@ -33,7 +33,7 @@ from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.events.events import first_rows, order_by_item, user_blocks
-from jfi.events.groups import Group
+from jfi.events.groups import SESSIONS, Group
 from jfi.history_policies import Policy
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
@@ -106,7 +106,7 @@ class ScoringRows:
             config = replace(config, weight=None, auxiliary_labels=[])
         self._past = past
         if policy is None:  # nothing else reads these columns
-            session = config.session if "session" in statistics else None
+            session = config.session if {*SESSIONS} & {*statistics} else None
             config = replace(config, dwell=None, surface=None, session=session)
         self._made = set(config.statistics_columns())
         self._config = replace(config, source="table", users=sources.users, items=sources.items)

@@ -117,7 +117,8 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
         index = past_index(events, schema, ids, is_implicit=True, arrays=past)
         encodings = schema.encodings
         made = config.statistics_groups(), config.names("item", "category"), encodings.window, encodings.half_lives
-        statistics = dense_statistics(Statistics(index, *made), schema, config.statistics_columns())
+        statistics = Statistics(index, *made, *config.event_values())
+        statistics = dense_statistics(statistics, schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)
     dataset = InteractionDataset(arrays, schema, *options)

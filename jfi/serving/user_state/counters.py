@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jfi.events.events import event_values
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import Columns
@@ -29,7 +30,7 @@ def is_same(one: PastFields, other: PastFields) -> bool:
 
     def counted(past: PastFields) -> tuple:
         columns = {name: column.slots for name, column in past.columns.items()}
-        known = past.window, past.half_lives, past.is_implicit, past.session
+        known = past.window, past.half_lives, past.is_implicit, past.session, past.numbers, past.values
         return past.groups, past.categories, columns, *known
 
     return counted(one) == counted(other)
@@ -54,11 +55,20 @@ class StateCounters:
             name: [column.name for column in layout.columns if column.field.name == name and column.role is None]
             for name in past.columns
         }
-        if lacking := next((name for name, own in self._columns.items() if not own), None):
+        #: The same of the numbers and the categorical columns of events.
+        self._numbers, self._values = (
+            {
+                name: [column.name for column in layout.columns if column.field.name == name and not column.role]
+                for name in names
+            }
+            for names in (past.numbers, past.values)
+        )
+        read = self._columns | self._numbers | self._values
+        if lacking := next((name for name, own in read.items() if not own), None):
             raise StateError(f"events have no field '{lacking}', which statistics of the past count by")
         known = past.window, past.half_lives, past.is_implicit, past.num_known
         #: The counters, by digests.
-        self.live = LiveCounters(past.groups, past.categories, slots, *known)
+        self.live = LiveCounters(past.groups, past.categories, slots, *known, past.numbers, past.values)
         self._digests: dict[tuple[str, int], int] = {}
 
     def changes(self, get: Get, bodies: Sequence[tuple[Events, np.ndarray, np.ndarray]]) -> dict[bytes, bytes]:
@@ -74,7 +84,12 @@ class StateCounters:
             for name, own in self._columns.items()
         }
         sessions = None if self.past.session is None else sessions
-        own = values, labels, in_history, self.orders(items), sessions
+        of_events = event_values(
+            {name: records[one] for name, (one,) in self._numbers.items()},
+            {name: [records[one] for one in own] for name, own in self._values.items()},
+        )
+        sums = {name: of(np.arange(len(records))) for name, of in of_events.items()}
+        own = values, labels, in_history, self.orders(items), sessions, sums
         return self.live.add(get, LiveRows(hashes(users), hashes(items), records[TIME], *own))
 
     def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[Columns]:

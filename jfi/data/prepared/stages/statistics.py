@@ -11,6 +11,7 @@ from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema
+from jfi.events.groups import SESSIONS
 from jfi.events.statistics import Columns, DenseStatistics, Statistics
 
 #: Of implicit feedback the training samples, positives and negatives, that means and deviations come from, about.
@@ -54,10 +55,11 @@ def compute_statistics(
         label[:] = events.label
         label[repeated] = np.nan
         events = replace(events, label=label)
-    session = read_sessions(columns) if "session" in config.statistics_groups() else None
+    session = read_sessions(columns) if {*SESSIONS} & {*config.statistics_groups()} else None
     index = past_index(events, schema, ids, config.label is None, session, new=columns.temporary)
     categories, encodings = config.names("item", "category"), schema.encodings
-    statistics = Statistics(index, config.statistics_groups(), categories, encodings.window, encodings.half_lives)
+    made = config.statistics_groups(), categories, encodings.window, encodings.half_lives
+    statistics = Statistics(index, *made, *config.event_values())
     columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
