@@ -66,7 +66,8 @@ def gains(folder: Path = RESULTS) -> str:
         found = summaries(table, _cells(name, folder), MODELS)
         auc = {title: found[model]["auc"]["mean"] for title, model in COMPARED.items() if model in found}
         shown = [f"{auc[more] - auc[less]:+.4f}" if {more, less} <= auc.keys() else "-" for more, less in pairs]
-        lines.append([table.title, f"{table.events:g}", f"{table.repeated:.0%}", *shown])
+        if table.events:  # else not counted yet
+            lines.append([table.title, f"{table.events:g}", f"{table.repeated:.0%}", *shown])
     return markdown.as_markdown(lines)
 
 

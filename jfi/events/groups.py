@@ -42,7 +42,7 @@ GROUPS: dict[Group, tuple[list[str], list[str]]] = {
 #: tell positives from negatives, since an item that the user has had is no negative. docs/features.md has figures.
 AUTO: tuple[list[Group], list[Group]] = (
     ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"],
-    ["item", "user", "popularity", "age", "user_category", "session", "event_values"],
+    ["item", "user", "popularity", "age", "user_category", "session"],
 )
 #: The groups that count by the values of categorical columns of the item.
 BY_CATEGORY: tuple[Group, ...] = ("user_category", "session", "event_values")
