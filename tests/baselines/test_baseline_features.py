@@ -10,6 +10,7 @@ from tables import CLICKS, IMPLICIT, LABELED, first_rows, load, random_row
 
 from jfi.baselines.features import Features
 from jfi.baselines.samples import Samples
+from jfi.utils.encoding import standardize
 
 KINDS = {
     "labels": LABELED,
@@ -68,11 +69,11 @@ def test_statistics_are_those_of_a_run(folder, kind):
     assert features.numbers.keys() > run.keys()
     assert len({len(one) for one in (features.numbers | features.categories).values()}) == 1
     for name, values in run.items():
-        mean, deviation, _ = dataset.schema.encodings.scale(name)
+        scale = dataset.schema.encodings.scale(name)
         own = features.numbers[name][part]
         if "_rate" in name and not name.endswith("_count"):
             own = 1 / (1 + np.exp(-own))
-        expected = own if name == "price" else np.nan_to_num((own - mean) / deviation)
+        expected = own if name == "price" else standardize(own, *scale)
         np.testing.assert_allclose(values, expected, atol=1e-4, err_msg=name)
 
 

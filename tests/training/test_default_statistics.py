@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
 def test_the_log_and_the_config_name_the_groups(tmp_path, capsys):
     train(default_run(tmp_path, epochs=1))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("defaults: "))
-    assert line == f"defaults: data.statistics: {GROUPS}"
+    assert line.startswith(f"defaults: data.statistics: {GROUPS}, optimizer.embeddings.weight_decay: ")
     config = load_config(tmp_path / "run/config.yaml")
     assert config.data.statistics == GROUPS
     assert jfi.load_run(tmp_path / "run").schema.dense_names == ["price", *config.data.statistics_columns()]

@@ -82,9 +82,12 @@ class Steps(RunState):
 
     def _check_monitor(self) -> None:
         """Raises ConfigError if AUC per user selects the best epoch, and no user of validation has both labels."""
-        monitor, arrays = self.config.monitor, self.dataset.arrays()
-        if self.dataset.is_implicit or "validation" not in arrays.samples:
-            return  # a positive's negatives are of its user, and parts of a log are not split
+        monitor = self.config.monitor
+        if not monitor.startswith("user_auc") or self.dataset.is_implicit:
+            return  # a positive's negatives are of its user
+        arrays = self.dataset.arrays()
+        if "validation" not in arrays.samples:
+            return  # parts of a log are not split
         events, rows = arrays.events, arrays.samples["validation"]
         columns = labels_of(self.config.data, events.label, events.targets)
         for spec, column in zip(self._labels, columns, strict=False):
