@@ -182,10 +182,9 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions.
 
     At the end of `loss.backward()` the rows are stepped; `.grad` of the tables stays None, and an optimizer of the
-    other parameters must leave the tables out. As with TorchRec's fused optimizers, moments change only of rows of the
-    batch, and two calls of `backward()` make two steps, also over one graph. All look-ups of one
-    backward pass, such as those of several calls of the collection, make one step: a row gets one step with the sum of
-    its gradients, also as target and as history, or under several keys. A forward pass without a backward pass changes
+    other parameters must leave the tables out. As with TorchRec's fused optimizers, only rows of the batch change, and
+    two calls of `backward()` make two steps, also over one graph. All look-ups of one backward pass, such as those of
+    several calls of the collection, make one step: a row gets one step with the sum of its gradients, also as target and as history, or under several keys. A forward pass without a backward pass changes
     nothing, and `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode
     does not matter. A table whose weight does not require a gradient is not stepped.
 
@@ -200,8 +199,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or torchrec.optim.RowWiseAdagrad.
         optimizer_kwargs: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has, with its defaults. Adam's
             bias correction counts the steps of the collection. Weight decay is a penalty of the whole table in each
-            step, as in torch.optim: a row gets that of all steps since its last one when it is stepped again, in
-            proximal form (Duchi et al., "Adaptive Subgradient Methods", 2011), see `jfi.ops.step_rows`.
+            step; a row gets that of all steps since its last one when it is stepped again, see `jfi.ops.step_rows`.
         output_dtype: of the embeddings; None means float32, as of EmbeddingCollection.
         ema_decay: decay of an exponential moving average of the tables, such as 0.999, which `averages()` returns;
             None for none.
