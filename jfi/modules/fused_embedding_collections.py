@@ -183,11 +183,10 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
 
     At the end of `loss.backward()` the rows are stepped; `.grad` of the tables stays None, and an optimizer of the
     other parameters must leave the tables out. As with TorchRec's fused optimizers, only rows of the batch change, and
-    two calls of `backward()` make two steps, also over one graph. All look-ups of one backward pass, such as those of
-    several calls of the collection, make one step: a row gets one step with the sum of its gradients, also as target
-    and as history, or under several keys. A forward pass without a backward pass changes nothing, and `torch.no_grad()`
-    spares it the sorting of ids; whether the module is in training or evaluation mode does not matter. A table whose
-    weight does not require a gradient is not stepped.
+    two calls of `backward()` make two steps, also over one graph. All look-ups of one backward pass make one step: a
+    row gets one step with the sum of its gradients, also as target and as history, or under several keys. A forward
+    pass alone changes nothing, and `torch.no_grad()` spares it the sorting of ids; whether the module is in training or
+    evaluation mode does not matter. A table whose weight does not require a gradient is not stepped.
 
     It trains in one process: each of several would step a separate copy, which raises an error, with and without
     DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. A GradScaler's `step()` raises an
