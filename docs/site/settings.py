@@ -30,24 +30,30 @@ def page() -> str:
     """Returns the text of docs/settings.md."""
     parts = [HEAD]
     for field in dataclasses.fields(Config):
-        parts += _section(field.name, typing.get_type_hints(Config)[field.name])
+        parts += _section(field.name, typing.get_type_hints(Config)[field.name], field.default_factory())
     return "\n".join(parts)
 
 
-def _section(path: str, section: type) -> Iterator[str]:
-    """Yields the section of a dataclass, and behind it those of the dataclasses in its fields."""
+def _section(path: str, section: type, defaults: object = None) -> Iterator[str]:
+    """Yields the section of a dataclass, and behind it those of the dataclasses in its fields.
+
+    `defaults` is the instance that a config has by default; None for entries of a list or a mapping.
+    """
     intro, meanings = _docstring(section)
     yield f"## {path}\n\n{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
     inner, hints = [], typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         kind = hints[field.name]
         found = next((one for one in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(one)), None)
+        own = getattr(defaults, field.name, None)
         if found is not None:
-            inner.append((f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}", found))
-        yield f"| `{field.name}` | {_value(kind)} | {_default(field)} | {meanings[field.name]} |"
+            name = f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}"
+            inner.append((name, found, own if isinstance(own, found) else None))
+        default = _default(field) if defaults is None else _shown(own)
+        yield f"| `{field.name}` | {_value(kind)} | {default} | {meanings[field.name]} |"
     yield ""
-    for name, one in inner:
-        yield from _section(name, one)
+    for one in inner:
+        yield from _section(*one)
 
 
 def _docstring(section: type) -> tuple[str, dict[str, str]]:
@@ -76,11 +82,11 @@ def _value(kind: object) -> str:
 
 def _default(field: dataclasses.Field) -> str:
     if field.default is not dataclasses.MISSING:
-        value = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        return "required"
+        return _shown(field.default)
+    return "required" if field.default_factory is dataclasses.MISSING else _shown(field.default_factory())
+
+
+def _shown(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return "below"
     return f"`{yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix('...' + chr(10)).strip()}`"

@@ -161,12 +161,13 @@ class DataConfig:
         statistics: groups of dense features of the sample, made of strictly older rows: rates and counts of the `item`,
             of the `user`, of the user's events of the same item (`user_item`), of each category of the item
             (`user_category`) and of the user's events of items that the same users had (`similar`); the item's
-            `popularity` of late; times since the first row of the item and the last events of the user (`age`); and
-            the target's category in the `session`. Without a label shares take the place of rates. "auto" stands for
-            all with a binary label; for `item`, `user`, `popularity`, `age`, `user_category` and `session` without a
-            label; and for none of a regression, of `source: synthetic`, and where a column that the config names has
-            the name of one that they make. Values of a category of the item with a `capacity` are not counted:
-            `user_category` and `session` are refused there, and "auto" leaves them out.
+            `popularity` of late; times since the first row of the item and the last events of the user (`age`); the
+            target's category in the `session`; and means of the numbers and counts of the values of events
+            (`event_values`). Without a label shares take the place of rates. "auto" stands for all with a binary label;
+            for `item`, `user`, `popularity`, `age`, `user_category` and `session` without a label; and for none of a
+            regression, of `source: synthetic`, and where a column that the config names has the name of one that they
+            make. Values of a category of the item with a `capacity` are not counted: `user_category`, `session` and
+            `event_values` are refused there, and "auto" leaves them out.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
             user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user

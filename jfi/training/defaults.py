@@ -79,10 +79,10 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
     if optimizer.ema_decay == "auto":
         none = world.launched or training.publish_every is not None
         optimizer = dataclasses.replace(optimizer, ema_decay=None if none else 0.98)
-    decay = 0.0 if world.launched else 1 / (_PRIOR**2 * max(dataset.num_samples("train"), 1))
-    optimizer = with_decay(dataclasses.replace(config, optimizer=optimizer), float(f"{decay:.3g}")).optimizer
+    decay = 0.0 if world.launched else float(f"{1 / (_PRIOR**2 * max(dataset.num_samples('train'), 1)):.3g}")
     data = config.data.with_statistics()
-    settled = with_bias(dataclasses.replace(config, data=data, training=training, optimizer=optimizer))
+    settled = dataclasses.replace(config, data=data, training=training, optimizer=optimizer)
+    settled = with_bias(with_decay(settled, decay))
     found = {
         "data.statistics": (config.data.statistics, settled.data.statistics),
         "model.bias": (config.model.bias, settled.model.bias),

@@ -218,15 +218,14 @@ class OptimizerGroup:
         learning_rate: step size.
         weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. For tables it is a penalty
             of all rows in each step; a row gets that of all steps since it was last stepped when a batch reads it
-            again, so other rows cost nothing. `auto` is 0 but for tables, where it is that of elements with a normal
-            prior of standard deviation 0.2: 25 / (training samples, sampled negatives included). With
-            `training.warm_start` it is that of the other run; it is 0 under torchrun, and with rows of
-            `model.pretrained` that are trained.
+            again, so other rows cost nothing. `auto`, of tables alone, is that of elements with a normal prior of
+            standard deviation 0.2: 25 / (training samples, sampled negatives included). With `training.warm_start` it
+            is that of the other run; it is 0 under torchrun, and with rows of `model.pretrained` that are trained.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
     learning_rate: float = 1e-3
-    weight_decay: float | Literal["auto"] = "auto"
+    weight_decay: float | Literal["auto"] = 0.0
 
     @property
     def decay(self) -> float:
@@ -251,7 +250,7 @@ class OptimizerConfig:
     """
 
     dense: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(learning_rate=3e-3))
-    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.05))
+    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup("adagrad", 0.05, "auto"))
     ema_decay: float | Literal["auto"] | None = "auto"
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -260,8 +259,9 @@ class OptimizerConfig:
         for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
             key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
             require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
-            known = decay == "auto" or 0 <= decay < math.inf
-            require(known, f"{key}.weight_decay", decay, "0 or more and finite, or auto")
+            is_auto, must = decay == "auto" and name == "embeddings", "0 or more and finite, or auto for embeddings"
+            known = is_auto or (decay != "auto" and 0 <= decay < math.inf)
+            require(known, f"{key}.weight_decay", decay, must)
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
         in_range = self.ema_decay in (None, "auto") or 0 < self.ema_decay < 1

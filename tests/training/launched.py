@@ -54,9 +54,7 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
         ),
         optimizer=OptimizerConfig(
-            dense=OptimizerGroup(),
-            embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1, weight_decay=0.0),
-            ema_decay=None,
+            dense=OptimizerGroup(), embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1), ema_decay=None
         ),
         sharding=ShardingConfig(type=sharding, min_partition=4),
         training=TrainingConfig(

@@ -101,8 +101,7 @@ def test_without_options_nothing_unusual_is_on():
     assert (config.training.checkpoint_every, config.training.warm_start, config.training.run_dir) == (0, None, None)
     assert (config.encoder.num_layers, config.encoder.causal, config.encoder.bias) == (0, False, None)
     assert config.encoder.relative_bias is None
-    assert (config.encoder.dropout, config.model.pretrained, config.optimizer.dense.decay) == (0, {}, 0)
-    assert config.optimizer.embeddings.decay == 0
+    assert (config.encoder.dropout, config.model.pretrained, config.optimizer.dense.weight_decay) == (0, {}, 0)
 
 
 def test_options_that_must_go_together():

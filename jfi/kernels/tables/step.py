@@ -146,7 +146,7 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
             if SPEC.name == "adam":
                 penalty /= root
         if SPEC.weight_decay > 0:
-            new *= 1.0 / (1.0 + penalty)  # of a number a row, one division a row
+            new /= 1.0 + penalty
         new = round_to(tables[0].dtype.element_ty, new, row, keys, SPEC)
         tl.store(tables[0] + at, new, mask=keep)
         if SPEC.ema_decay > 0:
