@@ -114,7 +114,9 @@ def test_statistics_of_items_are_those_of_a_vocabulary(write):
     torch.testing.assert_close(first.dense_features[:, columns], second.dense_features[:, columns])
     without = load_dataset(replace_data(config, capacity={"made": 5}))
     left_out = set(plain.schema.dense_names) - set(without.schema.dense_names)
-    assert left_out == {"past_user_made_rate", "past_user_made_count", "past_session_count", "past_session_made_share"}
+    of_groups = {name for name in left_out if "right" not in name}  # the others are those of `event_values`
+    assert of_groups == {"past_user_made_rate", "past_user_made_count", "past_session_count", "past_session_made_share"}
+    assert {f"past_{of}_right_{i}" for of in ("session", "user_item") for i in range(1, 5)} == left_out - of_groups
     wrong = replace_data(config, capacity={"made": 5}, statistics=["item", "session"])
     message = r"data\.statistics has 'session', which counts by 'made', which has a capacity"
     with pytest.raises(DataError, match=message):

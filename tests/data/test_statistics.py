@@ -174,8 +174,8 @@ def test_they_are_dense_features_of_a_run(tmp_path):
 @pytest.mark.parametrize("label", ["rating >= 3", None])
 def test_those_outside_of_trainings_range_are_clipped_or_left_out(label, tmp_path):
     # The rows of training are hours long; those of validation are a year later, those of test two years later.
-    table, count, year = random_table(0, 400).drop_columns("kind"), np.arange(400), 365 * 86_400
-    time = 60 * count + np.searchsorted([320, 360], count, side="right") * year
+    table, count, year = random_table(0, 1200).drop_columns("kind"), np.arange(1200), 365 * 86_400
+    time = 60 * count + np.searchsorted([960, 1080], count, side="right") * year
     table = table.set_column(2, "timestamp", pa.array(time))
     config = DataConfig(interactions=table, label=label, features=[], statistics=["item", "age"], split="time")
     config = replace(config, fractions=[0.8, 0.1, 0.1])
@@ -189,7 +189,7 @@ def test_those_outside_of_trainings_range_are_clipped_or_left_out(label, tmp_pat
     ends = np.array([standardize(np.array(b), *m) for b, m in _scales(dataset.schema)])
     assert (np.ptp(ends, axis=1) == 0).any() and (np.ptp(ends, axis=1) > 1).any()
     for split in ("train", "validation", "test"):  # with the drawn negatives of implicit feedback
-        (batch,), (same,) = (one.batches(split, 2000) for one in (dataset, again))
+        (batch,), (same,) = (one.batches(split, 10_000) for one in (dataset, again))
         dense = batch.dense_features.numpy()
         np.testing.assert_array_equal(dense, same.dense_features.numpy())
         assert ((dense >= np.minimum(ends[:, 0], 0)) & (dense <= np.maximum(ends[:, 1], 0))).all()

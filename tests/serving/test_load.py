@@ -12,6 +12,7 @@ import resource
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import serving_attack
@@ -25,7 +26,6 @@ from aiohttp import compression_utils
 from jfi.serving.server import admission
 from jfi.serving.server.app import once_a_minute
 
-from .conftest import as_sent
 from .test_server import samples, serve
 
 
@@ -246,7 +246,7 @@ def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, 
         for part in ("history", "candidates")
     }
     sent = serving_attack.attacks(request_body | columns)
-    wanted = as_sent(scorer.score([scorer.reader(request_body)])[0])
+    (wanted,) = scorer.score([scorer.reader(request_body)])
 
     async def talk(client):
         messages = {name: message for name, (message, _) in sent.items()}
@@ -262,7 +262,9 @@ def test_a_client_that_sends_anything_fails_no_other(scorer, request_body, log, 
         return await attack, answered, await samples(client)
 
     (messages, found), answered, counted = serve(scorer, talk, connections=256, body_seconds=1, pace=1e5)
-    assert len(answered) > 1 and set(map(repr, answered)) == {repr((200, wanted))}
+    assert len(answered) > 1 and {status for status, _ in answered} == {200}
+    for _, scores in answered:  # others that are scored together may change the last bit
+        np.testing.assert_allclose(scores, wanted, rtol=1e-6)
     assert messages.keys() == sent.keys() and messages.total() - found.total() <= 64  # the last of each connection
     assert {(name, status) for name, status in found if status not in {*sent[name][1], 408}} == set()
     for reason, status in {"compressed": 415, "too_large": 413, "slow_body": 408, "not_found": 404}.items():

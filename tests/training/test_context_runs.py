@@ -69,7 +69,9 @@ def config_of(table: Path, run: Path, **settings: object) -> Config:
         | settings,
     )
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0)
-    return Config(data, model, training=TrainingConfig(str(run), epochs=1, batch_size=32, device="cpu"))
+    optimizer = OptimizerConfig(embeddings=OptimizerGroup("adagrad", 0.05))  # few samples would decay the tables to 0
+    training = TrainingConfig(str(run), epochs=1, batch_size=32, device="cpu")
+    return Config(data, model, optimizer=optimizer, training=training)
 
 
 @pytest.fixture(scope="module")

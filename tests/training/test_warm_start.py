@@ -152,7 +152,11 @@ def test_a_warm_run_trains_on_rows_that_the_old_one_has_not_trained_on(old, tmp_
 
 def test_a_time_of_the_config_is_not_called_that_of_the_old_run(old, tmp_path, capsys):
     config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old), rows_after=row(99)[2])
-    assert check_warm_start(old, config) == ([], row(99)[2])
+    lines, settled = check_warm_start(old, config)
+    assert (lines, settled.training.rows_after) == ([], row(99)[2])
+    assert (
+        settled.optimizer.embeddings.weight_decay == load_config(old / "config.yaml").optimizer.embeddings.weight_decay
+    )
     Trainer(config, load_dataset(config.data), World(), str(old))
     line = "training.rows_after: 60 of 160 training samples are newer than 1970-01-01T01:39:00+00:00; older rows are"
     assert line in capsys.readouterr().out
@@ -178,8 +182,8 @@ def test_rows_after_a_best_evaluation_within_the_first_epoch_are_not_lost(old, t
         train(config_of(old.parent / "table.csv", tmp_path / name, **options))
         assert BestEpoch.of(tmp_path / name).epoch == 0.4
         new = config_of(old.parent / "table.csv", tmp_path / "new", warm_start=str(tmp_path / name))
-        (line,), bound = check_warm_start(tmp_path / name, new)
-        assert bound == found
+        (line,), settled = check_warm_start(tmp_path / name, new)
+        assert settled.training.rows_after == found
         assert line.startswith(f"training.rows_after: auto takes {rows}")
         assert line.endswith("lies within its first epoch, which has seen only part of its rows")
 
@@ -189,7 +193,8 @@ def test_rows_after_takes_all_rows_of_splits_by_user(old, tmp_path, split):
     config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old))
     config.data = replace_data(config.data, split=split)
     line = f"training.rows_after: auto takes all rows, since with data.split: {split} new rows of a user may be older"
-    assert check_warm_start(old, config) == ([f"{line} than rows of another"], None)
+    lines, settled = check_warm_start(old, config)
+    assert (lines, settled.training.rows_after) == ([f"{line} than rows of another"], None)
 
 
 def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):

@@ -24,6 +24,8 @@ _BOUNDS = (0.001, 0.999)
 #: A statistic of which a larger share of the validation samples is outside of these quantiles is left out. The value is
 #: in the gap of the tables of docs/quality.md: their columns have either at most .11 or at least .36.
 _MOST_OUTSIDE = 0.2
+#: Validation samples from which on a share tells enough to leave a statistic out.
+_LEAST_ROWS = 100
 #: The least share outside that is worth a word; it is .002 where nothing changes.
 _NOTED = 0.01
 
@@ -92,7 +94,7 @@ def _learn_scales(names: list[str], found: Columns, rows: np.ndarray, columns: R
         mean = encodings.moments[name][0]
         low, high = np.quantile(known, _BOUNDS).tolist() if len(known) else (mean, mean)
         outside = float(np.mean((now < low) | (now > high))) if len(now) else 0.0
-        is_left_out = outside > _MOST_OUTSIDE
+        is_left_out = outside > _MOST_OUTSIDE and len(now) >= _LEAST_ROWS
         encodings.bounds[name] = (mean, mean) if is_left_out else (low, high)
         if outside >= _NOTED:
             noted["left out" if is_left_out else "clipped"].append(f"{name} {outside:.1%}")
