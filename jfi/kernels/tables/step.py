@@ -146,7 +146,10 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
             if SPEC.name == "adam":
                 penalty /= root
         if SPEC.weight_decay > 0:
-            new /= 1.0 + penalty
+            if SPEC.name == "adagrad" or SPEC.name == "adam":
+                new /= 1.0 + penalty
+            else:  # one division a row
+                new *= 1.0 / (1.0 + penalty)
         new = round_to(tables[0].dtype.element_ty, new, row, keys, SPEC)
         tl.store(tables[0] + at, new, mask=keep)
         if SPEC.ema_decay > 0:
