@@ -8,6 +8,7 @@ import pyarrow as pa
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.config import DataConfig
+from jfi.data.features.past_index import past_index
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.summary import Summary, date_of
@@ -16,6 +17,7 @@ from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.events.events import Events, user_blocks
+from jfi.events.point_in_time import Tallies
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
 
@@ -23,6 +25,8 @@ from jfi.utils.jagged import blocks
 _YEARS = (1980, 2100)
 #: The median of the times is that of about as many of them.
 _TIMES = 1 << 20
+#: Training samples of which it is known whether they follow another event soon, about.
+_ASKED = 1 << 18
 #: A label that fewer of a split's rows have, or all but fewer, is nearly constant.
 _RARE = 1e-3
 #: If a label is the kind of a row, more than the first share of the positives, and at most the second one of the
@@ -72,7 +76,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
-            *(_warn_of_raw_events(events) if config.task == "binary" and config.label is not None else []),
+            *(_warn_of_raw_events(dataset, columns) if config.task == "binary" and config.label is not None else []),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
@@ -203,15 +207,19 @@ def _warn_of_duplicates(columns: Columns) -> list[str]:
     ]
 
 
-def _warn_of_raw_events(events: Events) -> list[str]:
+def _warn_of_raw_events(dataset: InteractionDataset, columns: Columns) -> list[str]:
     """Warns if most positives of training, and much fewer negatives, follow an event of the same user and item soon."""
-    counts = np.zeros((2, 2), np.int64)  # by label, of the samples and of those that follow one
-    for begin, end in user_blocks(events.first):
-        label = events.label[begin:end]
-        label = np.where(events.split[begin:end] == SPLITS.index("train"), label, np.nan)
-        soon = _follow_soon(events, begin, end)
-        counts += [[np.count_nonzero(own), np.count_nonzero(own & soon)] for own in (label == 0, label == 1)]
-    of_negatives, of_positives = counts[:, 1] / np.maximum(1, counts[:, 0])
+    arrays, rows = dataset.arrays(), dataset.arrays().samples["train"]
+    if arrays.statistics is None:
+        index = past_index(arrays.events, dataset.schema, arrays.columns, is_implicit=False, new=columns.temporary)
+    else:
+        index = arrays.statistics.statistics.index
+    rows = rows[:: max(1, len(rows) // _ASKED)].astype(np.int64)
+    label, asked = arrays.events.label[rows], Tallies(index, index.questions(rows))
+    soon = asked.age("history", ("user", "item")) <= _SOON
+    of_negatives, of_positives = (
+        np.count_nonzero(soon & (label == value)) / max(1, np.count_nonzero(label == value)) for value in (0, 1)
+    )
     higher_odds = of_positives * (1 - of_negatives) >= _ODDS * of_negatives * (1 - of_positives)
     if of_positives <= _POSITIVES or of_negatives > _NEGATIVES or not higher_odds:
         return []
@@ -221,31 +229,6 @@ def _warn_of_raw_events(events: Events) -> list[str]:
         "as a purchase among views, metrics are too good, and scores of items not yet viewed useless: make the views "
         "the samples, label each by what happens later, and leave the label of all other rows empty"
     ]
-
-
-def _follow_soon(events: Events, begin: int, end: int) -> np.ndarray:
-    """`[end - begin]` bool: whether an event of histories, of the same user and item, is strictly, and little, older.
-
-    Args:
-        events: all events.
-        begin, end: a range of rows that holds whole users.
-    """
-    user, item, time = (column[begin:end] for column in (events.user, events.item, events.time))
-    order = np.lexsort((item, user))  # stable, and a user's rows are in the order of time
-    user, item, time = user[order], item[order], time[order]
-    is_event = np.ones(len(order), bool)
-    if events.rows is not None:
-        first, last = np.searchsorted(events.rows, np.array([begin, end], events.rows.dtype))
-        is_event[:] = False
-        is_event[events.rows[first:last] - begin] = True
-    index = np.arange(len(order))
-    is_new = np.append(True, (user[1:] != user[:-1]) | (item[1:] != item[:-1]) | (time[1:] != time[:-1]))
-    newest = np.append(-1, np.maximum.accumulate(np.where(is_event[order], index, -1)))
-    before = newest[np.maximum.accumulate(np.where(is_new, index, 0))]  # the newest event of an older moment, or -1
-    follows = (before >= 0) & (user[before] == user) & (item[before] == item) & (time - time[before] <= _SOON)
-    found = np.empty(len(order), bool)
-    found[order] = follows
-    return found
 
 
 def _warn_of_changes(columns: Columns) -> list[str]:
