@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -148,25 +147,23 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
 than a constant; try lower learning rates or training.monitor: ne
             warning: the best of 3 epochs is epoch 1: try lower learning rates, a larger model.dropout or min_count
         """
-        lines, other = [], "" if monitor == "ne" else " or training.monitor: ne"
+        lines, other, epoch = [], "" if monitor == "ne" else " or training.monitor: ne", f"epoch {self.best_epoch:.4g}"
         # Of several labels "ne" is the mean of "ne_<label>" of each one.
         if metrics.get("ne", 0) > 1 and not any(name.startswith("ne_") for name in metrics):
-            epoch = f"epoch {self.best_epoch:.4g}, the best by {monitor},"
             lines.append(
-                f"warning: the validation NE of {epoch} is {metrics['ne']:.4f}:"
+                f"warning: the validation NE of {epoch}, the best by {monitor}, is {metrics['ne']:.4f}:"
                 f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
             )
-        aucs = [(value, name) for name, value in metrics.items() if name.split("_")[0] == "auc"]
-        value, name = max(aucs, default=(0, ""))
-        if value > _LARGEST_AUC and not is_implicit:
+        high = [name for name, value in metrics.items() if name.split("_")[0] == "auc" and value > _LARGEST_AUC]
+        if high and not is_implicit:
             lines.append(
-                f"warning: the validation {name} of epoch {self.best_epoch:.4g} is {value:.4f}: above {_LARGEST_AUC} "
+                f"warning: the validation {high[0]} of {epoch} is {metrics[high[0]]:.4f}: above {_LARGEST_AUC} "
                 "an input usually reveals the label, such as a column that is known only afterwards, or the view just "
                 "before each purchase where both are rows; jfi evaluate --importance shows which"
             )
         if self.best_epoch <= 1 < self.evaluated_epoch:
             lines.append(
-                f"warning: the best of {self.evaluated_epoch:.4g} epochs is epoch {self.best_epoch:.4g}: try lower "
+                f"warning: the best of {self.evaluated_epoch:.4g} epochs is {epoch}: try lower "
                 "learning rates, a larger model.dropout or min_count"
             )
         before = self.start.get("validation", {}).get(monitor, math.nan)
@@ -178,7 +175,7 @@ than a constant; try lower learning rates or training.monitor: ne
         return lines
 
     def warn_of_opposite_metrics(self, log: list[dict], data: str, monitor: str) -> list[str]:
-        """Warns of AUC and AUC per user of validation that moved in opposite directions twice or more in a row.
+        """Warns of AUC and AUC per user of validation that moved in opposite directions in two evaluations in a row.
 
         Args:
             log: the lines of metrics.jsonl.
@@ -193,30 +190,25 @@ than a constant; try lower learning rates or training.monitor: ne
 0.7151, 0.6830, AUC per user 0.6562, 0.6927, 0.6961; the run keeps epoch 1, the best by auc; to rank the items of a \
 user, set training.monitor: user_auc
         """
-        names = {"auc": "AUC", "user_auc": "AUC per user"}
         lines = [line for line in log if line["split"] == "validation" and line.get(DATA, data) == data]
-        lines = [line for line in lines if None not in [line.get(name) for name in names]]
-        values = np.array([[line[name] for name in names] for line in lines]).reshape(-1, 2)
-        moves = np.diff(values, axis=0)
-        end, stretches = 0, []
-        # Of each evaluation after the first one whether AUC rises (1) or falls (-1) against AUC per user, or neither.
-        for turn, steps in groupby(np.where(moves.prod(axis=1) < 0, np.sign(moves[:, 0]), 0)):
-            begin, end = end, end + len(list(steps))
-            if turn and end - begin >= 2 and np.abs(values[end] - values[begin]).min() >= _LEAST_MOVE:
-                stretches.append(range(begin, end + 1))
-        if not stretches:
+        lines = [line for line in lines if None not in (line.get("auc"), line.get("user_auc"))]
+        for some in zip(lines, lines[1:], lines[2:], strict=False):
+            values = np.array([(line["auc"], line["user_auc"]) for line in some])
+            moves = np.diff(values, axis=0)  # in each of two evaluations of AUC and AUC per user
+            are_steady = (moves.prod(axis=0) > 0) & (np.abs(moves.sum(axis=0)) >= _LEAST_MOVE)
+            if are_steady.all() and moves[0].prod() < 0:
+                break
+        else:
             return []
-        longest = max(stretches, key=len)
-        epochs = ", ".join(f"{lines[index]['epoch']:.4g}" for index in longest)
-        shown = [
-            f"{title} {', '.join(f'{lines[index][name]:.4f}' for index in longest)}" for name, title in names.items()
-        ]
+        epochs = ", ".join(f"{line['epoch']:.4g}" for line in some)
+        auc, user_auc = (", ".join(f"{value:.4f}" for value in of) for of in values.T)
         other = "to rank the items of a user, set training.monitor: user_auc"
         if monitor.startswith("user_auc"):
             other = "to compare samples of different users, set training.monitor: auc"
         return [
             f"warning: over epochs {epochs} validation AUC and AUC per user move in opposite directions: "
-            f"{', '.join(shown)}; the run keeps epoch {self.best_epoch:.4g}, the best by {monitor}; {other}"
+            f"AUC {auc}, AUC per user {user_auc}; the run keeps epoch {self.best_epoch:.4g}, the best by {monitor}; "
+            f"{other}"
         ]
 
     def forget_best(self, log: list[dict], data: str, config: Config) -> str | None:
