@@ -253,13 +253,6 @@ def test_settings_that_do_not_fit(folder):
     made.model.experts = 2
     with pytest.raises(ConfigError, match=r"model.experts: got 2, must be 0 with a single label; see data.labels"):
         Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
-    alone = {"split": "leave_one_out", "labels": [LABELS[0], LABELS[2]]}  # validation has one row of each user
-    for monitor in ("user_auc", "user_auc_clicked"):
-        made = config(folder, "unused", alone, monitor=monitor)
-        with pytest.raises(
-            ConfigError, match=f"training.monitor: got '{monitor}', but no user of the validation split"
-        ):
-            Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
     numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), label="seconds", task="regression"))
     with pytest.raises(ConfigError, match=r"baselines predict a binary label, got data.task: regression"):
         run_baselines(numbers)

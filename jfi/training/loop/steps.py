@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from itertools import chain
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -21,7 +20,6 @@ from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.batches.dataset import Batches
 from jfi.data.batches.prefetch import loader_threads, prefetch
-from jfi.data.schema.labels import labels_of
 from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World
@@ -29,7 +27,6 @@ from jfi.training.loop.captured_steps import capture, captures_shards
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
 from jfi.training.loop.learning_rates import LearningRates
 from jfi.training.loop.objective import Objective
-from jfi.training.metrics.label_metrics import user_auc
 from jfi.training.model.growing_rows import admit_ids
 from jfi.training.run.state import RunState
 from jfi.utils.display import Display
@@ -67,7 +64,6 @@ class Steps(RunState):
         self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
         self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)
         self._labels = dataset.schema.labels
-        self._check_monitor()
         self._objective = Objective.of(config.data, self._labels, config.training.positive_weight)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
@@ -79,25 +75,6 @@ class Steps(RunState):
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
         #: Mean loss of the last line of the log, to be shown.
         self.loss = math.nan
-
-    def _check_monitor(self) -> None:
-        """Raises ConfigError if AUC per user selects the best epoch, and no user of validation has both labels."""
-        monitor = self.config.monitor
-        if not monitor.startswith("user_auc") or self.dataset.is_implicit:
-            return  # a positive's negatives are of its user
-        arrays = self.dataset.arrays()
-        if "validation" not in arrays.samples:
-            return  # parts of a log are not split
-        events, rows = arrays.events, arrays.samples["validation"]
-        columns = labels_of(self.config.data, events.label, events.targets)
-        for spec, column in zip(self._labels, columns, strict=False):
-            if spec.task != "binary" or monitor not in ("user_auc", f"user_auc_{spec.name}"):
-                continue
-            known = rows[~np.isnan(column[rows])]
-            label = torch.from_numpy(column[known])
-            if math.isnan(user_auc(label, label, torch.from_numpy(events.user[known]))):
-                why = f"no user of the validation split has samples of both values of '{spec.name}'"
-                raise ConfigError(f"training.monitor: got '{monitor}', but {why}; set auc")
 
     def capture_steps(self) -> str | None:
         """Launches training steps as CUDA graphs from now on where `training.cuda_graph` asks for it; or says why not.

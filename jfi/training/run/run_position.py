@@ -132,7 +132,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
         return None
 
     def warn_of_best_epoch(self, metrics: dict[str, float], monitor: str, is_implicit: bool = False) -> list[str]:
-        """Warns of a best epoch that is in the first of several, and of an NE or an AUC that few good models have.
+        """Warns of a best epoch that is the first of several or has no metric, and of an NE or AUC that is rarely good.
 
         Args:
             metrics: those of the best epoch on the validation split.
@@ -153,6 +153,11 @@ than a constant; try lower learning rates or training.monitor: ne
             lines.append(
                 f"warning: the validation NE of {epoch}, the best by {monitor}, is {metrics['ne']:.4f}:"
                 f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
+            )
+        if math.isnan(metrics.get(monitor, 0)):
+            lines.append(
+                f"warning: the validation {monitor} is NaN, since all labels, or those of each user, are equal: the "
+                "first evaluation counts as the best; set another training.monitor"
             )
         high = [name for name, value in metrics.items() if name.split("_")[0] == "auc" and value > _LARGEST_AUC]
         if high and not is_implicit:
