@@ -303,8 +303,7 @@ class DataConfig:
             return self.statistics
         if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
             return []
-        left_out = {*BY_CATEGORY} if self.growing("item") else set() if any(self.event_values()) else {"event_values"}
-        groups = [one for one in AUTO[self.label is None] if one not in left_out]
+        groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
         made = self._columns_of(groups)
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups

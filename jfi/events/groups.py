@@ -41,7 +41,7 @@ GROUPS: dict[Group, tuple[list[str], list[str]]] = {
 #: The groups that "auto" stands for: of a table with labels, and of implicit feedback, where `user_item` and `similar`
 #: tell positives from negatives, since an item that the user has had is no negative. docs/features.md has figures.
 AUTO: tuple[list[Group], list[Group]] = (
-    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"],
+    [*GROUPS],
     ["item", "user", "popularity", "age", "user_category", "session"],
 )
 #: The groups that count by the values of categorical columns of the item.

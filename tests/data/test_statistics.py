@@ -296,10 +296,7 @@ def test_statistics_need_names():
         add_statistics(random_table(0), DataConfig(label="rating >= 3", statistics=[]))
 
 
-LABELED, IMPLICIT = (
-    ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session"],
-    ["item", "user", "popularity", "age", "user_category", "session"],
-)
+IMPLICIT = ["item", "user", "popularity", "age", "user_category", "session"]
 TWO = [LabelConfig("like", "rating >= 3"), LabelConfig("stars", "rating", "regression")]
 GENRE = FeatureConfig("genre", "item")
 
@@ -307,9 +304,9 @@ GENRE = FeatureConfig("genre", "item")
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
-        ({"label": "rating >= 3"}, LABELED),
-        ({"label": "rating >= 3", "features": [GENRE], "split": "leave_one_out", "batching": "user"}, LABELED),
-        ({"labels": TWO}, LABELED),
+        ({"label": "rating >= 3"}, ALL),
+        ({"label": "rating >= 3", "features": [GENRE], "split": "leave_one_out", "batching": "user"}, ALL),
+        ({"labels": TWO}, ALL),
         ({}, IMPLICIT),
         ({"features": [GENRE], "negatives": 1}, IMPLICIT),
         ({"label": "rating", "task": "regression"}, []),
@@ -347,7 +344,7 @@ def test_auto_is_the_default_and_no_other_text_is_known():
 def test_a_prepared_dataset_decides_what_auto_stands_for(tmp_path):
     pa.parquet.write_table(random_table(0).drop_columns("kind"), tmp_path / "rows.parquet")
     config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3")
-    for name, statistics, groups in (("a", "auto", LABELED), ("b", [], []), ("c", ["user"], ["user"])):
+    for name, statistics, groups in (("a", "auto", ALL), ("b", [], []), ("c", ["user"], ["user"])):
         prepare_dataset(replace(config, statistics=statistics), tmp_path / name, show=False)
         prepared = str(tmp_path / name)
         assert Manifest.load(prepared).data.statistics == groups

@@ -13,6 +13,7 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataConfig, DataError
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.events.groups import GROUPS
 from jfi.training import Config, ConfigError, resume, train
 from jfi.training.config_parser import load_config
 from jfi.training.run.saved_run import SavedRun
@@ -20,7 +21,6 @@ from jfi.training.run.saved_run import SavedRun
 ROWS = [row(i) for i in range(240)]
 #: The first row of the test split.
 TEST = 216
-GROUPS = ["item", "user", "user_item", "similar", "popularity", "age", "user_category", "session", "event_values"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,9 @@ def trained(tmp_path_factory):
 def test_the_log_and_the_config_name_the_groups(tmp_path, capsys):
     train(default_run(tmp_path, epochs=1))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("defaults: "))
-    assert line.startswith(f"defaults: data.statistics: {GROUPS}, optimizer.embeddings.weight_decay: ")
+    assert line.startswith(f"defaults: data.statistics: {list(GROUPS)}, optimizer.embeddings.weight_decay: ")
     config = load_config(tmp_path / "run/config.yaml")
-    assert config.data.statistics == GROUPS
+    assert config.data.statistics == list(GROUPS)
     assert jfi.load_run(tmp_path / "run").schema.dense_names == ["price", *config.data.statistics_columns()]
     train(default_run(tmp_path, "regression", {"label": "seconds", "task": "regression", "features": []}, epochs=1))
     assert "defaults: data.statistics: []" in capsys.readouterr().out
@@ -200,4 +200,4 @@ def test_prepare_names_the_groups_of_auto(trained, tmp_path, capsys):
     commands.run(
         "prepare", "--config", folder / "run/config.yaml", "--data.statistics", "auto", "--out", tmp_path / "out"
     )
-    assert f"defaults: data.statistics: {GROUPS}" in capsys.readouterr().out
+    assert f"defaults: data.statistics: {list(GROUPS)}" in capsys.readouterr().out
