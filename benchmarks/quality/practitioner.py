@@ -1,24 +1,23 @@
 """Boosting on features that one would write by hand for a shop's log: ``python -m benchmarks.quality.practitioner``.
 
-It reads the table `shop` or `impressions`, and prints the test AUC that the library's boosting (`jfi.baselines`) and
-models must reach. Its features use what is known of these tables: which rows are impressions, what a dwell is, what
-follows a click. All are sums over rows that are strictly older.
+It reads the table `shop` or `impressions`, and prints the test AUC that the library's boosting (`jfi.baselines`), which
+grows the same trees, and models must reach. Its features use what is known of these tables: which rows are impressions,
+what a dwell is, what follows a click. All are sums over rows that are strictly older.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.metrics import roc_auc_score
 
 from benchmarks.quality.impressions import TEST
 from benchmarks.quality.tables import DATA
+from jfi.baselines.models import LEAST_ROWS, LEAVES, best, gradient_boosting
+from jfi.baselines.samples import Samples
 
 _DAY = 86_400
-#: Learning rate, leaves, least rows of a leaf, L2, of the trials.
-_TRIALS = ((0.05, 15, 50, 0.0), (0.05, 31, 100, 1.0), (0.03, 31, 200, 5.0), (0.03, 63, 200, 5.0))
 
 
 class Sums:
@@ -44,7 +43,7 @@ class Sums:
 
 
 def features(log: dict[str, np.ndarray], items: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The features of the impressions; the categorical ones are last."""
+    """The features of the impressions."""
     item, user, session = log["item_id"], log["user_id"], log["session"]
     category, brand, price = (items[name][item] for name in ("category", "brand", "price"))
     shown, viewed, carted, bought = (log["action"] == one for one in ("impression", "view", "cart", "purchase"))
@@ -109,32 +108,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder that benchmarks.quality.fetch wrote")
     options = parser.parse_args()
     log, items = (_read(options.data / options.table / f"{file}.parquet") for file in ("interactions", "items"))
-    columns = features(log, items)
-    shown = log["action"] == "impression"
-    matrix, label = np.stack([*columns.values()], axis=1), log["clicked"][shown].astype(int)
-    order = np.argsort(log["timestamp"][shown], kind="stable")
-    test = int(TEST * len(order))
-    parts = order[: -2 * test], order[-2 * test : -test], order[-test:]
-    (x, y), (x_val, y_val), (x_test, y_test) = ((matrix[part], label[part]) for part in parts)
-    best = (0.0, 0.0, ())
-    for trial in _TRIALS:
-        rate, leaves, rows, penalty = trial
-        model = HistGradientBoostingClassifier(
-            learning_rate=rate,
-            max_leaf_nodes=leaves,
-            min_samples_leaf=rows,
-            l2_regularization=penalty,
-            max_iter=600,
-            early_stopping=True,
-            n_iter_no_change=30,
-            categorical_features=[*range(len(columns) - 2, len(columns))],
-            random_state=0,
-        )
-        model.fit(x, y, X_val=x_val, y_val=y_val)
-        scores = [roc_auc_score(of, model.decision_function(rows)) for rows, of in ((x_val, y_val), (x_test, y_test))]
-        best = max(best, (*scores, trial))
-        print(f"{trial}: validation {scores[0]:.4f}, test {scores[1]:.4f}", flush=True)
-    print(f"{options.table}: {len(columns)} features, {len(label)} rows, test AUC {best[1]:.4f} ({best[2]})")
+    columns, shown = features(log, items), np.flatnonzero(log["action"] == "impression")
+    categories = {name: columns.pop(name) for name in ("category", "brand")}
+    count, test = len(shown), int(TEST * len(shown))
+    splits = {"train": slice(0, count - 2 * test), "validation": slice(count - 2 * test, count - test)}
+    splits["test"] = slice(count - test, count)  # the log is in the order of time
+    samples = Samples(shown, *(log[name][shown] for name in ("item_id", "clicked", "user_id")), splits)
+    trials = itertools.product(LEAVES, LEAST_ROWS)
+    fit = best((gradient_boosting(columns, samples, *trial, categories) for trial in trials), "auc")
+    shape = f"{len(columns) + len(categories)} features, {count} rows"
+    print(f"{options.table}: {shape}, test AUC {fit.test['auc']:.4f} ({fit.settings})")
 
 
 if __name__ == "__main__":
