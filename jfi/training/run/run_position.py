@@ -156,7 +156,8 @@ than a constant; try lower learning rates or training.monitor: ne
                 f"warning: the validation NE of {epoch} is {metrics['ne']:.4f}:"
                 f" above 1 the probabilities are worse than a constant; try lower learning rates{other}"
             )
-        aucs = [(value, name) for name, value in metrics.items() if name.split("_")[0] == "auc"]
+        # The AUC of a label that is constant in the split is NaN, and the mean over the labels with it.
+        aucs = [(value, name) for name, value in metrics.items() if name.split("_")[0] == "auc" and value == value]
         value, name = max(aucs, default=(0, ""))
         if value > _LARGEST_AUC and not is_implicit:
             lines.append(
