@@ -61,8 +61,7 @@ def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] |
     index.past("history", ("user",))
     times, arrays, events = index.times, index.arrays, index.events
     last_session = _last_sessions(index) if "session starts" in arrays else None
-    names = [name.removesuffix(": codes") for name in arrays if name.endswith(": codes")]
-    kept = {name: _kept_rows(index, name, last_session) for name in names}
+    kept = {name: _kept_rows(index, name, last_session) for name in index.pasts}
     moments = {name: arrays[f"{name}: codes"][rows] % len(times) for name, rows in kept.items()}
     left = np.unique(np.concatenate([[len(times) - 1] if len(times) else [], *moments.values()]).astype(np.int64))
     found = {"times": times[left]}
@@ -72,8 +71,9 @@ def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] |
         found[f"{name}: codes"] = key * len(left) + np.searchsorted(left, moments[name])
         found[f"{name}: keys"], found[f"{name}: position"] = arrays[f"{name}: keys"], position
         for other, values in arrays.items():
-            of, what = other[: len(name) + 2], other[len(name) + 2 :]
-            if of == f"{name}: " and what not in ("codes", "keys", *_LEFT_OUT):
+            # A column "a: b" has arrays that begin with the name of the rows of a column "a".
+            of = max((one for one in kept if other.startswith(f"{one}: ")), key=len, default="")
+            if of == name and other.removeprefix(f"{name}: ") not in ("codes", "keys", *_LEFT_OUT):
                 found[other] = values[position if len(values) > len(codes) else rows]
     rows = events.rows_at(kept[_OF_USER])
     found |= {f"event {name}": np.asarray(getattr(events, name)[rows]) for name in _EVENTS}

@@ -78,21 +78,20 @@ class LiveCounters:
         known = self._counted.num_known, self._counted.is_implicit
         index = PastIndex(events, columns, 1, *known, sets=SETS, values=sums)
         self._statistics(index).answers(Questions(zero[:1], np.array([2.0]), zero[:1], ids=ids))
-        needed = {name.removesuffix(": codes") for name in index.arrays if name.endswith(": codes")}
-        if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in needed):
-            needed.add(USER_ROWS)
+        if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in index.pasts):
+            index.past("history", ("user",))
         if any(name.endswith((": item surprise", ": products")) for name in index.arrays):
-            needed |= {*SURPRISES}
+            for key in ((), ("item",), ("user",)):
+                index.past("labeled", key)
         found = []
-        for text in sorted(needed):
+        for text in sorted(index.pasts):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
             sums = [one for one in parts if one in ("label", "item surprise", "products", *index.values)]
             if text in SURPRISES and "label" not in sums and not self._counted.is_implicit:
                 sums.append("label")
-            decays = [one for one in parts if one.startswith(("labels by ", "rows by "))]
-            rows, _, key = text.partition(" by ")
-            key = () if text.startswith(PAIRS) or key == "nothing" else tuple(key.split(" x "))
-            found.append(SortedRows(text, rows, key, tuple(sums), tuple(decays)))
+            decays = [one for one in parts if one.startswith(("labels by ", "rows by ")) and one not in sums]
+            key = index.sorted_by.get(text, ())
+            found.append(SortedRows(text, text.partition(" by ")[0], key, tuple(sums), tuple(decays)))
         return found
 
     def _statistics(self, index: PastIndex) -> Statistics:

@@ -107,7 +107,9 @@ class PastIndex:
         self.item_columns = {part: one for part, one in columns.items() if one.of == "item"}
         #: The arrays that were made so far, by name.
         self.arrays = {} if arrays is None else arrays
-        self._pasts: dict[str, Past] = {}
+        #: The rows that were sorted so far, by name; and the keys of all but pairs of items.
+        self.pasts: dict[str, Past] = {}
+        self.sorted_by: dict[str, Key] = {}
         if sets is not None:
             self.sets = sets
 
@@ -157,6 +159,7 @@ class PastIndex:
     def past(self, rows: Rows, key: Key) -> Past:
         """Returns the rows of a set, sorted by key and moment, which have the numbers of their events."""
         name = self.name(rows, key)
+        self.sorted_by[name] = key
         if f"{name}: codes" not in self.arrays:
             count = sum(len(keys) for keys, _, _ in self._keyed(rows, key))
             past = Past.sort(self._keyed(rows, key), count, len(self.times), self.new)
@@ -165,11 +168,11 @@ class PastIndex:
 
     def sorted_rows(self, name: str) -> Past:
         """Returns the sorted rows of this name, whose arrays are there."""
-        if name not in self._pasts:
+        if name not in self.pasts:
             parts = ("codes", "keys", "events", "position")
             codes, keys, order, position = (self.arrays.get(f"{name}: {part}") for part in parts)
-            self._pasts[name] = Past(codes, len(self.times), keys, order, position)
-        return self._pasts[name]
+            self.pasts[name] = Past(codes, len(self.times), keys, order, position)
+        return self.pasts[name]
 
     def _keyed(self, rows: Rows, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the keys, the moments and the events of a set of rows, as `Past.sort` takes them."""

@@ -159,13 +159,20 @@ class FusedTables(FusedOptimizer):
         """Does nothing: the states always exist."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads states; the absence of `stepped_at`, or of a `step` that only rounding reads, leaves it as it is."""
-        own, given = self.state_dict()["state"], state_dict["state"]
-        given = {name: states for name, states in given.items() if name in own or states.keys() != {"step"}}
-        given |= {name: one for name, one in own.items() if name not in given and one.keys() == {"step"}}
-        kept = {name: {"stepped_at": one["stepped_at"]} for name, one in own.items() if "stepped_at" in one}
-        given = {name: kept.get(name, {}) | states for name, states in given.items()}
-        super().load_state_dict({**state_dict, "state": given})
+        """Loads states, which may have or lack those of rounding and of weight decay, `step` and `stepped_at`.
+
+        Without `stepped_at` all rows count as last stepped at `step`.
+        """
+        own, found, optional = self.state_dict()["state"], {}, {"step", "stepped_at"}
+        for name, states in state_dict["state"].items():
+            known = own.get(name, {})
+            if not known and states.keys() <= optional:
+                continue
+            found[name] = {key: one for key, one in states.items() if key != "stepped_at" or key in known}
+            if "stepped_at" in known and "stepped_at" not in states:
+                found[name]["stepped_at"] = torch.full_like(known["stepped_at"], int(states.get("step", 0)))
+        found |= {name: one for name, one in own.items() if name not in found and one.keys() <= optional}
+        super().load_state_dict({**state_dict, "state": found})
 
     def allocate_states(self) -> None:
         """Makes the states, zeros, or moves them to the weights' device; behind the meta device they begin anew."""

@@ -17,6 +17,7 @@ KINDS = {
     "labels, clicks": LABELED | CLICKS,
     "implicit": IMPLICIT,
     "implicit, clicks": IMPLICIT | CLICKS,
+    "labels, sessions": LABELED | {"session": "device"},
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jfi.events import live_counters
-from jfi.events.counters import counters_of
+from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.events import Events, EventValues, event_values
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
@@ -209,6 +209,31 @@ def test_a_log_and_the_events_after_it(is_implicit):
             now = float(log.time[rows[-1]] + 60)
             found = counted.live.answers(counted.get, log.question(user, now))
             check(found, log.answers(rows, user, now))
+
+
+def test_columns_may_have_names_that_look_like_those_of_arrays():
+    rng, names, of_events = np.random.default_rng(0), ["a", "a: b", "size x color"], (["c: codes"], ["rows by 5.0"])
+    ids = {f"column {name}": rng.integers(0, 3, (ITEMS, 1)) for name in names}
+    user, item, values = (np.sort(rng.integers(0, n, 200)) for n in (USERS, ITEMS, 5))
+    label = rng.integers(0, 2, 200).astype(np.float32)
+    events = Events(user, rng.permutation(item), np.arange(200.0), label, np.zeros(200, np.int8))
+    columns = {part: Column("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
+    known = {"values": event_values({"c: codes": values}, {"rows by 5.0": [values]})}
+    index = PastIndex(events, columns, ITEMS, ITEMS, False, **known)
+    made = list(GROUPS), names, WINDOW, HALF_LIVES, *of_events
+    none = np.zeros(ITEMS, np.int64)
+    asked = Questions(none, none + 300.0, np.arange(ITEMS), ids=ids)
+    wanted, counters = Statistics(index, *made).answers(asked), counters_of(index)
+    again = index_of_counters(counters, ITEMS, ITEMS, dict.fromkeys(ids, 3), False, index.sets)
+    check(Statistics(again, *made).answers(asked), wanted)
+    live = LiveCounters(list(GROUPS), names, dict.fromkeys(names, 1), WINDOW, HALF_LIVES, False, ITEMS, *of_events)
+    sizes = {"user": USERS, "item": ITEMS, **dict.fromkeys(ids, 3)}
+    records = dict(
+        live.records_of(counters, index.sets, {part: digests(b"d", np.arange(n)) for part, n in sizes.items()})
+    )
+    of_items = {one.key: np.where(one.ids > 0, digests(b"d", one.ids), np.uint64(0)) for one in columns.values()}
+    question = LiveRows(digests(b"d", none), digests(b"d", np.arange(ITEMS)), asked.seconds, of_items)
+    check(live.answers(lambda keys: [records.get(key) for key in keys], question), wanted)
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])

@@ -94,6 +94,13 @@ def test_rows_without_ids_are_counted(caplog):
     assert "left out 1 of 3 rows without a user or an item (data.null_ids: drop)" in caplog.text
 
 
+def test_means_of_numbers_are_of_the_quantiles_of_the_config():
+    config = replace(CONFIG, features=[FeatureConfig("rating", "event", "number")], statistics=["event_values"])
+    for count, most in ((2, 2), (16, 5)):
+        made = add_statistics(random_table(0), replace(config, num_quantiles=count))
+        assert most - 1 < np.max(made["past_session_mean_rating"].to_numpy()) <= most
+
+
 def columns_of(table: pa.Table) -> np.ndarray:
     return np.array([table[name].to_numpy() for name in CONFIG.statistics_columns()])
 

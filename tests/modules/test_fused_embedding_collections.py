@@ -277,12 +277,39 @@ def test_states_load_into_the_unfused_optimizer_and_back(name):
     assert int(state["step"]) == 4
 
 
+@pytest.mark.parametrize("name", ["adagrad", "adamw"])
+def test_states_without_the_steps_of_rows_load_alike_into_new_and_trained_tables(name):
+    """Those of unfused optimizers: a row's weight decay counts the steps since then, at most."""
+    tables = [EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=9, feature_names=["item"])]
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    new, trained, other = (FusedEmbeddingCollection(tables, CLASSES[name][0], options) for _ in range(3))
+
+    def step(one):
+        ids = KeyedJaggedTensor(["item"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+        one(ids)["item"].values().sum().backward()
+
+    for one in (other, other, *[trained] * 9):
+        step(one)
+    saved = copy.deepcopy(other.fused_optimizer.state_dict())
+    for states in saved["state"].values():
+        del states["stepped_at"]
+    for one in (new, trained):
+        one.load_state_dict(other.state_dict())
+        one.fused_optimizer.load_state_dict(copy.deepcopy(saved))
+    for one in (new, trained, other):
+        step(one)
+    for one in (new, trained):
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("decays", "steps"), [(True, 2), (False, 1)])  # with neither there are no states
 @pytest.mark.parametrize("rounds", [True, False])
-def test_tables_in_half_precision_take_the_states_of_another_rounding(rounds):
+def test_tables_in_half_precision_take_the_states_of_another_rounding_or_decay(rounds, decays, steps):
     def make(stochastic):
+        options = {"lr": 0.1, "weight_decay": 0.5 * (stochastic == decays)}
         tables = [EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=9, feature_names=["item"])]
         tables[0].data_type = DataType.BF16
-        return FusedEmbeddingCollection(tables, torch.optim.SGD, {"lr": 0.1}, stochastic_rounding=stochastic)
+        return FusedEmbeddingCollection(tables, torch.optim.SGD, options, stochastic_rounding=stochastic)
 
     own, other = make(rounds), make(not rounds)
     for one in (own, own, other):
@@ -290,7 +317,7 @@ def test_tables_in_half_precision_take_the_states_of_another_rounding(rounds):
         one(ids)["item"].values().sum().backward()
     saved = copy.deepcopy(other.fused_optimizer.state_dict())
     own.fused_optimizer.load_state_dict(saved)
-    assert int(own.fused_optimizer.steps) == 2
+    assert int(own.fused_optimizer.steps) == steps
     with pytest.raises(ValueError, match="Different parameter count"):
         own.fused_optimizer.load_state_dict({"state": {"embeddings.other.weight": {"sum": torch.zeros(9)}}})
 

@@ -1,5 +1,7 @@
 """Which epoch is the best, also after a resume, and what a line of the log averages."""
 
+import math
+
 import pytest
 from test_run import killed_after, tiny
 
@@ -62,6 +64,8 @@ def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
     [
         ({"auc": 0.981}, False, "auc of epoch 1 is 0.9810: above 0.98 an input"),
         ({"auc": 0.7, "auc_buy": 0.99}, False, "auc_buy of epoch 1 is 0.9900"),
+        ({"auc": math.nan, "auc_like": math.nan, "auc_buy": 0.99}, False, "auc_buy of epoch 1 is 0.9900"),
+        ({"auc": math.nan}, False, None),
         ({"auc": 0.98, "user_auc": 1.0}, False, None),
         ({"auc": 0.999}, True, None),
         ({"auc": float("nan")}, False, "auc is NaN"),

@@ -41,6 +41,7 @@ from jfi.training.model.build_model import build_model, build_optimizer
 from jfi.training.run.interrupt import stop_on_signals
 from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_folder import RunFolder
+from jfi.training.run.run_position import config_changes
 
 ROOT = Path(__file__).parents[2]
 
@@ -519,6 +520,11 @@ def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_p
     resume(tmp_path / "run", config_changed="accept")
     assert RunFolder.open(tmp_path / "run")[1].training.batch_size == 512
     resume(tmp_path / "run")
+
+
+def test_a_whole_number_in_python_is_the_float_that_config_yaml_has():
+    whole, same, other = (Config(optimizer=OptimizerConfig(dense=OptimizerGroup(weight_decay=x))) for x in (0, 0.0, 1))
+    assert not list(config_changes(whole.as_dict(), same)) and list(config_changes(whole.as_dict(), other))
 
 
 def test_the_bias_follows_from_other_settings():

@@ -86,8 +86,8 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
 def _tables(config: DataConfig, name: str, parts: list[Table] | None) -> Tables:
     """The tables with the settings and the columns that statistics need."""
     config = config.with_statistics()
-    names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions encoding"
-    names = f"{names} quoting delimiter header missing_values null_ids".split()
+    names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions"
+    names = f"{names} num_quantiles encoding quoting delimiter header missing_values null_ids".split()
     names += ["split", "validation", "test"] if parts is None and config.split == "files" else []
     own = {name: getattr(config, name) for name in names}
     groups = {*config.statistics_groups()}

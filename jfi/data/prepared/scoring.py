@@ -178,8 +178,8 @@ class ScoringRows:
         split = np.broadcast_to(np.int8(0), len(row))
         events = sorted_events(config, folder, split, self._events_of_histories(num_history))
         raw = Columns(self._tables, folder, events, item_ids)
-        ids, engagement, statistics = encode_features(raw, schema), read_engagement(raw), None
-        if engagement is not None:
+        ids, engagement, statistics = encode_features(raw, schema), None, None
+        if self._policy is not None and (engagement := read_engagement(raw)) is not None:
             # Of an event on a surface that the policy does not know nothing is known, as of any unseen value.
             engagement = engagement.on_surfaces(self._policy.surfaces)
         is_scored = raw.new("is_scored", bool, len(row))

@@ -101,7 +101,9 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
         by_item = _numpy(_read(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, ids, events), config.negatives)
     engagement = None
-    if config.dwell is not None or config.surface is not None:
+    # A policy goes by dwell and surface; datasets with data.session alone had no fields at first.
+    has_fields = config.policy is None or config.dwell is not None or config.surface is not None
+    if has_fields and (folder / _SURFACES).is_file():
         surfaces = _read(folder / _SURFACES)["surface"].to_pylist()
         session = None if config.session is None else _numpy(columns["session"])
         engagement = Engagement(_numpy(columns["dwell"]), _numpy(columns["surface"]), surfaces, session)

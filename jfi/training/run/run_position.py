@@ -329,7 +329,7 @@ def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tup
             yield from config_changes(old[name], value, f"{key}.")
         elif key not in _PLACES:
             was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
-            if was != now:
+            if json.loads(was) != json.loads(now):  # 1 is 1.0: the YAML of a whole number is that of a float
                 yield key, f"{key} was {was} and is {now}"
 
 

@@ -15,13 +15,13 @@ SECONDS = {"s": 1.0, "ms": 1e-3}
 
 
 def read_engagement(columns: Columns) -> Engagement | None:
-    """The fields of all events, in the order of the rows; None where the config names neither dwell nor surface.
+    """The fields of all events, in the order of the rows; None where the config names none of them.
 
     Raises:
         DataError: a column is missing or holds something else than numbers (dwell) or single values (the others).
     """
     config, count = columns.config, columns.count("event")
-    if config.dwell is None and config.surface is None:
+    if not config.engagement_columns():
         return None
     dwell, surface = columns.new("dwell", np.float32, count), columns.new("surface", np.int32, count)
     numbers = None if config.dwell is None else columns.numbers(config.dwell, "event")
