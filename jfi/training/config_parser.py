@@ -298,9 +298,12 @@ def _must_be_one_of(found: re.Match) -> str:
     return f"got '{found[2]}', must be one of {found[1].replace(chr(39), '')}"
 
 
+#: Python's types in the words of docs/settings.md.
+_KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null"}
+
+
 def _must_be_of_type(found: re.Match) -> str:
-    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
-    return f"got '{found[2]}', must be {kinds.get(found[1], found[1])}"
+    return f"got '{found[2]}', must be {_KINDS.get(found[1], found[1])}"
 
 
 #: jsonargparse's message about a value that may be of several types.
@@ -325,6 +328,9 @@ def _tidy(message: str) -> str:
     message = re.sub(r"Expected a Literal\[(.*?)\]\.\s+Got value: (.*)$", _must_be_one_of, message)
     if found := _UNION.match(message):
         name, kinds, value = found.groups()
-        kinds = re.sub(r"Literal\[(.*?)\]", r"\1", kinds).replace("NoneType", "null")
-        return shorten(f"{name}: got '{value}', must be one of {kinds}")
+        kinds = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", ""), kinds)
+        kinds = re.sub(r"\b(int|float|bool|str|NoneType)\b", lambda found: _KINDS[found[1]], kinds)
+        kinds = re.sub(r"list\[(.*?)\]", r"a list of (\1)", kinds)
+        got = {"None": "null"}.get(value, value if value.startswith("[") else f"'{value}'")
+        return shorten(f"{name}: got {got}, must be {' or '.join(kinds.rsplit(', ', 1))}")
     return shorten(re.sub(r"^argument (--\S+):", r"\1:", message))

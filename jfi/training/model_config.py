@@ -259,8 +259,9 @@ class OptimizerConfig:
         for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
             key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
             require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
-            is_auto, must = decay == "auto" and name == "embeddings", "0 or more and finite, or auto for embeddings"
-            known = is_auto or (decay != "auto" and 0 <= decay < math.inf)
+            may_be_auto = name == "embeddings"
+            known = may_be_auto if decay == "auto" else 0 <= decay < math.inf
+            must = f"{'auto, or a number of ' if may_be_auto else ''}0 or more and finite"
             require(known, f"{key}.weight_decay", decay, must)
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
