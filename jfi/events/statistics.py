@@ -185,6 +185,9 @@ class Statistics:
             total, count = (asked.sums("history", key, f"{what} {name}") for what in ("sum of", "has"))
             return Tally(total, count).rate(expected, smoothing)
 
+        def of_session(what: str) -> np.ndarray:
+            return session.sum(self.index.prefix("history", ("user",), what))
+
         for name in self.numbers:
             overall = mean(name, (), 1.0, 1.0)
             columns[f"past_item_mean_{name}"] = mean(name, ("item",), overall, _SMOOTHING)
@@ -193,17 +196,13 @@ class Statistics:
                 known = f"column {category}" in self.index.item_columns
                 of = mean(name, ("user", f"column {category}"), user, _OF_FEW) if known else np.full(len(user), np.nan)
                 columns[f"past_user_{category}_mean_{name}"] = of
-            sums = (
-                session.sum(self.index.prefix("history", ("user",), f"{what} {name}")) for what in ("sum of", "has")
-            )
-            columns[f"past_session_mean_{name}"] = Tally(*sums).rate(user, _OF_FEW)
+            tally = Tally(of_session(f"sum of {name}"), of_session(f"has {name}"))
+            columns[f"past_session_mean_{name}"] = tally.rate(user, _OF_FEW)
         for name in self.values:
             for i in range(1, NUM_VALUES + 1):
                 what = f"{name} is {i}"
-                own = session.sum(self.index.prefix("history", ("user",), what))
-                columns[f"past_session_{name}_{i}"] = np.log1p(own)
-                pair = asked.sums("history", ("user", "item"), what)
-                columns[f"past_user_item_{name}_{i}"] = np.log1p(pair)
+                columns[f"past_session_{name}_{i}"] = np.log1p(of_session(what))
+                columns[f"past_user_item_{name}_{i}"] = np.log1p(asked.sums("history", ("user", "item"), what))
         return columns
 
     def _item_share(self, asked: Tallies) -> np.ndarray:

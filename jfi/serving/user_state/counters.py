@@ -50,18 +50,13 @@ class StateCounters:
     def __init__(self, past: PastFields, layout: EventLayout) -> None:
         self.past, self._layout = past, layout
         slots = {name: column.slots for name, column in past.columns.items()}
-        #: By categorical column of the item the columns of the records that have its values.
-        self._columns = {
-            name: [column.name for column in layout.columns if column.field.name == name and column.role is None]
-            for name in past.columns
-        }
-        #: The same of the numbers and the categorical columns of events.
-        self._numbers, self._values = (
+        #: By column of the item, number and categorical column of events the columns of the records with its values.
+        self._columns, self._numbers, self._values = (
             {
-                name: [column.name for column in layout.columns if column.field.name == name and not column.role]
+                name: [column.name for column in layout.columns if column.field.name == name and column.role is None]
                 for name in names
             }
-            for names in (past.numbers, past.values)
+            for names in (past.columns, past.numbers, past.values)
         )
         read = self._columns | self._numbers | self._values
         if lacking := next((name for name, own in read.items() if not own), None):
