@@ -3,8 +3,8 @@
 python -m benchmarks.quality.cost --data data/quality --procs 12
 
 Trainings run side by side, each on one thread of the CPU and, where there is one, on the GPU, and end after `--epochs`
-or `--limit` seconds. Results go to benchmarks/results/quality/cost.json, the picture beside it; `python -m
-benchmarks.readme` writes the table of docs/quality.md.
+or `--limit` seconds. Each result is written to benchmarks/results/quality/cost.json as it comes, and the picture at the
+end; `python -m benchmarks.readme` writes the table of docs/quality.md.
 """
 
 from jfi.utils.exit_codes import EXIT_CODES, begin_command
@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from jfi.data import DataConfig, load_dataset
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import write_file
 
-COMPARED = ("movielens_100k", "impressions")
+COMPARED = ("movielens_100k", "amazon_office")
 POOLINGS = {"mean": PEERS[0], "attention": OURS}
 #: By embedding_dim its line.
 SIZES = {16: ":", 64: "-", 128: "--"}
@@ -146,11 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
         scratch = Path(folder)
         files = {scratch / table: TABLES[table].arguments(0, options.data) for table in options.tables}
         list(pool.map(jfi, (["prepare", *one, "--data.statistics=auto", "--out", to] for to, one in files.items())))
-        measured = pool.map(measure, runs, *map(itertools.repeat, (scratch, options.epochs, options.limit)))
-        runs = [run for run in measured if run["auc"]]  # one that is ended in its first epoch has none
-    runs.sort(key=lambda run: (options.tables.index(run["table"]), run["device"], run["model"] != BOOSTING))
-    where = environment() | {"procs": options.procs, "cpu": report.cpu_name()}
-    write_file(options.out, json.dumps({"environment": where, "runs": runs}, indent=1) + "\n")
+        where, found = environment() | {"procs": options.procs, "cpu": report.cpu_name()}, []
+        for run in as_completed(pool.submit(measure, run, scratch, options.epochs, options.limit) for run in runs):
+            found += [run.result()] if run.result()["auc"] else []  # one that is ended in its first epoch has none
+            found.sort(key=lambda one: (options.tables.index(one["table"]), one["device"], one["model"] != BOOSTING))
+            write_file(options.out, json.dumps({"environment": where, "runs": found}, indent=1) + "\n")
     print(f"wrote {options.out} and {draw(options.out)}")
 
 
