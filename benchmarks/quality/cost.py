@@ -37,7 +37,7 @@ from jfi.data import DataConfig, load_dataset
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import write_file
 
-COMPARED = ("movielens_100k", "amazon_office")
+COMPARED = ("amazon_office",)
 POOLINGS = {"mean": PEERS[0], "attention": OURS}
 #: By embedding_dim its line.
 SIZES = {16: ":", 64: "-", 128: "--"}
