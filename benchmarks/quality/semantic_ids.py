@@ -84,8 +84,8 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "VQ fusion with brands, digits, no id": (_sids("vq_brand", "digits", item_id=False), 8),
 }
 BASE = "id alone"
-#: Of all forms. Ids are made unknown in training, so that the embedding of an unknown item is trained.
-_SETTINGS = {"data.features": [], "data.split": "files", "data.oov_dropout": 0.02, "training.monitor": "ne"}
+#: Of all forms.
+_SETTINGS = {"data.features": [], "data.split": "files", "training.monitor": "ne"}
 _TRIALS = grid(optimizer__dense__learning_rate=[0.001, 0.003], optimizer__embeddings__learning_rate=[0.02, 0.1])
 MODELS = {name: Model("ours", _SETTINGS | settings, _TRIALS, "ne") for name, (settings, _) in FORMS.items()}
 

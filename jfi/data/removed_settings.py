@@ -27,7 +27,6 @@ REMOVED = (*_LISTS, "event_crosses", *_MAPPINGS)
 #: By former name of a setting, in any section, its name now.
 _RENAMED = {
     "data.group": "data.request_id",
-    "data.unknown_share": "data.oov_dropout",
     "optimizer.average": "optimizer.ema_decay",
     "training.accumulate": "training.gradient_accumulation_steps",
 }

@@ -125,7 +125,7 @@ def test_implicit_feedback(config):
 
 
 def test_impressions_are_of_the_row_in_both_ways(config):
-    dataset = load_dataset(replace(config, label=None, negatives=2, oov_dropout=0.3))
+    dataset = load_dataset(replace(config, label=None, negatives=2))
     found = []
     for batching in ("sample", "user"):
         values: dict[int, list] = {}

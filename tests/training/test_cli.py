@@ -419,7 +419,6 @@ def test_settings_that_features_have_replaced_show_the_entries(settings, entries
     ("setting", "now"),
     [
         ("data.group", "data.request_id"),
-        ("data.unknown_share", "data.oov_dropout"),
         ("optimizer.average", "optimizer.ema_decay"),
         ("training.accumulate", "training.gradient_accumulation_steps"),
     ],

@@ -131,7 +131,6 @@ DATA_LIMITS = [
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
     ("eval_negatives", {}, [1], [0]),
-    ("oov_dropout", {}, [0.0, BELOW], [-TINY, 1.0]),
     *(
         ("features", {}, [[FeatureConfig("a", "user", **{name: 1})]], [[FeatureConfig("a", "user", **{name: 0})]])
         for name in ("min_count", "hash_buckets")

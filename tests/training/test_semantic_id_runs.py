@@ -121,15 +121,6 @@ def test_keys_of_a_batch(folder):
     assert dataset.schema.codec.fingerprint == Codec.load(folder / "sids.codec/codec.safetensors").fingerprint
 
 
-def test_unknown_share_leaves_semantic_ids(folder):
-    """An item that is taken for unknown in training keeps its content: so the model learns to do without the id."""
-    data = dataclasses.replace(config(folder, "x").data, oov_dropout=0.5)
-    batch = load_dataset(data).batches("train", 64)[0].sparse_features.to_dict()
-    plain = load_dataset(config(folder, "x").data).batches("train", 64)[0].sparse_features.to_dict()
-    assert (batch["item_id"].values() == 0).any()
-    assert torch.equal(batch["item_sid"].values(), plain["item_sid"].values())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
