@@ -76,7 +76,6 @@ class ModelConfig:
         embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
         num_heads: heads of the target attention, a divisor of `embedding_dim`.
-        num_queries: queries per target.
         attention_layers: how often the target attends to the events: from the second time on its query is the previous
             result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
@@ -105,7 +104,6 @@ class ModelConfig:
     embedding_dim: int = 64
     pooling: Pooling = "attention"
     num_heads: int = 4
-    num_queries: int = 1
     attention_layers: int = 1
     bias: str | list[str] | None = "auto"
     num_buckets: int = 32
@@ -120,7 +118,7 @@ class ModelConfig:
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers"):
+        for name in ("embedding_dim", "num_heads", "num_buckets", "attention_layers"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
         require(self.experts == 0 or self.experts >= 2, "model.experts", self.experts, "0, or at least 2")

@@ -101,7 +101,6 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     [
         {"bias": "history_age"},
         {"bias": "position", "num_buckets": 4, "combine": "concat"},
-        {"num_queries": 2},
         {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
         {"pooling": "mean"},
         {"pooling": "sum", "combine": "concat"},

@@ -18,7 +18,7 @@ TINY = 5e-324
 MANY = 2**31 - 1
 #: Option, accepted values, refused values.
 LIMITS = [
-    *((f"model.{name}", [1], [0, -1]) for name in ("num_queries", "num_buckets", "attention_layers")),
+    *((f"model.{name}", [1], [0, -1]) for name in ("num_buckets", "attention_layers")),
     ("model.cross_layers", [0, 3], [-1]),
     ("model.bias", [None, "position", ["position", "history_age"]], ["age", [], ["position", "position"], ["age"]]),
     ("model.embedding_dim", [4, 8], [0, -4]),

@@ -128,7 +128,7 @@ def build_model(
         )
     widths = {f.column: f.width or config.embedding_dim for f in in_collection}
     width, heads = event_width(widths, config.embedding_dim), _heads(config, schema)
-    attention = AttentionPooling(config.num_heads, config.num_queries, config.attention_layers)
+    attention = AttentionPooling(config.num_heads, config.attention_layers)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
         make_embeddings(tables) if tables else None,
