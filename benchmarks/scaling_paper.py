@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=1000, help="steps between two averages of groups")
     options = parser.parse_args()
     model = parse_config(["--config", options.config], "")[0].model
-    shape = SequenceShape(options.events, options.width or model.embedding_dim, model.num_heads, model.num_queries)
+    shape = SequenceShape(options.events, options.width or model.embedding_dim, model.num_heads)
     shape = replace(shape, columns=1 + len([bias for bias in model.biases() if bias is not None]))
     work = options.other_ms, options.fixed_ms
     links = Links(options.nvlink, options.network, options.samples, *work, options.rows, options.sync_every)

@@ -61,10 +61,6 @@ def _sids(codec: str, read: str, **model: object) -> dict[str, object]:
     return {"data.semantic_ids": f"{NAME}/{codec}.parquet", "model.semantic_ids": read} | more
 
 
-def _tables(init: str = "random", spread: float = 0.1, **model: object) -> dict[str, object]:
-    return _sids("rq", "tables", semantic_id_init=init, semantic_id_init_std=spread, **model)
-
-
 def _of_item(*columns: str) -> list[dict[str, str]]:
     return [{"name": column, "of": "item"} for column in columns]
 
@@ -74,12 +70,6 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "id alone": ({}, 8),
     "brand": ({"data.features": _of_item("brand")}, 16),
     "published RQ-VAE, tables": ({"data.features": _of_item("code_0", "code_1", "code_2")}, 32),
-    "RQ, tables": (_tables(), 16),
-    "RQ, tables, spread 0.02": (_tables(spread=0.02), 16),
-    "RQ, tables, spread 0.3": (_tables(spread=0.3), 16),
-    "RQ, tables from centroids": (_tables("centroids"), 16),
-    "RQ, tables from centroids, spread 0.3": (_tables("centroids", 0.3), 16),
-    "RQ, prefix tables": (_sids("rq", "prefix_tables"), 16),
     "RQ, decoded": (_sids("rq", "decode"), 16),
     "raw embeddings": (_sids("raw", "decode"), 16),
     "discrete PCA, digits": (_sids("dpca", "digits"), 16),
@@ -87,8 +77,6 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "VQ fusion, digits": (_sids("vq", "digits"), 16),
     "VQ fusion with brands, digits": (_sids("vq_brand", "digits"), 16),
     "VQ fusion with brands, decoded": (_sids("vq_brand", "decode"), 16),
-    "RQ, tables, no id": (_tables(item_id=False), 8),
-    "RQ, tables from centroids, no id": (_tables("centroids", item_id=False), 8),
     "RQ, decoded, no id": (_sids("rq", "decode", item_id=False), 8),
     "raw embeddings, no id": (_sids("raw", "decode", item_id=False), 8),
     "discrete PCA, digits, no id": (_sids("dpca", "digits", item_id=False), 8),
@@ -96,11 +84,8 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "VQ fusion with brands, digits, no id": (_sids("vq_brand", "digits", item_id=False), 8),
 }
 BASE = "id alone"
-#: The traditional way, as it is without tuning, and its variants among which validation chooses.
-UNTUNED = "RQ, tables"
-TRADITIONAL = [name for name in FORMS if "tables" in name]
-#: Of all forms. Ids are made unknown in training, so that the embedding of an unknown item is trained.
-_SETTINGS = {"data.features": [], "data.split": "files", "data.oov_dropout": 0.02, "training.monitor": "ne"}
+#: Of all forms.
+_SETTINGS = {"data.features": [], "data.split": "files", "training.monitor": "ne"}
 _TRIALS = grid(optimizer__dense__learning_rate=[0.001, 0.003], optimizer__embeddings__learning_rate=[0.02, 0.1])
 MODELS = {name: Model("ours", _SETTINGS | settings, _TRIALS, "ne") for name, (settings, _) in FORMS.items()}
 
@@ -180,14 +165,6 @@ def figures(cells: list[dict]) -> dict[str, dict]:
     return {name: {"gains": gains[name], "cells": found} for name, found in done.items()}
 
 
-def tuned(found: dict[str, dict]) -> str:
-    """The traditional form with the best mean NE on the validation rows."""
-    return min(
-        (name for name in TRADITIONAL if name in found),
-        key=lambda name: statistics.fmean(cell["validation"]["ne"] for cell in found[name]["cells"]),
-    )
-
-
 def page(folder: Path = RESULTS) -> str:
     """The table of docs/semantic_ids.md.
 
@@ -198,30 +175,19 @@ def page(folder: Path = RESULTS) -> str:
     if not path.exists():
         raise FileNotFoundError(path)
     found = figures(Results(path).cells)
-    untuned, best = (statistics.fmean(found[name]["gains"]) for name in (UNTUNED, tuned(found)))
-    titles = [
-        "in addition to the id",
-        "NE gain, %",
-        "over tuned tables",
-        "over untuned tables",
-        "test NE",
-        "AUC",
-        "AUC of new items",
-    ]
-    lines = [[*titles, "bytes an event", "parameters"]]
+    titles = ["in addition to the id", "NE gain, %", "test NE", "AUC", "AUC of new items", "bytes an event"]
+    lines = [[*titles, "parameters"]]
     for name, one in sorted(found.items(), key=lambda pair: -statistics.fmean(pair[1]["gains"])):
-        gain = statistics.fmean(one["gains"])
         cells = one["cells"]
         auc, cold = (
             statistics.fmean(cell[part]["auc"] for cell in flat)
             for part, flat in (("test", cells), ("cold", [cell["slices"] for cell in cells]))
         )
         ne = statistics.fmean(cell["test"]["ne"] for cell in cells)
-        ratios = ["", ""] if name == BASE else [f"{gain / best:.2f}x", f"{gain / untuned:.2f}x"]
-        spread = f"{gain:.1f} ± {statistics.pstdev(one['gains']):.1f}"
+        gain = f"{statistics.fmean(one['gains']):.1f} ± {statistics.pstdev(one['gains']):.1f}"
         size = f"{cells[0]['parameters']:,}"
-        lines.append([name, spread, *ratios, f"{ne:.4f}", f"{auc:.4f}", f"{cold:.4f}", str(FORMS[name][1]), size])
-    note = f"Mean and standard deviation over {len(found[BASE]['cells'])} seeds; tuned tables: {tuned(found)}."
+        lines.append([name, gain, f"{ne:.4f}", f"{auc:.4f}", f"{cold:.4f}", str(FORMS[name][1]), size])
+    note = f"Mean and standard deviation over {len(found[BASE]['cells'])} seeds."
     return f"{markdown.as_markdown(lines)}\n\n{note} {where([cell for one in found.values() for cell in one['cells']])}"
 
 

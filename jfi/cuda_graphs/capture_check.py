@@ -22,7 +22,6 @@ from jfi.modules import (
     FusedEmbeddingCollection,
     JaggedEncoder,
     JaggedFeatureInteraction,
-    SemanticIDEmbedding,
 )
 from jfi.modules.sequence_configs import FeatureGroup
 
@@ -75,8 +74,6 @@ def why_module_not(module: nn.Module, keys: set[str], remote: frozenset[str] = f
         read = [key for table in module.embedding_bag_configs() for key in table.feature_names] if is_bag else []
         key = next((key for key in read if key in keys), None)
         return key and f"an {kind} reads the padding of '{key}'; use jfi.FusedEmbeddingBagCollection"
-    if isinstance(module, SemanticIDEmbedding) and module.projection is None and keys & {*module.feature_names}:
-        return f"a SemanticIDEmbedding with read='{module.read}' has learned tables, which have not been captured yet"
     if isinstance(module, JaggedEncoder) and keys:
         return "a JaggedEncoder has linear layers, whose gradients sum over all rows of a history"
     if isinstance(module, JaggedFeatureInteraction) and keys:

@@ -203,8 +203,6 @@ class DataConfig:
         test: files of the test rows, as `interactions`, with `split: files`.
         request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
             one split.
-        oov_dropout: share of the known ids of a training batch that are replaced by that of an unknown value, so that
-            training reaches it; 0 for none. Held-out batches keep theirs.
         eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
@@ -218,8 +216,8 @@ class DataConfig:
         policy: file of a `jfi.history_policies.Policy`, which selects among the newest `max_history` events of a
             history, by their dwell and surface and the user's segment, and gives them weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section are those
-            that it was prepared with, except `max_history`, `max_timeline`, `batching`, `negatives`, `eval_negatives`,
-            `oov_dropout` and `policy`, which a run may set.
+            that it was prepared with, except `max_history`, `max_timeline`, `batching`, `negatives`, `eval_negatives`
+            and `policy`, which a run may set.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -262,7 +260,6 @@ class DataConfig:
     test: str | list[str] | None = None
     request_id: str | None = None
     history: str | None = None
-    oov_dropout: float = 0.0
     eval_negatives: int = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"

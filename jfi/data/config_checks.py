@@ -47,8 +47,6 @@ def check_data_config(config: DataConfig) -> None:
     _check_targets(config)
     if config.label is None and config.negatives < 1:
         raise DataError(f"data.negatives is {config.negatives}; without a label it must be at least 1")
-    if not 0 <= config.oov_dropout < 1:
-        raise DataError(f"data.oov_dropout is {config.oov_dropout}; it must be in [0, 1)")
     whole = math.isclose(sum(config.fractions), 1.0, abs_tol=1e-6)
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")

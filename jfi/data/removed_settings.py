@@ -27,8 +27,6 @@ REMOVED = (*_LISTS, "event_crosses", *_MAPPINGS)
 #: By former name of a setting, in any section, its name now.
 _RENAMED = {
     "data.group": "data.request_id",
-    "data.unknown_share": "data.oov_dropout",
-    "model.semantic_id_spread": "model.semantic_id_init_std",
     "optimizer.average": "optimizer.ema_decay",
     "training.accumulate": "training.gradient_accumulation_steps",
 }

@@ -19,7 +19,7 @@ from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import Batches
 from jfi.events.events import Events
 from jfi.follow.parts import Part
-from jfi.follow.rows import SCORED, TRAINED, PartRows, Reading
+from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import LogState
 from jfi.follow.windows import Windows
 from jfi.training.config import Config
@@ -192,7 +192,7 @@ class Follower(Steps):
         self.model.eval()
         self.evaluated.eval()
         predictions = Predictions()
-        with closing(self._outputs(SCORED, self.config.training.eval_batch_size, "score")) as outputs:
+        with closing(self._outputs(SAMPLES, self.config.training.eval_batch_size, "score")) as outputs:
             for output in outputs:
                 predictions.add(*output)
                 stop.check(self.resume, self.world)
@@ -209,7 +209,7 @@ class Follower(Steps):
         """One pass over a part's samples in the order of time; returns the mean loss of the steps."""
         average = self.modules.get("average")
         self.model.train()
-        with closing(self._outputs(TRAINED, self.config.training.batch_size, "train")) as outputs:
+        with closing(self._outputs(SAMPLES, self.config.training.batch_size, "train")) as outputs:
             for _ in outputs:
                 if average is not None:
                     average.update()
@@ -247,4 +247,4 @@ def _empty(schema: DataSchema) -> InteractionDataset:
     none = np.zeros(0, np.int64)
     events = Events(none, none, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
     dense = np.zeros((0, 0), np.float32)
-    return InteractionDataset(Arrays(events, [], (dense, dense, []), {TRAINED: none}, None), schema)
+    return InteractionDataset(Arrays(events, [], (dense, dense, []), {SAMPLES: none}, None), schema)

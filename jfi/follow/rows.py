@@ -17,8 +17,8 @@ from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
 
-#: The splits of a part's samples, which are the same ones: only batches of "train" have `data.oov_dropout`.
-SCORED, TRAINED = "rows", "train"
+#: The split of a part's samples, which are scored, and then trained on.
+SAMPLES = "train"
 
 
 @dataclass
@@ -124,7 +124,7 @@ class PartRows:
 
     def _read(self, rows: pa.Table, history: pa.Table, was_event: np.ndarray, folder: Path) -> None:
         reading, state, past = self._reading, self._state, None
-        config = replace(reading.config, timestamp_unit="s", oov_dropout=0.0, batching="sample")
+        config = replace(reading.config, timestamp_unit="s", batching="sample")
         if config.history is not None:
             config = replace(config, history=f"'{IN_HISTORY}' == 1")
         if state.counters is not None:
@@ -138,14 +138,13 @@ class PartRows:
         samples = samples[np.argsort(arrays.events.time[samples], kind="stable")]
         self.counts.labeled = len(samples)
         if len(samples):
-            arrays = replace(arrays, samples={SCORED: samples, TRAINED: samples})
-            dropout = reading.config.oov_dropout
-            self.dataset = InteractionDataset(arrays, reading.schema, dropout, policy=reading.policy)
+            arrays = replace(arrays, samples={SAMPLES: samples})
+            self.dataset = InteractionDataset(arrays, reading.schema, policy=reading.policy)
 
     def times(self) -> np.ndarray:
         """`[N]` float64, those of the samples, ascending."""
         arrays = self.dataset.arrays()
-        return arrays.events.time[arrays.samples[SCORED]]
+        return arrays.events.time[arrays.samples[SAMPLES]]
 
 
 def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> None:

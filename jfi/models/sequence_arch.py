@@ -34,7 +34,6 @@ class AttentionPooling:
 
     Args:
         num_heads: attention heads, a divisor of embedding_dim.
-        num_queries: queries per target.
         layers: how often a target attends to its histories. From the second time on its query is the target plus a
             linear map of what it has found, and the results are summed to one more entry for each sequence feature
             (Guan et al., "Make It Long, Keep It Fast", 2025).
@@ -44,16 +43,14 @@ class AttentionPooling:
 
     Example:
         >>> AttentionPooling(num_heads=4)
-        AttentionPooling(num_heads=4, num_queries=1, layers=1)
+        AttentionPooling(num_heads=4, layers=1)
     """
 
     num_heads: int = 1
-    num_queries: int = 1
     layers: int = 1
 
     def __post_init__(self) -> None:
         check_int("num_heads", self.num_heads)
-        check_int("num_queries", self.num_queries)
         check_int("layers", self.layers, most=MAX_LAYERS)
 
 
@@ -95,7 +92,7 @@ class SequenceArch(nn.Module):
         pooled = features if encoder is None else [feature.encoded() for feature in features]
         attends = isinstance(pooling, AttentionPooling)
         if isinstance(pooling, AttentionPooling):
-            sizes = embedding_dim, pooling.num_heads, pooling.num_queries
+            sizes = embedding_dim, pooling.num_heads
             for _ in range(pooling.layers if features else 0):
                 layers.append(JaggedFeatureInteraction(pooled, *sizes, sequence_dim=event_dim, device=device))
         elif features and pooling != "none":

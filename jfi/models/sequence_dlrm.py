@@ -247,7 +247,7 @@ class SequenceDLRM(nn.Module):
     def attention_weights(
         self, dense_features: Tensor, sparse_features: KeyedJaggedTensor, timelines: Timelines | None = None
     ) -> dict[str, JaggedTensor]:
-        """Returns by feature the weights [S, num_queries, num_heads] of its events, or of ragged targets' pairs.
+        """Returns by feature the weights [S, 1, num_heads] of its events, or of ragged targets' pairs.
 
         Args:
             dense_features: not read; the arguments are those of `forward`.

@@ -18,7 +18,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from jfi.modules.backward_passes import BackwardPasses
 from jfi.modules.changed_rows import ChangedRows
-from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ParameterGroups, ScalerCheck, checked_options
+from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ScalerCheck, checked_options
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
 
@@ -36,7 +36,7 @@ class FusedTables(FusedOptimizer):
     """The optimizer of the tables of one collection; a step is made in the backward pass.
 
     `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
-    `param_groups` are one group of all tables: its rate may be set, in place or by another group; the rest is refused.
+    `param_groups` are one group of all tables: its "lr" may be set; the rest is refused.
     `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `ema_decay`
     `average` and `flushed_at`, with it or a weight decay `stepped_at`. SGD with stochastic rounding has `step`.
 
@@ -133,20 +133,21 @@ class FusedTables(FusedOptimizer):
 
     def _refuse_assignment(self, name: str) -> None:
         if "defaults" in self.__dict__:  # not by the constructor of TorchRec's class
-            raise AttributeError(f"{name} of a fused collection's optimizer cannot be assigned: use load_state_dict()")
+            advice = "use load_state_dict(), or param_groups[0]['lr'] = 0.01"
+            raise AttributeError(f"{name} of a fused collection's optimizer cannot be replaced: {advice}")
 
     @property
-    def param_groups(self) -> ParameterGroups:
-        dict.__setitem__(self.group, "params", list(self.weights.values()))
-        return ParameterGroups([self.group])
+    def param_groups(self) -> tuple[ParameterGroup]:
+        self.group.options["params"] = list(self.weights.values())
+        return (self.group,)
 
     @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.param_groups[:] = groups
+    def param_groups(self, groups: object) -> None:
+        self._refuse_assignment("param_groups")
 
     def add_param_group(self, param_group: object) -> None:
         """Raises: all tables of a collection are one group."""
-        self.param_groups.append(param_group)
+        self._refuse_assignment("param_groups")
 
     def rounds_stochastically(self, weight: Tensor) -> bool:
         """Returns whether new values of a weight are rounded stochastically."""

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Iterator, MutableMapping
 from numbers import Real
 from typing import Any
 
@@ -23,14 +24,7 @@ OPTIMIZERS: dict[type, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def _refuse(self: object, *args: object, **kwargs: object) -> None:
-    raise TypeError(
-        "param_groups of a fused collection are one group of all its tables with the options of its construction, of "
-        "which 'lr' may be set: param_groups[0]['lr'] = 0.01"
-    )
-
-
-class ParameterGroup(dict):
+class ParameterGroup(MutableMapping):
     """The options of the optimizer; writing "lr" writes the tensor that the steps read.
 
     Args:
@@ -39,58 +33,33 @@ class ParameterGroup(dict):
     """
 
     def __init__(self, options: dict[str, Any], fixed: dict[str, Any]) -> None:
-        self.learning_rate, self._fixed = torch.tensor(float(options["lr"])), fixed
-        super().__init__(options)
+        self.options, self._fixed = dict(options), fixed
+        self.learning_rate = torch.tensor(float(options["lr"]))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.options[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._fixed and value != self._fixed[key]:
-            raise ValueError(
-                f"{key} of a fused collection is given at its construction, {self._fixed[key]}; got {value}"
-            )
-        if key == "params" and {*map(id, value := [*value])} != {*map(id, self[key])}:
-            raise ValueError("params of a fused collection must be the weights of all its tables, got others")
+        if key == "params" or (key in self._fixed and value != self._fixed[key]):
+            raise ValueError(f"{key} of a fused collection is given at its construction; only lr may be set")
         if key == "lr":  # a tensor too: what is written into it later would not be seen
             value = float(value)
             self.learning_rate.fill_(value)
-        super().__setitem__(key, value)
+        self.options[key] = value
 
     def __delitem__(self, key: str) -> None:
-        self.pop(key)
+        if key in self._fixed or key in ("lr", "params"):
+            raise ValueError(f"{key} is an option of a fused collection and must stay in its group")
+        del self.options[key]
 
-    def __reduce__(self) -> tuple:
-        return ParameterGroup, (dict(self), self._fixed), {"learning_rate": self.learning_rate}
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.options)
 
-    def __ior__(self, other: Any) -> "ParameterGroup":
-        self.update(other)
-        return self
+    def __len__(self) -> int:
+        return len(self.options)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def setdefault(self, key: str, default: object = None) -> object:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def pop(self, key: str, *default: object) -> object:
-        if key in self and (key in self._fixed or key in ("lr", "params")):
-            _refuse(self)
-        return super().pop(key, *default)
-
-    clear = popitem = _refuse
-
-
-class ParameterGroups(list):
-    """The list of the one group; a group that is assigned to it writes its options."""
-
-    def __setitem__(self, index: Any, group: Any) -> None:
-        groups = [group] if isinstance(index, int) else [*group]
-        if len(self) != 1 or len(groups) != 1 or not isinstance(groups[0], dict):
-            _refuse(self)
-        self[0].update(groups[0])
-
-    append = extend = insert = pop = remove = clear = __delitem__ = __iadd__ = __imul__ = _refuse
+    def __repr__(self) -> str:
+        return repr(self.options)
 
 
 class ScalerCheck:

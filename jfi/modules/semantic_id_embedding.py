@@ -1,23 +1,61 @@
-"""Embeddings of semantic IDs: from their digits, from the content that they stand for, or from learned tables."""
+"""Embeddings of semantic IDs: a linear map of their digits, or of the content that they stand for."""
 
 import math
 import struct
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows, bounded, parts_of
 from jfi.ops.checks import check_dense, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.semantic_ids.codec import Codec
-from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.utils.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number, check_type
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, trits_of_bytes
+from jfi.utils.arguments import check_choice, check_device, check_int, check_keys, check_type
 from jfi.utils.context import is_traced
+
+Read = Literal["digits", "decode"]
+
+
+class _DigitReader(nn.Module):
+    """Digits of IDs: as floats -1, 0 and 1 [S, L], or codes [S, L] int64."""
+
+    trits: Tensor
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.width = layout, layout.num_digits
+        if not layout.codebook_size:
+            self.register_buffer("trits", trits_of_bytes().float(), persistent=False)
+
+    def forward(self, sids: Tensor) -> Tensor:
+        pieces = self.layout.pieces(sids)
+        if self.layout.codebook_size:
+            return pieces
+        return F.embedding(pieces, self.trits).flatten(1)[:, : self.width]
+
+
+class _ContentReader(nn.Module):
+    """The content of IDs, [S, D], scaled so that the mean square of each source's elements was 1 before encoding."""
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.digits, self.decoder = _DigitReader(codec.layout), codec.decoder().cpu()
+        self.width = self.decoder.width
+        scales = [math.sqrt(width) for width in codec.widths for _ in range(width)]
+        self.register_buffer("scale", torch.tensor(scales, device="cpu"))
+
+    def forward(self, sids: Tensor) -> Tensor:
+        if not may_read(sids):
+            return self.decoder(self.digits(sids)) * self.scale
+        # Histories repeat items, and a network decodes each of them once.
+        distinct, index = torch.unique(sids, return_inverse=True)
+        return (self.decoder(self.digits(distinct)) * self.scale).index_select(0, index)
 
 
 class SemanticIDEmbedding(nn.Module):
@@ -31,14 +69,12 @@ class SemanticIDEmbedding(nn.Module):
 
     How they are read:
 
-    - "digits": ternary digits as floats, then a linear map. No table, so an item that training has never seen has an
-      embedding as good as any other's.
+    - "digits": ternary digits as floats, then a linear map.
     - "decode": the content that the codec's frozen decoder gives, as it was fitted, less the mean, each source scaled
       so that the mean square of its elements was 1, then a linear map. For ternary digits without VQ fusion that is
       "digits" with another start.
-    - "tables": the sum of a learned vector for each position and value of a digit, the traditional way.
-    - "prefix_tables": the sum of a learned vector for each prefix of the codes, in tables of hash buckets (Zheng et al.
-      2025, arXiv 2504.02137). Of ternary digits a prefix ends after every fifth one.
+
+    Neither has a table, so an item that training has never seen has an embedding as good as any other's.
 
     Embeddings of "digits" are not made before somebody reads them. A JaggedFeatureInteraction whose sequence feature
     has no other key reads the digits themselves: 4 bytes for 16 of them instead of `embedding_dim` numbers.
@@ -55,10 +91,6 @@ class SemanticIDEmbedding(nn.Module):
         embedding_dim: width of the embeddings.
         feature_names: keys of the IDs, which share all weights.
         read: how they are read; "digits" needs ternary digits, since codes of codebooks are names, not numbers.
-        init: of "tables": "random", or "centroids", the principal components of the vectors that the codec's quantizer
-            adds for a digit.
-        spread: root mean square of the elements of the tables at the start.
-        num_buckets: most rows of a table of prefixes. Prefixes that need no more have a row each.
         catalogue: [N] int64, the ID of each item, -1 without content; the keys then hold items from 0 to N - 1, int32
             or int64.
         device: of parameters and buffers; after "meta" call `to_empty()` and `reset_parameters()`.
@@ -106,26 +138,17 @@ class SemanticIDEmbedding(nn.Module):
         feature_names: list[str],
         read: Read = "digits",
         *,
-        init: Init = "random",
-        spread: float = 0.1,
-        num_buckets: int = 2**16,
         catalogue: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        _check(codec, embedding_dim, feature_names, read, init, spread, num_buckets)
+        _check(codec, embedding_dim, feature_names, read)
         check_device("device", device)
         self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
         self.layout = codec.layout
-        self.projection: Any = None  # an nn.Linear of "digits" and "decode", or what a user replaces it with
-        if read in ("digits", "decode"):
-            reader = Digits(self.layout) if read == "digits" else Decoder(codec)
-            self.projection = nn.Linear(reader.width, embedding_dim, device=device)
-        elif read == "tables":
-            reader = Tables(codec, embedding_dim, init, spread, device)
-        else:
-            reader = PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
-        self.reader = reader
+        self.reader = _DigitReader(self.layout) if read == "digits" else _ContentReader(codec)
+        #: An nn.Linear, or what a user replaces it with.
+        self.projection: Any = nn.Linear(self.reader.width, embedding_dim, device=device)
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         fingerprint = struct.unpack(">4q", bytes.fromhex(codec.fingerprint))
         self.register_buffer("fingerprint", torch.tensor(fingerprint, device="cpu"))
@@ -148,10 +171,7 @@ class SemanticIDEmbedding(nn.Module):
         """Draws the parameters anew."""
         for name, buffer in self.named_buffers():
             buffer.copy_(self._constants[name])
-        if isinstance(self.reader, Tables | PrefixTables):
-            self.reader.reset_parameters()
-        else:
-            self.projection.reset_parameters()
+        self.projection.reset_parameters()
         nn.init.zeros_(self.unknown)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -214,9 +234,7 @@ class SemanticIDEmbedding(nn.Module):
         if self.catalogue is None and size and size < 2**self.layout.piece_bits and not may_read(ids):
             missing = (self.layout.pieces(sids) >= size).any(1)
             sids = sids.masked_fill(missing, 0)
-        rows = self.reader(sids)
-        if self.projection is not None:
-            rows = self.projection(rows)
+        rows = self.projection(self.reader(sids))
         rows = torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
         return rows if missing is None else rows.masked_fill(missing.unsqueeze(1), 0)
 
@@ -273,20 +291,12 @@ def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
     return catalogue
 
 
-def _check(
-    codec: Codec, embedding_dim: int, feature_names: list[str], read: str, init: str, spread: float, num_buckets: int
-) -> None:
+def _check(codec: Codec, embedding_dim: int, feature_names: list[str], read: str) -> None:
     check_type("codec", codec, Codec, "a jfi.semantic_ids.Codec")
     check_keys("feature_names", feature_names, may_be_empty=False)
     check_choice("read", read, get_args(Read))
-    check_choice("init", init, get_args(Init))
     check_int("embedding_dim", embedding_dim)
-    check_int("num_buckets", num_buckets, most=MAX_ROWS)
-    check_number("spread", spread, lambda x: 0 < x < math.inf, "positive and finite")
-    if init != "random" and read != "tables":
-        raise ValueError(f"init must be 'random' with read={read!r}, got {init!r}")
     if read == "digits" and codec.layout.codebook_size:
         raise ValueError(
-            f"read must not be 'digits' for a codec of {codec.layout}: codes are names, not numbers; use 'decode', "
-            "'tables' or 'prefix_tables'"
+            f"read must be 'decode' for a codec of {codec.layout}, whose codes are names, not numbers, got 'digits'"
         )

@@ -1,27 +1,23 @@
 """Decoders from digits to content: the frozen part of a codec that a model reads, as modules without parameters."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Decoder(Protocol):
-    """The base of all decoders."""
+class Decoder(nn.Module):
+    """The base of all decoders, which map digits `[N, L]`, as a codec's `digits` gives them, to content `[N, D]`.
+
+    The digits of an unknown item give any finite row.
+    """
 
     #: D, of the content.
     width: int
 
-    def __call__(self, digits: Tensor) -> Tensor:
-        """Content `[N, D]` of digits `[N, L]`, as a codec's `digits` gives them; of an unknown item any finite row."""
 
-    def vectors(self) -> Tensor:
-        """`[L, K, d]`: by place and value of a digit what the quantizer adds for it, in the space that it quantizes."""
-
-
-class SumOfDirections(nn.Module):
+class SumOfDirections(Decoder):
     """Σ_l t_l b_l for ternary digits t_l.
 
     Args:
@@ -36,11 +32,8 @@ class SumOfDirections(nn.Module):
     def forward(self, digits: Tensor) -> Tensor:
         return digits.to(self.basis.dtype) @ self.basis
 
-    def vectors(self) -> Tensor:
-        return torch.stack([-self.basis, torch.zeros_like(self.basis), self.basis], dim=1)
 
-
-class SumOfCentroids(nn.Module):
+class SumOfCentroids(Decoder):
     """Σ_l c_l, the centroids that codes name.
 
     Args:
@@ -56,11 +49,8 @@ class SumOfCentroids(nn.Module):
         codes = digits.clamp(min=0)
         return sum(F.embedding(codes[:, level], codebook) for level, codebook in enumerate(self.codebooks))
 
-    def vectors(self) -> Tensor:
-        return self.codebooks
 
-
-class FusionDecoder(nn.Module):
+class FusionDecoder(Decoder):
     """The decoders of a VQ fusion, each a two-layer perceptron, of the latent that digits stand for.
 
     Args:
@@ -86,9 +76,6 @@ class FusionDecoder(nn.Module):
             hidden, hidden_bias, out, bias = (getattr(self, f"{name}_{number}") for name in _WEIGHTS)
             parts.append(F.linear(F.silu(F.linear(latent, hidden, hidden_bias)), out, bias))
         return torch.cat(parts, 1)
-
-    def vectors(self) -> Tensor:
-        return self.quantizer.vectors()
 
 
 _WEIGHTS = ("hidden_weight", "hidden_bias", "weight", "bias")

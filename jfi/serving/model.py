@@ -7,7 +7,7 @@ the scale of the scores:
 
     q' = W_qk e + b_qk          a_th = attention(q'_th, x, x)          o = W_vo concat_th(a_th) + b_o
 
-for a candidate e and events x. T queries per candidate are T times as many heads on one key head.
+for a candidate e and events x.
 """
 
 import copy
@@ -219,7 +219,7 @@ class CandidateAttention(nn.Module):
         super().__init__()
         own = layer.attention[name]
         self.feature = next(feature for feature in layer.features if feature.name == name)
-        self.num_queries, self.impl = layer.num_queries, impl
+        self.impl = impl
 
         # In float64, so that an absorbed weight is rounded once.
         names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight")
@@ -239,7 +239,7 @@ class CandidateAttention(nn.Module):
         """[R, D_e], [S, D_x] -> [R, embedding_dim]."""
         bias, value = None, None
         if self.bucket_bias is not None:
-            bias = F.embedding(_bias_rows(self.feature, events, read), self.bucket_bias).repeat(1, self.num_queries)
+            bias = F.embedding(_bias_rows(self.feature, events, read), self.bucket_bias)
         elif isinstance(self.feature.bias, WeightBias):
             bias = read.score_bias(self.feature).unsqueeze(1).expand(-1, self.query_bias.size(1) // history.size(1))
         if self.feature.weighted_values:

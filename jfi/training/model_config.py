@@ -76,7 +76,6 @@ class ModelConfig:
         embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
         num_heads: heads of the target attention, a divisor of `embedding_dim`.
-        num_queries: queries per target.
         attention_layers: how often the target attends to the events: from the second time on its query is the previous
             result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
@@ -95,12 +94,8 @@ class ModelConfig:
         experts: with `data.labels`, number of first layers of `over_arch`, at least 2, of which each label learns its
             own mixture (MMoE); 0 for one layer that all labels share.
         dropout: probability with which an element of the interaction's input is zeroed in training.
-        semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits, no table), `decode` (the
-            content that they stand for), `tables` (a learned vector for each position and value of a digit, as is
-            traditional) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
-        semantic_id_init: of `tables`, `random` or `centroids`, the principal components of the codec's vectors.
-        semantic_id_init_std: root mean square of the elements of these tables at the start.
-        semantic_id_buckets: most rows of a table of prefixes.
+        semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits) or `decode` (the content
+            that they stand for).
         item_id: whether the id of the item is an input. Without it the model knows an item by its other columns and
             its semantic ID alone, so that one never seen in training is scored as any other.
         pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
@@ -109,7 +104,6 @@ class ModelConfig:
     embedding_dim: int = 64
     pooling: Pooling = "attention"
     num_heads: int = 4
-    num_queries: int = 1
     attention_layers: int = 1
     bias: str | list[str] | None = "auto"
     num_buckets: int = 32
@@ -119,21 +113,13 @@ class ModelConfig:
     over_arch: list[int] = field(default_factory=lambda: [128, 64])
     experts: int = 0
     dropout: float = 0.1
-    semantic_ids: Literal["digits", "decode", "tables", "prefix_tables"] = "digits"
-    semantic_id_init: Literal["random", "centroids"] = "random"
-    semantic_id_init_std: float = 0.1
-    semantic_id_buckets: int = 65536
+    semantic_ids: Literal["digits", "decode"] = "digits"
     item_id: bool = True
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers", "semantic_id_buckets")
-        for name in counts:
+        for name in ("embedding_dim", "num_heads", "num_buckets", "attention_layers"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        spread, init = self.semantic_id_init_std, self.semantic_id_init
-        require(0 < spread < math.inf, "model.semantic_id_init_std", spread, "positive and finite")
-        fits = init == "random" or self.semantic_ids == "tables"
-        require(fits, "model.semantic_id_init", init, "random unless model.semantic_ids is tables")
         require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
         require(self.experts == 0 or self.experts >= 2, "model.experts", self.experts, "0, or at least 2")
         biases = self.biases()

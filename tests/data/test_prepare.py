@@ -127,9 +127,9 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
         {"split": "column", "split_column": "part"},
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
-        {"hash_buckets": {"item_id": 7}, "label": None, "oov_dropout": 0.2},
+        {"hash_buckets": {"item_id": 7}, "label": None},
         {"capacity": {"item_id": 7, "tags": 3, "genre": 5, "action": 9, "city": 4}, "min_count": {"tags": 2}},
-        {"capacity": {"item_id": 7}, "label": None, "oov_dropout": 0.2},
+        {"capacity": {"item_id": 7}, "label": None},
         {"history": "action in [buy, '10'] or seconds > 8"},
         {"history": "action == view", "label": None, "split": "leave_one_out"},
         {"request_id": "request"},
@@ -156,7 +156,7 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "hash_buckets": {"hobbies": 4},
             "history": "action == view",
         },
-        {"context_categorical": ["action"], "context_dense": ["shown"], "label": None, "oov_dropout": 0.3},
+        {"context_categorical": ["action"], "context_dense": ["shown"], "label": None},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -409,8 +409,6 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     assert_same_batches(own, other)
     assert own.summary == other.summary
     assert own.summary.history_lengths["max"] == 2
-    unknown = load_dataset(prepared_config(prepared, oov_dropout=0.5))
-    assert_same_batches(load_dataset(replace(config, oov_dropout=0.5)), unknown)
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
         for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))

@@ -1,4 +1,4 @@
-"""Rare values, hashed values, unknown values in training, and crosses of an event's columns."""
+"""Rare values, hashed values, and crosses of an event's columns."""
 
 import dataclasses
 import json
@@ -128,54 +128,6 @@ def test_requests_get_the_ids_of_training(write, hashed):
     assert missing.ids["history_item_id_x_right"].tolist() == [0]
 
 
-def ids_by_sample(batch, key: str) -> dict[int, list[int]]:
-    return {
-        sample: ids.tolist()
-        for sample, ids in zip(batch.samples.tolist(), batch.sparse_features[key].to_dense(), strict=True)
-    }
-
-
-def ids_and_unknown(dataset, plain, **order: object) -> tuple[int, int]:
-    """The known ids of the training batches, and how many of them became 0; others must be as they are."""
-    known = unknown = 0
-    for batch, whole in zip(dataset.batches("train", 64, **order), plain.batches("train", 64, **order), strict=True):
-        ids, true = batch.sparse_features, whole.sparse_features
-        for key in ids.keys():  # noqa: SIM118
-            got, want = ids[key].values(), true[key].values()
-            if key == "history_age":
-                assert torch.equal(got, want)
-                continue
-            assert torch.equal(got[got != 0], want[got != 0])
-            known, unknown = known + int((want != 0).sum()), unknown + int(((want != 0) & (got == 0)).sum())
-    return known, unknown
-
-
-def test_a_share_of_known_ids_is_unknown_in_training_alone(write):
-    plain, dataset = (load_dataset(config_of(write, oov_dropout=share)) for share in (0.0, 0.2))
-    counts = np.sum([ids_and_unknown(dataset, plain, shuffle=True, epoch=e) for e in range(20)], axis=0)
-    assert counts[1] / counts[0] == pytest.approx(0.2, abs=0.02)
-    for split in ("validation", "test"):
-        for a, b in zip(dataset.batches(split, 64), plain.batches(split, 64), strict=True):
-            assert torch.equal(a.sparse_features.values(), b.sparse_features.values())
-
-
-def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
-    dataset = load_dataset(config_of(write, oov_dropout=0.3))
-
-    def values(**order: object) -> list[list[int]]:
-        return [b.sparse_features.values().tolist() for b in dataset.batches("train", 7, **order)]
-
-    assert values(seed=1, epoch=2) == values(seed=1, epoch=2)
-    assert values(seed=1, epoch=2) != values(seed=1, epoch=3) and values(seed=1, epoch=2) != values(seed=2, epoch=2)
-    # Two processes, which have the samples of one in another order, have its ids.
-    parts = [dataset.batches("train", 8, rank=rank, world_size=2) for rank in range(2)]
-    for whole, *halves in zip(dataset.batches("train", 8), *parts, strict=True):
-        for key in ("item_id", "history_made"):
-            first, second = (ids_by_sample(half, key) for half in halves)
-            assert ids_by_sample(whole, key) == first | second
-            assert len(first) == len(second) == 4
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -197,7 +149,6 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
             {"event_crosses": [["made", "item_id"]], "context_categorical": ["made_x_item_id"]},
             "data.features 'made_x_item_id' is a cross, but a column has that name",
         ),
-        ({"oov_dropout": 1.0}, r"data.oov_dropout is 1.0; it must be in \[0, 1\)"),
     ],
 )
 def test_wrong_settings_of_ids_are_refused(write, settings, message):

@@ -76,7 +76,7 @@ class Case:
         ids: "any"; "low": all items lie in the first half of the table, on one rank; "one tag": samples of the first
             rank have one in the first batch, all others any number; "outside": of each key some are outside of their
             table or the buckets of their bias.
-        num_queries: of the model.
+        num_queries: of the layers of an `OwnModel`.
         bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table; or "".
         own: whether the model is an `OwnModel`, else a SequenceDLRM.
     """
@@ -99,7 +99,7 @@ OWN = "weights, own layer"
 CASES = {
     "plain": Case(),
     "position, two features": Case({"taste": {"bias": PositionBias(8)}, "recent": {"bias": PositionBias(8)}}),
-    "two tables, two queries": Case({"taste": {}, "recent": {"table": "other"}}, num_queries=2),
+    "two tables": Case({"taste": {}, "recent": {"table": "other"}}),
     "weights": Case(
         {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True, "first": "rating"}}, optimizer=ROWWISE
     ),
@@ -109,7 +109,9 @@ CASES = {
         own=True,
     ),
     "key bias, own layers": Case(
-        {name: {"bias": KeyBias(f"{name}_age", 5), "weighted_values": True} for name in ("taste", "recent")}, own=True
+        {name: {"bias": KeyBias(f"{name}_age", 5), "weighted_values": True} for name in ("taste", "recent")},
+        num_queries=2,
+        own=True,
     ),
     "key bias, whole table": Case(
         {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd"
@@ -144,11 +146,12 @@ class OwnModel(nn.Module):
     The layers read weights and bucket ids of the batch's ids; with `rebuilds` the events are built again with them.
     """
 
-    def __init__(self, collection: EmbeddingCollection, features: list[SequenceFeatureConfig]) -> None:
+    def __init__(self, collection: EmbeddingCollection, case: Case) -> None:
         super().__init__()
         self.embedding_bag_collection, self.embedding_collection = None, collection
-        self.layers = nn.ModuleList(JaggedFeatureInteraction([feature], 8, num_heads=2) for feature in features)
-        self.over = nn.Linear(8 * len(features) + 8 + 3, 1)
+        layers = (JaggedFeatureInteraction([feature], 8, 2, case.num_queries) for feature in features_of(case))
+        self.layers = nn.ModuleList(layers)
+        self.over = nn.Linear(8 * len(self.layers) + 8 + 3, 1)
         self.rebuilds = False
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
@@ -177,7 +180,7 @@ def build(case: Case) -> SequenceDLRM | OwnModel:
     pooling = PoolingType.MEAN if case.bags == "mean" else PoolingType.SUM
     bags = [EmbeddingBagConfig(size, 8, name=key, feature_names=[key], pooling=pooling) for key, size in BAGS.items()]
     if case.own:
-        return OwnModel(EmbeddingCollection(tables=tables), features_of(case))
+        return OwnModel(EmbeddingCollection(tables=tables), case)
     return SequenceDLRM(
         EmbeddingBagCollection(bags) if case.bags else None,
         EmbeddingCollection(tables=tables),
@@ -185,7 +188,7 @@ def build(case: Case) -> SequenceDLRM | OwnModel:
         dense_in_features=3,
         dense_arch_layer_sizes=[8],
         over_arch_layer_sizes=[8, 1],
-        pooling=AttentionPooling(2, case.num_queries),
+        pooling=AttentionPooling(2),
     )
 
 

@@ -17,7 +17,7 @@ from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.training_log import training_log
 from jfi.events.groups import GROUPS
 from jfi.follow.parts import PartFolder
-from jfi.follow.rows import PartRows, Reading
+from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import open_state
 from jfi.history_policies import Policy, fit
 
@@ -56,7 +56,7 @@ def batches_of_parts(
             part = parts.part(name)
             (work := folder / f"work-{number}").mkdir()
             found = PartRows(part, state, reading, work)
-            yield list(found.dataset.batches("rows", BATCH)), found.counts.labeled
+            yield list(found.dataset.batches(SAMPLES, BATCH)), found.counts.labeled
             state.end_part(part.name, found.newest)
             if number % 3 == 0:
                 state.commit()

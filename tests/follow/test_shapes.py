@@ -13,7 +13,7 @@ import pytest
 from jfi.data import DataError, load_dataset
 from jfi.data.prepared.sources import column_settings
 from jfi.follow.parts import Part
-from jfi.follow.rows import PartRows, Reading
+from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import LogState, open_state
 
 from .followed_log import KNOWN, config_of
@@ -121,7 +121,7 @@ def read(log: tuple[LogState, Reading, pa.Table], path: Path) -> tuple[list, dic
     (folder := path.with_suffix("")).mkdir()
     found = PartRows(Part(path.name, path, 0, 0), state, reading, folder)
     changes, state.overlay._part = state.overlay._part, {}
-    return [] if found.dataset is None else list(found.dataset.batches("rows", 25)), changes, found.counts
+    return [] if found.dataset is None else list(found.dataset.batches(SAMPLES, 25)), changes, found.counts
 
 
 @pytest.fixture(scope="module")

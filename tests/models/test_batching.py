@@ -101,7 +101,6 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     [
         {"bias": "history_age"},
         {"bias": "position", "num_buckets": 4, "combine": "concat"},
-        {"num_queries": 2},
         {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
         {"pooling": "mean"},
         {"pooling": "sum", "combine": "concat"},
@@ -125,7 +124,7 @@ def test_implicit_feedback(config):
 
 
 def test_impressions_are_of_the_row_in_both_ways(config):
-    dataset = load_dataset(replace(config, label=None, negatives=2, oov_dropout=0.3))
+    dataset = load_dataset(replace(config, label=None, negatives=2))
     found = []
     for batching in ("sample", "user"):
         values: dict[int, list] = {}

@@ -293,9 +293,9 @@ def test_weights_of_the_ids_scale_the_values(encoded):
 
 
 def test_attention_weights_are_those_of_the_forward_pass():
-    model, inputs = build(attention={"num_queries": 3}), batch()
+    model, inputs = build(), batch()
     weights = model.attention_weights(*inputs)["taste"]
-    assert weights.values().shape == (9, 3, 2) and weights.lengths().tolist() == LENGTHS["history_item"]
+    assert weights.values().shape == (9, 1, 2) and weights.lengths().tolist() == LENGTHS["history_item"]
     first = weights.values()[:3].sum(0)
     torch.testing.assert_close(first, torch.ones_like(first))
 

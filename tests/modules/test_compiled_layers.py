@@ -176,7 +176,7 @@ def test_encoders(name):
     compare(model, encode, [tuple(events(ends[-1], torch.tensor(ends)).values()) for ends, _ in BATCHES])
 
 
-@pytest.mark.parametrize("read", ["collection", "digits", "decode", "tables", "prefix_tables"])
+@pytest.mark.parametrize("read", ["collection", "digits", "decode"])
 def test_ids(read):
     """The ids of a KeyedJaggedTensor, read by a collection of the layer's own or by a SemanticIDEmbedding before it."""
     if read == "collection":

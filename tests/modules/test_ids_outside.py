@@ -312,7 +312,7 @@ def test_an_encoder_has_no_bias_for_a_bucket_outside(device):
         torch.testing.assert_close(one, expected)
 
 
-CODECS = {"digits": DiscretePCA(num_digits=10), "decode": DiscretePCA(num_digits=10), "tables": ResidualKMeans(2, 3)}
+CODECS = {"digits": DiscretePCA(num_digits=10), "decode": ResidualKMeans(2, 3)}
 
 
 @pytest.mark.parametrize("read", CODECS)
@@ -344,7 +344,7 @@ def test_items_that_a_catalogue_lacks(device, read):
 def test_codes_beyond_their_codebook(device):
     """Codes of three centroids take two bits, of which 3 is none."""
     codec = ResidualKMeans(2, 3).fit(torch.randn(40, 6))
-    embedding = SemanticIDEmbedding(codec, WIDTH, ["item"], read="tables", device=device)
+    embedding = SemanticIDEmbedding(codec, WIDTH, ["item"], read="decode", device=device)
     ids = KeyedJaggedTensor(
         ["item"], torch.tensor([0b0110, 0b1101, -1, 0b0111]).to(device), lengths=torch.tensor([1, 3]).to(device)
     )

@@ -1,15 +1,11 @@
 """SemanticIDEmbedding against the codec and plain PyTorch: each way to read an ID, unknown IDs, state, refusals."""
 
-import copy
-
 import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
-from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import AttentionPooling, SequenceDLRM
-from jfi.modules.semantic_id_readers import _mix
 from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
 
 WIDTH = 5
@@ -69,68 +65,7 @@ def test_content_is_decoded_as_it_was_fitted(fitted):
     assert trained == {"projection.weight", "projection.bias", "unknown"}  # the codec is frozen
 
 
-def test_tables_add_a_vector_for_each_digit(fitted):
-    codec, sids = fitted
-    embedding = SemanticIDEmbedding(codec, WIDTH, KEYS, "tables", spread=0.3)
-    digits, rows = codec.digits(sids).long(), codec.digit_values
-    tables = embedding.reader.weight.view(-1, rows, WIDTH)
-    assert tables.shape[0] == digits.shape[1] and 0.2 < tables.std() < 0.4
-    first = 0 if codec.layout.codebook_size else 1
-    wanted = torch.stack([sum(tables[p, d + first] for p, d in enumerate(row.tolist())) for row in digits])
-    torch.testing.assert_close(embedding.embed(sids), wanted)
-
-
-def test_tables_begin_at_the_components_of_centroids(fitted):
-    codec, sids = fitted
-    vectors = codec.decoder().vectors()
-    whole = SemanticIDEmbedding(codec, vectors.shape[2], KEYS, "tables", init="centroids", spread=0.3)
-    assert whole.reader.weight.square().mean().sqrt().item() == pytest.approx(0.3, rel=1e-5)
-    # As many components as the vectors have are a rotation: distances between IDs are those of the sums of vectors.
-    digits, first = codec.digits(sids).long(), 0 if codec.layout.codebook_size else 1
-    sums = torch.stack([sum(vectors[p, d + first] for p, d in enumerate(row.tolist())) for row in digits])
-    found, wanted = torch.cdist(whole.embed(sids), whole.embed(sids)), torch.cdist(sums, sums)
-    torch.testing.assert_close(found / found.max(), wanted / wanted.max(), atol=1e-3, rtol=1e-3)
-    wide = SemanticIDEmbedding(codec, vectors.shape[2] + 2, KEYS, "tables", init="centroids")
-    assert not wide.reader.weight[:, -2:].any()
-
-
-def test_prefix_tables_add_a_vector_for_each_prefix(fitted):
-    codec, sids = fitted
-    embedding = SemanticIDEmbedding(codec, WIDTH, KEYS, "prefix_tables", num_buckets=64)
-    # Of ternary digits a prefix ends after every fifth.
-    digits, step = codec.digits(sids), 1 if codec.layout.codebook_size else 5
-    ends = [min(end, digits.shape[1]) for end in range(step, digits.shape[1] + step, step)]
-    assert len(embedding.reader.weights) == len(ends)
-    single = embedding.reader
-    rows = [(digits[:, :end].tolist()) for end in ends]
-    parts, before = [], torch.zeros(len(sids), WIDTH)
-    for place in range(len(ends)):
-        weights = [w if p <= place else torch.zeros_like(w) for p, w in enumerate(single.weights)]
-        single_copy = copy.deepcopy(embedding)
-        for own, weight in zip(single_copy.reader.weights, weights, strict=True):
-            own.data.copy_(weight)
-        total = single_copy.embed(sids)
-        parts.append(total - before)
-        before = total
-    for place, part in enumerate(parts):
-        by_prefix = {}
-        for prefix, vector in zip(rows[place], part, strict=True):
-            torch.testing.assert_close(by_prefix.setdefault(tuple(prefix), vector), vector, atol=1e-6, rtol=1e-5)
-        assert len({tuple((v * 1e4).round().tolist()) for v in by_prefix.values()}) > min(len(by_prefix), 64) / 3
-    torch.testing.assert_close(embedding.embed(sids), sum(parts))
-
-
-def test_the_hash_is_splitmix64():
-    def mix(number: int) -> int:
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            number = (number ^ number >> shift) * factor % 2**64
-        return (number ^ number >> 31) % 2**63
-
-    numbers = [0, 1, 5, 2**31, 2**62 + 77, -1, -(2**63), -12345678901]
-    assert _mix(torch.tensor(numbers)).tolist() == [mix(number % 2**64) for number in numbers]
-
-
-@pytest.mark.parametrize("read", ["digits", "decode", "tables", "prefix_tables"])
+@pytest.mark.parametrize("read", ["digits", "decode"])
 def test_keys_lengths_and_unknown_ids(dpca, read):
     codec, sids = dpca
     embedding = SemanticIDEmbedding(codec, WIDTH, KEYS, read)
@@ -149,7 +84,7 @@ def test_keys_lengths_and_unknown_ids(dpca, read):
     assert embedding(empty)["item_sid"].values().shape == (0, WIDTH)
 
 
-@pytest.mark.parametrize("read", ["digits", "decode", "tables", "prefix_tables"])
+@pytest.mark.parametrize("read", ["digits", "decode"])
 def test_a_state_dict_is_complete(dpca, read):
     codec, sids = dpca
     saved = SemanticIDEmbedding(codec, WIDTH, KEYS, read)
@@ -178,7 +113,6 @@ def test_forty_digits_use_the_sign(device):
     embedding = SemanticIDEmbedding(codec, WIDTH, KEYS).to(device)
     wanted = codec.digits(sids).float() @ embedding.projection.weight.T.cpu() + embedding.projection.bias.cpu()
     torch.testing.assert_close(embedding.embed(sids.to(device)).cpu(), wanted)
-    assert SemanticIDEmbedding(codec, WIDTH, KEYS, "prefix_tables").embed(sids).isfinite().all()
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
@@ -214,17 +148,7 @@ def test_it_stands_beside_a_collection(dpca, combine):
     assert SequenceDLRM(None, None, [alone], **sizes, semantic_ids=embedding)(dense, ids).shape == (3, 1)
 
 
-def test_learned_tables_are_not_captured(dpca):
-    codec, sids = dpca
-    reasons = [
-        why_not_captured(SemanticIDEmbedding(codec, 4, KEYS, read), batch(sids)) for read in ("digits", "tables")
-    ]
-    assert reasons[0] is None and reasons[1].startswith("a SemanticIDEmbedding with read='tables' has learned tables")
-    # Room is behind keys of any number of events; that of the targets is theirs.
-    assert why_not_captured(SemanticIDEmbedding(codec, 4, ["item_sid"], "tables"), batch(sids)) is None
-
-
-@pytest.mark.parametrize("read", ["digits", "decode", "tables"])
+@pytest.mark.parametrize("read", ["digits", "decode"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_catalogue_says_which_id_an_item_has(dpca, read, dtype):
     codec, sids = dpca
@@ -258,14 +182,10 @@ def test_items_and_catalogues_that_are_refused(dpca):
 
 def test_refused(dpca):
     codec, sids = dpca
-    with pytest.raises(ValueError, match="read must not be 'digits' for a codec of 2 codes below 12"):
+    with pytest.raises(ValueError, match="read must be 'decode' for a codec of 2 codes below 12"):
         SemanticIDEmbedding(ResidualKMeans(2, 12), 4, KEYS)
-    with pytest.raises(ValueError, match="read must be 'digits', 'decode', 'tables' or 'prefix_tables', got 'digit'"):
+    with pytest.raises(ValueError, match="read must be 'digits' or 'decode', got 'digit'"):
         SemanticIDEmbedding(codec, 4, KEYS, "digit")
-    with pytest.raises(ValueError, match="init must be 'random' with read='digits', got 'centroids'"):
-        SemanticIDEmbedding(codec, 4, KEYS, init="centroids")
-    with pytest.raises(ValueError, match="spread must be positive and finite, got 0"):
-        SemanticIDEmbedding(codec, 4, KEYS, "tables", spread=0)
     with pytest.raises(ValueError, match=r"feature_names must be a list of distinct keys, at least one, got \[\]"):
         SemanticIDEmbedding(codec, 4, [])
     with pytest.raises(RuntimeError, match="the DiscretePCA is not fitted"):

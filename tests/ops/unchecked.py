@@ -17,7 +17,7 @@ _CHOOSE = [
     "step_rows",
 ]
 #: Modules that ask whether a batch may be read.
-_FREE = ("jfi.modules.validation", "jfi.modules.semantic_id_embedding", "jfi.modules.semantic_id_readers")
+_FREE = ("jfi.modules.validation", "jfi.modules.semantic_id_embedding")
 
 
 @contextmanager

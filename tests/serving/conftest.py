@@ -24,7 +24,7 @@ from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder
 ROOT = Path(__file__).parents[2]
 TINY = [
     *["--data.synthetic.num_users", "80", "--data.synthetic.num_items", "60", "--data.synthetic.mean_length", "20"],
-    *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2", "--model.num_queries", "2"],
+    *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2"],
     *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.num_layers", "1", "--encoder.num_heads", "2"],
     *["--encoder.bias", "position", "--encoder.causal", "true", "--encoder.relative_bias", "distance"],
     *["--training.device", "cpu", "--training.epochs", "1", "--training.batch_size", "64"],

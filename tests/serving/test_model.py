@@ -157,14 +157,14 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 @pytest.mark.parametrize(
     ("model", "encoder"),
     [
-        ({"num_queries": 3, "bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
+        ({"bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
         ({"combine": "concat", "bias": "position"}, {}),
         ({"num_buckets": 3}, {"num_layers": 2, "causal": True, "relative_bias": "distance", "bias": "history_age"}),
         ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
         ({"pooling": "mean"}, {"num_layers": 1}),
         ({"pooling": "sum"}, {}),
-        ({"bias": ["position", "history_age"], "attention_layers": 3, "cross_layers": 2, "num_queries": 2}, {}),
+        ({"bias": ["position", "history_age"], "attention_layers": 3, "cross_layers": 2}, {}),
         ({"attention_layers": 2}, {"num_layers": 1, "bias": "history_age"}),
         ({"pooling": "none"}, {}),
     ],
@@ -224,7 +224,7 @@ def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
     )
 
 
-@pytest.mark.parametrize("options", [{"pooling": AttentionPooling(2, 3, 2)}, {"pooling": "mean"}])
+@pytest.mark.parametrize("options", [{"pooling": AttentionPooling(2, 2)}, {"pooling": "mean"}])
 def test_embeddings_of_other_widths_are_projected(table, options):
     trained = of_other_widths(table.dataset.schema, **options)
     assert len(trained.sequence_arch.projections) > 5

@@ -73,7 +73,7 @@ def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
 
 def test_scores_are_those_of_the_model(scorer, samples):
     requests, wanted = samples
-    assert len(requests) == SAMPLES and wanted.std() > 0.05
+    assert len(requests) == SAMPLES and wanted.std() > 0.01
     found = np.concatenate([scored(scorer, requests[i : i + 100]) for i in range(0, SAMPLES, 100)])
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -94,8 +94,8 @@ def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, sa
         return {name: known[name][one - 1] if one else None for name, one in found.items()}
 
     requests = [{"user": {}, "history": [], "candidates": [candidate(i)]} for i in range(len(rows))]
-    assert len(requests) == 20 and wanted.std() > 0.001
-    np.testing.assert_allclose(scored(scorer, requests), wanted, atol=1e-5)
+    assert len(requests) == 20 and wanted.std() > 1e-4
+    np.testing.assert_allclose(scored(scorer, requests), wanted, atol=1e-6)
     # Padding copies the first event, so the package must get one; without it memory outside would be read.
     given, package = [], scorer.package
     monkeypatch.setattr(scorer, "package", lambda *inputs: given.append(inputs) or package(*inputs))

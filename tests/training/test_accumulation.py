@@ -28,7 +28,7 @@ _WORLD = World(device=torch.device("cpu"))
 def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = None, **training: object) -> Config:
     synthetic = SyntheticConfig(num_users=40, num_items=30, mean_length=12.0)
     return Config(
-        data=DataConfig(source="synthetic", synthetic=synthetic, oov_dropout=0.1, **(data or {})),
+        data=DataConfig(source="synthetic", synthetic=synthetic, **(data or {})),
         model=ModelConfig(
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
         ),

@@ -42,11 +42,11 @@ def test_every_option_of_the_model_reaches_it():
         ("weights", WeightBias()),
         ("history_age", TimeBias("history_age", ages)),
     ):
-        options = {"num_heads": 2, "num_queries": 3, "bias": bias, "num_buckets": 5, "combine": "concat"}
+        options = {"num_heads": 2, "bias": bias, "num_buckets": 5, "combine": "concat"}
         config = ModelConfig(8, dense_arch=[7, 6], over_arch=[5], dropout=0.25, **options)
         model = build.build_model(config, EncoderConfig(), schema)
         pooling = model.sequence_arch.pooling
-        assert (pooling.num_heads, pooling.num_queries, pooling.embedding_dim) == (2, 3, 8)
+        assert (pooling.num_heads, pooling.embedding_dim) == (2, 8)
         assert (pooling.features[0].bias, pooling.features[0].combine) == (expected, "concat")
         assert (model.dropout.p, model.sequence_arch.encoder) == (0.25, None)
         sizes = [

@@ -421,8 +421,6 @@ def test_settings_that_features_have_replaced_show_the_entries(settings, entries
     ("setting", "now"),
     [
         ("data.group", "data.request_id"),
-        ("data.unknown_share", "data.oov_dropout"),
-        ("model.semantic_id_spread", "model.semantic_id_init_std"),
         ("optimizer.average", "optimizer.ema_decay"),
         ("training.accumulate", "training.gradient_accumulation_steps"),
     ],

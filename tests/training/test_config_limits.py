@@ -18,7 +18,7 @@ TINY = 5e-324
 MANY = 2**31 - 1
 #: Option, accepted values, refused values.
 LIMITS = [
-    *((f"model.{name}", [1], [0, -1]) for name in ("num_queries", "num_buckets", "attention_layers")),
+    *((f"model.{name}", [1], [0, -1]) for name in ("num_buckets", "attention_layers")),
     ("model.cross_layers", [0, 3], [-1]),
     ("model.bias", [None, "position", ["position", "history_age"]], ["age", [], ["position", "position"], ["age"]]),
     ("model.embedding_dim", [4, 8], [0, -4]),
@@ -131,7 +131,6 @@ DATA_LIMITS = [
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
     ("eval_negatives", {}, [1], [0]),
-    ("oov_dropout", {}, [0.0, BELOW], [-TINY, 1.0]),
     *(
         ("features", {}, [[FeatureConfig("a", "user", **{name: 1})]], [[FeatureConfig("a", "user", **{name: 0})]])
         for name in ("min_count", "hash_buckets")

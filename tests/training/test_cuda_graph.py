@@ -63,11 +63,6 @@ def test_what_is_captured(model):
             {},
             "a JaggedEncoder has linear layers",
         ),
-        (
-            lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, num_heads=8, num_queries=3)),
-            {},
-            "project_history of 'history'",
-        ),
     ],
 )
 def test_what_is_not_captured_has_a_reason(change, options, reason):

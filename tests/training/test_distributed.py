@@ -96,7 +96,7 @@ def scheduled(folder: Path, name: str) -> Config:
 
 
 def semantic(folder: Path, name: str) -> Config:
-    """With semantic IDs of items 0 to 35 beside their ids, in learned tables, for an epoch."""
+    """With semantic IDs of items 0 to 35 beside their ids, decoded, for an epoch."""
     path = folder / "sids.parquet"
     if not path.exists():
         content = torch.randn(36, 5, generator=torch.Generator().manual_seed(0))
@@ -105,7 +105,7 @@ def semantic(folder: Path, name: str) -> Config:
         codec.save(codec_folder(path) / CODEC)
         write_sids(path, "item_id", pa.array(map(str, range(36))), codec.encode(content), codec)
     config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1)
-    config.data.semantic_ids, config.model.semantic_ids = str(path), "tables"
+    config.data.semantic_ids, config.model.semantic_ids = str(path), "decode"
     return config
 
 

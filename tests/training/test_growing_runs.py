@@ -264,7 +264,7 @@ def test_tables_that_grow_learn_what_a_vocabulary_learns(tmp_path, capacity, bat
     assert found["growing"] > found["vocabulary"] - 0.01  # runs of other seeds differ by up to 0.008
 
 
-@pytest.mark.parametrize("change", [{"batching": "user"}, {"label": None, "negatives": 1, "oov_dropout": 0.1}])
+@pytest.mark.parametrize("change", [{"batching": "user"}, {"label": None, "negatives": 1}])
 def test_timelines_and_implicit_feedback_train_and_evaluate(table, tmp_path, change):
     made = config(table, tmp_path / "run", LARGE, epochs=1)
     made = dataclasses.replace(made, data=replace_data(made.data, **change))

@@ -30,7 +30,7 @@ from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
-from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
+from jfi.training import Config, ConfigError, resume, train
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.model.build_model import build_model
 from jfi.training.run.recorder import read_metrics
@@ -121,15 +121,6 @@ def test_keys_of_a_batch(folder):
     assert dataset.schema.codec.fingerprint == Codec.load(folder / "sids.codec/codec.safetensors").fingerprint
 
 
-def test_unknown_share_leaves_semantic_ids(folder):
-    """An item that is taken for unknown in training keeps its content: so the model learns to do without the id."""
-    data = dataclasses.replace(config(folder, "x").data, oov_dropout=0.5)
-    batch = load_dataset(data).batches("train", 64)[0].sparse_features.to_dict()
-    plain = load_dataset(config(folder, "x").data).batches("train", 64)[0].sparse_features.to_dict()
-    assert (batch["item_id"].values() == 0).any()
-    assert torch.equal(batch["item_sid"].values(), plain["item_sid"].values())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -214,8 +205,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     [
         {},
         {"combine": "concat", "semantic_ids": "decode"},
-        {"semantic_ids": "tables", "semantic_id_init": "centroids"},
-        {"semantic_ids": "prefix_tables", "pooling": "mean", "bias": None},
+        {"semantic_ids": "decode", "pooling": "mean", "bias": None},
         {"item_id": False, "bias": ["position", "history_age"], "attention_layers": 2},
         {"pooling": "none", "bias": None},
     ],
@@ -267,23 +257,8 @@ def test_a_run_on_semantic_ids_alone_learns_from_their_digits(folder, tmp_path, 
     np.testing.assert_allclose(losses["digits"], losses["embeddings"], rtol=1e-5)
 
 
-def test_tables_are_stepped_by_the_optimizer_of_the_tables(folder, tmp_path):
-    made = config(folder, tmp_path / "run", {"semantic_ids": "tables"}, epochs=1)
-    made.optimizer = OptimizerConfig(ema_decay=0.9)
-    rate = made.optimizer.embeddings.learning_rate
-    train(made)
-    start = build_model(made.model, made.encoder, load_dataset(made.data).schema)
-    torch.manual_seed(made.training.seed)
-    name = "semantic_ids.reader.weight"
-    again = build_model(made.model, made.encoder, load_dataset(made.data).schema, torch.device("meta"))
-    moved = (jfi.load_run(tmp_path / "run").model.state_dict()[name] - again.state_dict()[name]).abs().max()
-    assert start.state_dict()[name].shape == (24, 8)
-    # Adagrad's first steps are of its rate, Adam's of a tenth as large a one.
-    assert rate < moved < 10 * rate
-
-
 def test_a_run_goes_on_where_it_was_killed(folder, tmp_path):
-    whole, parts = (config(folder, tmp_path / name, {"semantic_ids": "tables"}) for name in ("whole", "parts"))
+    whole, parts = (config(folder, tmp_path / name, {"semantic_ids": "decode"}) for name in ("whole", "parts"))
     train(whole)
     train(parts.with_training(epochs=1))
     save_config(parts, tmp_path / "parts/config.yaml")
@@ -343,22 +318,10 @@ def test_a_warm_start_takes_the_same_codec(folder, copied):
         train(config(copied, "warm again", epochs=1, warm_start=str(folder / "run"), rows_after=None))
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"semantic_ids": "digit"}, "semantic_ids"),
-        ({"semantic_id_init_std": 0.0}, "model.semantic_id_init_std: got 0.0, must be positive and finite"),
-        ({"semantic_id_init": "centroids"}, "model.semantic_id_init: got 'centroids', must be random unless"),
-        ({"semantic_id_buckets": 0}, "model.semantic_id_buckets: got 0, must be at least 1"),
-    ],
-)
-def test_wrong_settings_are_refused_by_key(folder, model, message):
-    with pytest.raises((ConfigError, ValueError), match=message):
-        made = config(folder, "x", model)
-        build_model(made.model, made.encoder, load_dataset(made.data).schema)
-
-
 def test_settings_that_do_not_go_together(folder, copied):
+    made = config(folder, "x", {"semantic_ids": "digit"})
+    with pytest.raises(ConfigError, match=r"model.semantic_ids: read must be 'digits' or 'decode', got 'digit'"):
+        build_model(made.model, made.encoder, load_dataset(made.data).schema)
     made = config(folder, "x")
     with pytest.raises(
         ConfigError, match=r"model.semantic_ids: got 'decode', must be digits without data.semantic_ids"
@@ -372,9 +335,7 @@ def test_settings_that_do_not_go_together(folder, copied):
         dataclasses.replace(made, data=crossed, model=dataclasses.replace(made.model, item_id=False))
     rebuild_ids_by_codes(copied)
     made = config(copied, "x")
-    with pytest.raises(
-        ConfigError, match=r"model.semantic_ids: read must not be 'digits' for a codec of 2 codes below 4"
-    ):
+    with pytest.raises(ConfigError, match=r"model.semantic_ids: read must be 'decode' for a codec of 2 codes below 4"):
         build_model(made.model, made.encoder, load_dataset(made.data).schema)
 
 

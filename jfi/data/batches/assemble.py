@@ -11,14 +11,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.negatives import NegativeSampler
-from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.events.events import Events, Histories
 from jfi.events.statistics import DenseStatistics
-from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.encoding import age_buckets
 from jfi.utils.jagged import Timelines, repeat
 
 #: Events that are gathered together. Smaller blocks take less time alone, larger ones take Python's lock less often.
@@ -59,7 +58,6 @@ def assemble(
     part: BatchPart,
     drawn: tuple[np.ndarray, np.ndarray, np.ndarray],
     find: Callable[[np.ndarray, np.ndarray | None], Histories],
-    dropout: OovDropout | None = None,
     pin_memory: bool = False,
 ) -> Batch:
     """Returns a batch.
@@ -70,7 +68,6 @@ def assemble(
         part: the samples, and the timelines that they share.
         drawn: the events, the target items and the labels of the samples, `[B]` each.
         find: gives the histories of events `[B]` that are samples, or of the timelines at offsets `[U + 1]` of these.
-        dropout: which known ids become unknown, or None.
         pin_memory: whether all tensors are in pinned memory.
     """
     (events, item, label), table = drawn, arrays.events
@@ -98,18 +95,12 @@ def assemble(
         values = torch.from_numpy(np.empty(ends[-1], np.int64))  # NumPy asks for huge pages: fewer page faults
     ids_of_keys = values.numpy()
     parts = [ids_of_keys[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    known = schema.encodings.vocabularies if dropout is not None else {}
     of_events = []
-    for key, (spec, ids, out) in enumerate(zip(specs, arrays.columns, parts, strict=False)):
-        drops = spec.column in known and not spec.semantic
+    for spec, ids, out in zip(specs, arrays.columns, parts, strict=False):
         if spec.role == "history":
-            of_events.append((key, spec.of, ids, out, drops))
-            continue
-        ids.fill(rows[spec.role], out)
-        if drops:
-            # By user a value of the user is unknown to all samples of the timeline.
-            own = samples[owners] if spec.role == "user" else samples
-            out[dropout(key, repeat(own, lengths[key, : len(own)]))] = UNKNOWN
+            of_events.append((spec.of, ids, out))
+        else:
+            ids.fill(rows[spec.role], out)
 
     times = None
     if offsets is not None:
@@ -118,10 +109,8 @@ def assemble(
         times = Timelines(torch.from_numpy(offsets), target_times, torch.from_numpy(event_times), schema.max_history)
     for owner, place, event in histories.blocks(table, _BLOCK):
         of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
-        for key, entity, ids, out, drops in of_events:
+        for entity, ids, out in of_events:
             ids.fill(of[entity], out[place])
-            if drops:
-                out[place][dropout(key, event)] = UNKNOWN  # to all samples of the epoch
         time = table.time.take(event, mode="clip")
         if times is None:
             now = repeat(table.time[events[owner]], histories.lengths[owner])

@@ -15,7 +15,6 @@ from jfi.data.batches.batch import Batch
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
 from jfi.data.batches.negatives import Candidates, Kind
-from jfi.data.batches.oov_dropout import OovDropout
 from jfi.data.batches.order import BatchPart, Order, SampleOrder
 from jfi.data.config import Batching
 from jfi.data.schema.schema import DataSchema
@@ -57,7 +56,6 @@ class InteractionDataset:
     Args:
         arrays: of the events, their features and the samples.
         schema: the keys of the batches and the encodings of their values.
-        oov_dropout: share of the known ids of a training batch that become 0.
         batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
         max_timeline: the most events of a timeline, at least `schema.max_history`.
         policy: which events of a history stay, by their engagement; None keeps all.
@@ -70,7 +68,6 @@ class InteractionDataset:
         self,
         arrays: Arrays,
         schema: DataSchema,
-        oov_dropout: float = 0.0,
         batching: Batching = "sample",
         max_timeline: int | None = None,
         policy: Policy | None = None,
@@ -88,7 +85,6 @@ class InteractionDataset:
         self.chooser: EventChooser | None = None
         if policy is not None:
             self.chooser = EventChooser(policy, arrays.events, arrays.engagement, schema.max_history)
-        self._oov_dropout = oov_dropout
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
         #: The order of the last batches, which the parts of a batch share, and its arguments.
@@ -187,12 +183,11 @@ class InteractionDataset:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         order = self._order_of(split, batch_size, (seed, epoch) if shuffle else None, batching or self.batching)
-        dropout = OovDropout(self._oov_dropout, seed, epoch) if split == "train" and self._oov_dropout else None
 
         def make(number: int) -> Batch:
             part = order.part(number, rank, world_size)
             drawn = self.draw(split, part.samples, seed, epoch)
-            return assemble(self._arrays, self.schema, part, drawn, self._histories, dropout, pin_memory)
+            return assemble(self._arrays, self.schema, part, drawn, self._histories, pin_memory)
 
         return Batches(order, make)
 
@@ -266,7 +261,7 @@ class InteractionDataset:
             offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
         part = BatchPart(np.arange(len(rows)), len(rows), offsets)
         drawn = rows, item, np.zeros(len(rows), np.float32)
-        return assemble(self._arrays, self.schema, part, drawn, self._histories, pin_memory=pin_memory)
+        return assemble(self._arrays, self.schema, part, drawn, self._histories, pin_memory)
 
     @property
     def _samples_per_row(self) -> int:

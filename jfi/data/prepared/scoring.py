@@ -191,7 +191,7 @@ class ScoringRows:
         elif self._made:
             statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
         arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
-        self.dataset = InteractionDataset(arrays, schema, 0.0, config.batching, config.longest_timeline, self._policy)
+        self.dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, self._policy)
         self.rows = raw.new("rows", np.int64, len(samples))
         self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
         labels = labels_of(config, events.label, events.targets)[: len(config.targets())]

@@ -122,8 +122,7 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
         statistics = Statistics(index, *made, *config.event_values())
         statistics = dense_statistics(statistics, schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
-    options = config.oov_dropout, config.batching, config.longest_timeline, load_policy(config)
-    dataset = InteractionDataset(arrays, schema, *options)
+    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, load_policy(config))
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
     dataset.folder, dataset.verification = folder, verification

@@ -115,9 +115,7 @@ def _reckoned(model: SequenceDLRM, config: Config, ranks: int, mean_events: floa
     for feature in arch.features:
         fields = len(feature.sequence_keys)
         columns = fields + (feature.num_buckets > 0) + feature.reads_weights
-        shape = traffic.SequenceShape(
-            mean_events, width, arch.pooling.num_heads, arch.pooling.num_queries, fields, columns
-        )
+        shape = traffic.SequenceShape(mean_events, width, arch.pooling.num_heads, fields, columns)
         rows += traffic.by_rows(shape, ranks, itemsize).total
         if remote_field(feature, tables, replicated) is not None:
             attention += traffic.by_attention(shape, _owners(config.sharding, ranks), itemsize, ranks).total

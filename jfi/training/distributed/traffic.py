@@ -14,7 +14,6 @@ class SequenceShape:
         events: mean length of a history.
         width: D, of a row.
         heads: H.
-        queries: T.
         fields: tables whose rows an event sums.
         columns: int32 numbers of an event's payload: its row, the ids of small tables, the bucket of a bias, a weight.
     """
@@ -22,7 +21,6 @@ class SequenceShape:
     events: float
     width: int
     heads: int = 1
-    queries: int = 1
     fields: int = 1
     columns: int = 1
 
@@ -75,7 +73,7 @@ def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2, ranks: in
     others = owners * (ranks - 1) / ranks  # owners that are not the sample's own rank, on average
     ids = 4 * shape.columns * shape.events * (ranks - 1) / ranks + 4 * others
     # Queries and their gradients, outputs with a log-sum-exp, their gradients with that and Δ.
-    vectors = shape.queries * shape.heads * (4 * itemsize * shape.width + 3 * 4)
+    vectors = shape.heads * (4 * itemsize * shape.width + 3 * 4)
     return Traffic(ids, vectors * others, 7)
 
 

@@ -94,11 +94,9 @@ def _captured(
         return reason
     # Those of the tables step in the backward pass.
     dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
-    # The second is that of learned tables of semantic IDs.
-    for key, one in zip(("dense", "embeddings"), dense, strict=False):
-        if not all(group.get("capturable") for group in one.param_groups):
-            name = getattr(config.optimizer, key).name
-            return f"optimizer.{key}.name is {name}; of torch.optim only adam and adamw can be captured"
+    if not all(group.get("capturable") for one in dense for group in one.param_groups):
+        name = config.optimizer.dense.name
+        return f"optimizer.dense.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training
     options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
     first = dataset.batches("train", training.batch_size, **options)[0]

@@ -50,8 +50,6 @@ from jfi.utils.operands import MAX_BUCKETS
 
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
-#: How the names of the learned tables of semantic IDs begin.
-_SID_TABLES = "semantic_ids.reader."
 OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
@@ -130,7 +128,7 @@ def build_model(
         )
     widths = {f.column: f.width or config.embedding_dim for f in in_collection}
     width, heads = event_width(widths, config.embedding_dim), _heads(config, schema)
-    attention = AttentionPooling(config.num_heads, config.num_queries, config.attention_layers)
+    attention = AttentionPooling(config.num_heads, config.attention_layers)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
         make_embeddings(tables) if tables else None,
@@ -174,10 +172,8 @@ def _growing_ids(schema: DataSchema, features: list[FeatureSpec], every: int) ->
 def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str], width: int) -> SemanticIDEmbedding | None:
     if schema.codec is None:
         return None
-    options = {"init": config.semantic_id_init, "spread": config.semantic_id_init_std}
-    options["num_buckets"] = config.semantic_id_buckets
     try:
-        return SemanticIDEmbedding(schema.codec, width, keys, config.semantic_ids, **options)
+        return SemanticIDEmbedding(schema.codec, width, keys, config.semantic_ids)
     except ValueError as fault:
         raise ConfigError(f"model.semantic_ids: {fault}") from None
 
@@ -261,15 +257,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: fl
 def dense_optimizers(
     config: OptimizerConfig, parameters: dict[str, nn.Parameter], max_grad_norm: float | None = None
 ) -> list[KeyedOptimizer]:
-    """The optimizers of the parameters outside of the collections.
-
-    The first is that of `config.dense`. Learned tables of semantic IDs, if there are any, have a second one, that of
-    `config.embeddings`.
-    """
-    tables = {name: p for name, p in parameters.items() if name.startswith(_SID_TABLES)}
-    others = {name: p for name, p in parameters.items() if name not in tables}
-    found = [keyed_optimizer(config.dense, others, max_grad_norm)]
-    return [*found, keyed_optimizer(config.embeddings, tables)] if tables else found
+    """The optimizers of the parameters outside of the collections: one, that of `config.dense`."""
+    return [keyed_optimizer(config.dense, parameters, max_grad_norm)]
 
 
 def keyed_optimizer(
