@@ -112,10 +112,12 @@ def _step(
         w.addcdiv_(mean, root, value=-lr / (1 - optimizer.beta1**t))
     if decay:
         penalty = torch.where(at == 0, 1, t - at).to(g.dtype).mul_(lr * decay).unsqueeze(1)
+        if name not in ("sgd", "adamw"):
+            penalty = torch.where(root > eps, penalty / root, 0.0)
         if name in ("adagrad", "adam"):
-            w.div_(1 + penalty / root)
+            w.div_(1 + penalty)
         else:  # one division a row
-            w.mul_(1 / (1 + (penalty / root if name == "rowwise_adagrad" else penalty)))
+            w.mul_(1 / (1 + penalty))
     stored = w.to(table.dtype) if keys is None else round_stochastically(w, table.dtype, keys, t)
     table.index_copy_(0, rows, stored)
     if average is not None:

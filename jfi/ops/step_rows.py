@@ -18,9 +18,10 @@ form, which never overshoots (Duchi et al., "Adaptive Subgradient Methods", 2011
 
     w /= 1 + k p lr weight_decay
 
-A moving average of the weights, a += (1 - d)(w - a) at every step, takes
-the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). Before the
-first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as torch's AveragedModel does.
+where p is 0 as long as v is 0: a gradient that has always been 0 gives no scale. A moving average of the weights, a +=
+(1 - d)(w - a) at every step, takes the k steps since a row was last stepped at once, since w was the same in all of
+them: a = w + dᵏ (a - w). Before the first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as
+torch's AveragedModel does.
 
 All is computed in float32, or in float64 for tables of it. New weights of tables in half precision are rounded to the
 nearest number, or with seeds stochastically: to one of the two neighbours, to each with the probability that makes the

@@ -46,11 +46,12 @@ def torch_step(optimizer: RowOptimizer, table: Tensor, states: tuple, rows: Tens
     for name, state in zip(names, states, strict=False):
         state[rows] = own.state[parameter][name].view(state[rows].shape)
     if optimizer.weight_decay:
-        at, root = states[-1][rows], 1.0
+        at, root = states[-1][rows], torch.ones(())
         if "adagrad" in optimizer.name:
             root = states[0][rows].view(shape).sqrt() + optimizer.eps
         elif optimizer.name == "adam":
             root = (states[1][rows] / (1 - optimizer.beta2**t)).sqrt() + optimizer.eps
         missed = torch.where(at == 0, 1, t - at).unsqueeze(1)
+        root = torch.where(root == optimizer.eps, torch.inf, root)  # of gradients that have always been 0
         table[rows] /= 1 + lr * optimizer.weight_decay * missed / root
         states[-1][rows] = t

@@ -86,6 +86,20 @@ def test_the_same_batch_gives_the_same_bits_and_untouched_rows_keep_theirs(impl,
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
+def test_weight_decay_keeps_what_never_had_a_gradient(name, impl, device):
+    table = torch.ones(3, 4, device=device)
+    grad = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0]], device=device)
+    states, optimizer = states_of(name, table, decay=True), RowOptimizer(name, weight_decay=1e-3)
+    for t in (1, 2):
+        batch = sort_rows(torch.tensor([0, 1], device=device), 3)
+        schedule = torch.tensor(0.01, device=device), torch.tensor(t, device=device)
+        step_rows([table], [states], batch, [grad], [2], optimizer, *schedule, impl)
+    assert (table[0] == 1).all(), "a row without a gradient"
+    assert (table[1, 1:] > 0.9999).all() and table[1, 0] < 0.995
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_batch_of_nothing_or_of_padding_changes_nothing(impl, device):
     table = torch.randn(4, 3, device=device)
     before, states = table.clone(), states_of("adamw", table, decay=True)

@@ -125,13 +125,13 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
             tl.store(tables[N] + first_at, first, mask=mask)
             root = tl.sqrt(first) + SPEC.eps
             new -= g * (lr / root)[:, None]
-            penalty /= root[:, None]
+            penalty = tl.where((root > SPEC.eps)[:, None], penalty / root[:, None], 0.0)
         elif SPEC.name == "adagrad":
             first += g * g
             tl.store(tables[N] + first_at, first, mask=keep)
             root = tl.sqrt(first) + SPEC.eps
             new -= lr * g / root
-            penalty /= root
+            penalty = tl.where(root > SPEC.eps, penalty / root, 0.0)
         else:
             first += (g - first) * (1.0 - SPEC.beta1)
             tl.store(tables[N] + first_at, first, mask=keep)
@@ -144,7 +144,7 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
             root = tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps
             new -= (lr / bias1) * first / root
             if SPEC.name == "adam":
-                penalty /= root
+                penalty = tl.where(root > SPEC.eps, penalty / root, 0.0)
         if SPEC.weight_decay > 0:
             if SPEC.name == "adagrad" or SPEC.name == "adam":
                 new /= 1.0 + penalty
