@@ -10,29 +10,15 @@ from jfi.ops.digit_attention import digit_attention
 from jfi.ops.explain import explain
 from jfi.ops.gather_rows import gather_rows
 from jfi.ops.jagged_attention import jagged_attention
-from jfi.ops.table1 import (
-    array_jagged_bmm_jagged_out,
-    jagged2_softmax,
-    jagged_dense_bmm,
-    jagged_jagged_bmm,
-    jagged_jagged_bmm_jagged_out,
-    jagged_softmax,
-)
 from jfi.ops.target_attention import target_attention
 
 __all__ = [
     "absorb_weights",
     "absorbed_target_attention",
-    "array_jagged_bmm_jagged_out",
     "digit_attention",
     "explain",
     "gather_rows",
-    "jagged2_softmax",
     "jagged_attention",
-    "jagged_dense_bmm",
-    "jagged_jagged_bmm",
-    "jagged_jagged_bmm_jagged_out",
-    "jagged_softmax",
     "target_attention",
     "validation",
 ]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.ops._dispatch import public
 from jfi.ops.checks import FLOATING, check_all_dense, check_count
+from jfi.ops.dispatch import public
 
 
 def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[Tensor, ...]:

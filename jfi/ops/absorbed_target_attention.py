@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from jfi.kernels.plan import plan_absorbed_target_attention
-from jfi.ops._dispatch import PLAIN, operators, public, refusal
 from jfi.ops.absorb_weights import (
     absorb,
     absorb_in_kernel,
@@ -46,6 +45,7 @@ from jfi.ops.checks import (
     check_offsets,
     check_scale,
 )
+from jfi.ops.dispatch import PLAIN, operators, public, refusal
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, SavedTables, fits_kernel, rows_by_id

@@ -18,7 +18,6 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels import plan
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import public
 from jfi.ops.checks import (
     check_dim,
     check_events,
@@ -29,6 +28,7 @@ from jfi.ops.checks import (
     check_scale,
     check_untrained,
 )
+from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.target_attention import table_bias, target_attention_fwd
 from jfi.utils.operands import TargetAttentionInputs

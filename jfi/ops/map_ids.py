@@ -7,7 +7,7 @@ in memory of a fixed size, they need a cumulative sum and two scatters more.
 import torch
 from torch import Tensor
 
-from jfi.ops._dispatch import PLAIN
+from jfi.ops.dispatch import PLAIN
 from jfi.utils.context import interprets, is_traced
 from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, SeenIds
 

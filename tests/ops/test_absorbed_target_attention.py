@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jfi
 from jfi import reference
 from jfi.kernels import plan
-from jfi.ops._dispatch import operators
+from jfi.ops.dispatch import operators
 
 LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
 

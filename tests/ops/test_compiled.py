@@ -8,7 +8,7 @@ from ops.ragged import SLOW_HERE, offsets_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops
+from jfi import ops, table1
 from jfi.semantic_ids import pack_words
 
 #: Lengths of the histories and of the queries of a batch; sizes that differ are never equal by chance.
@@ -141,6 +141,7 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
     }
 
 
+PUBLIC = {name: getattr(module, name) for module in (ops, table1) for name in module.__all__}
 NAMES = list(cases(torch.device("cpu"), 1))
 LONG = {(name, "triton") for name in NAMES if name not in ("target, tables", "target, a bias alone")}
 LONG |= {(name, "torch") for name in ("absorbed", "absorbed, fields", "absorbed, tables", "absorb_weights")}
@@ -150,7 +151,7 @@ def test_every_argument_of_every_operator_is_compiled():
     seen: dict[str, set[str]] = {}
     for operator, arguments in cases(torch.device("cpu"), 1).values():
         seen.setdefault(operator, set() if operator == "absorb_weights" else {"impl"}).update(arguments)
-    operators = {name: inspect.signature(getattr(ops, name)).parameters for name in ops.__all__}
+    operators = {name: inspect.signature(function).parameters for name, function in PUBLIC.items()}
     del operators["explain"], operators["validation"]
     for name, parameters in operators.items():
         assert set(parameters) == seen[name], name
@@ -175,7 +176,7 @@ def test_one_graph_for_all_sizes_and_integers(name, impl, device):
     given = {} if operator == "absorb_weights" else {"impl": impl}
 
     def function(arguments: dict):
-        return getattr(ops, operator)(**arguments, **given)
+        return PUBLIC[operator](**arguments, **given)
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)

@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 from ops.ragged import LENGTHS, offsets_of
-from ops.test_compiled import KEYS, cases
+from ops.test_compiled import KEYS, PUBLIC, cases
 from torch import Tensor
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops
+from jfi import ops, table1
 from jfi.kernels.plan import H200
 
 #: By operator and parameter of offsets the arguments that may be nested; "result" is divided by the first.
@@ -73,7 +73,7 @@ def test_values_and_gradients_are_those_of_the_packed_call(name, dtype):
     operator, given = cases(torch.device("cpu"), 1)[name]
     given = {key: x.to(dtype) if key.endswith("offsets") else x for key, x in given.items()}
     leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
-    function = getattr(ops, operator)
+    function = PUBLIC[operator]
     want = run(lambda given: function(**given), given, leaves)
     names, (parameter, divided) = nestable(operator, given), next(iter(PACKED[operator].items()))
     for some in [names, *([one] for one in names)]:
@@ -210,7 +210,7 @@ REFUSED = {
         "position_bias must be a dense tensor, got a nested one of layout torch.jagged",
     ),
     "blocks": (
-        lambda: ops.jagged2_softmax(IDS.float(), OFFSETS),
+        lambda: table1.jagged2_softmax(IDS.float(), OFFSETS),
         "a must be a dense tensor, got a nested one of layout torch.jagged",
     ),
     "weights": (
@@ -247,7 +247,7 @@ def test_one_graph_for_all_sizes(name, longest, backend):
     operator = cases(torch.device("cpu"), 1)[name][0]
 
     def function(given: dict):
-        out = getattr(ops, operator)(**given)
+        out = PUBLIC[operator](**given)
         return out * 2 if is_nested(out) else out  # PyTorch's own operators follow in the same graph
 
     with torch._dynamo.config.patch(error_on_recompile=True):

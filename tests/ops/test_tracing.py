@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torchrec.fx import Tracer as TorchRecTracer
 
 import jfi
-from jfi import ops
+from jfi import ops, table1
 
 B, S, D, T = 3, 7, 4, 2
 OFFSETS = torch.tensor([0, 2, 2, 7])
@@ -43,7 +43,8 @@ def example(name: str) -> tuple[list[torch.Tensor], dict]:
     }[name]
 
 
-OPERATORS = [name for name in ops.__all__ if "offsets" in str(inspect.signature(getattr(ops, name)))]
+PUBLIC = {name: getattr(module, name) for module in (ops, table1) for name in module.__all__}
+OPERATORS = [name for name, operator in PUBLIC.items() if "offsets" in str(inspect.signature(operator))]
 
 
 def test_there_is_an_example_of_every_operator():
@@ -55,7 +56,7 @@ def test_a_tracer_records_one_call_of_the_operator(name):
     inputs, keywords = example(name)
     keywords = {key: value for key, value in keywords.items() if not isinstance(value, torch.Tensor)}
     tensors = {key: value for key, value in example(name)[1].items() if isinstance(value, torch.Tensor)}
-    operator = getattr(ops, name)
+    operator = PUBLIC[name]
 
     class Model(nn.Module):
         def forward(self, inputs, tensors):
@@ -90,15 +91,15 @@ class Named(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs)
-        return (func, out) if getattr(ops, getattr(func, "__name__", ""), None) is func else out
+        return (func, out) if PUBLIC.get(getattr(func, "__name__", "")) is func else out
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_tensor_subclass_sees_the_operator(name):
     inputs, keywords = example(name)
-    want = getattr(ops, name)(*inputs, **keywords)
-    func, out = getattr(ops, name)(*(x.as_subclass(Named) for x in inputs), **keywords)
-    assert func is getattr(ops, name) and type(out) is Named
+    want = PUBLIC[name](*inputs, **keywords)
+    func, out = PUBLIC[name](*(x.as_subclass(Named) for x in inputs), **keywords)
+    assert func is PUBLIC[name] and type(out) is Named
     torch.testing.assert_close(out.as_subclass(torch.Tensor), want, rtol=0, atol=0)
 
 
@@ -107,12 +108,12 @@ def test_a_tensor_subclass_sees_the_operator(name):
 def test_meta_tensors_give_shapes_forward_and_backward(name, validated):
     inputs, keywords = example(name)
     leaves = [x.requires_grad_() for x in inputs]
-    want = getattr(ops, name)(*leaves, **keywords)
+    want = PUBLIC[name](*leaves, **keywords)
     grads = torch.autograd.grad(want.sum(), leaves)
     metas = [x.detach().to("meta").requires_grad_() for x in inputs]
     keywords = tree_map_only(torch.Tensor, lambda x: x.to("meta"), keywords)
     with ops.validation() if validated else torch.enable_grad():
-        out = getattr(ops, name)(*metas, **keywords)
+        out = PUBLIC[name](*metas, **keywords)
     found = torch.autograd.grad(out.sum(), metas)
     for got, real in zip((out, *found), (want, *grads), strict=True):
         assert got.is_meta and (got.shape, got.dtype) == (real.shape, real.dtype)
@@ -145,13 +146,13 @@ def _transforms(function, inputs: tuple[torch.Tensor, ...]) -> dict:
 def test_transforms_of_torch_func_are_refused_by_name(name):
     """Nothing is computed that could be wrong: some kernels and custom operators do not see transforms."""
     inputs, keywords = example(name)
-    message = f"jfi.ops.{name} takes no transform of torch.func"
-    for transform in _transforms(lambda *x: getattr(ops, name)(*x, **keywords), tuple(inputs)).values():
+    message = f"{name} takes no transform of torch.func"
+    for transform in _transforms(lambda *x: PUBLIC[name](*x, **keywords), tuple(inputs)).values():
         with pytest.raises(NotImplementedError, match=message):
             transform()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
         dual = torch.autograd.forward_ad.make_dual(inputs[-1], torch.randn_like(inputs[-1]))
-        getattr(ops, name)(*inputs[:-1], dual, **keywords)
+        PUBLIC[name](*inputs[:-1], dual, **keywords)
 
 
 def test_a_tangent_within_a_tuple_is_refused():
@@ -200,7 +201,7 @@ def test_autocast_changes_nothing_on_a_cpu(name):
     The projections of absorbed_target_attention are those of Linear layers, and follow autocast as these do.
     """
     inputs, keywords = large_example(name)
-    operator, found = getattr(ops, name), []
+    operator, found = PUBLIC[name], []
     for inside, after in ((False, False), (True, False), (True, True)):
         leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
