@@ -213,7 +213,7 @@ def _prepare(
     elif indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[R, H, D]")
-        key = rows_by_id(key, indices, query.dtype, width=query.shape[2])
+        key = rows_by_id(key, indices, query.dtype, query.shape[2])
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):

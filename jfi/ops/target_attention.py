@@ -159,7 +159,7 @@ def prepare_target_attention(
     if indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[B, T, H, D]")
-        key = rows_by_id(key, indices, query.dtype, width=query.shape[3])
+        key = rows_by_id(key, indices, query.dtype, query.shape[3])
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):

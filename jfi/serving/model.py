@@ -32,7 +32,7 @@ from jfi.modules import (
 from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
 from jfi.modules.stacked_attention import linear
-from jfi.ops import absorb_weights
+from jfi.ops.absorb_weights import absorb
 from jfi.serving.attention import Segments, attend, padded
 from jfi.utils.arguments import module_name
 
@@ -224,7 +224,7 @@ class CandidateAttention(nn.Module):
         # In float64, so that an absorbed weight is rounded once.
         names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight")
         weights = tuple(getattr(own, one).detach().unsqueeze(0) for one in names)
-        w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
+        w_qk, b_qk, w_vo = absorb(weights, layer.num_heads, torch.float64)
         scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
         self._hold("query_weight", w_qk * scale)
         self._hold("query_bias", b_qk * scale)

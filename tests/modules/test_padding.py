@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
+from ops.absorbed import absorbed_target_attention
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-import jfi
 from jfi.modules import PositionBias
 from jfi.modules.events import position_buckets
 from jfi.modules.jagged_pooling import pool
@@ -39,7 +39,7 @@ def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Ten
     options = {name: x for name, x in leaves.items() if not name.startswith("field")}
     if "table" in options:
         options["key_bias"] = options.pop("table")
-    out = jfi.ops.absorbed_target_attention(
+    out = absorbed_target_attention(
         parameters[0],
         history,
         tuple(parameters[1:]),

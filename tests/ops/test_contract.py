@@ -486,15 +486,11 @@ def test_the_other_operators_name_wrong_arguments_too():
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=5)
     with pytest.raises(TypeError, match="scale must be a float or None, got str"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale="a")
-    query, words, weights = torch.randn(2, 1, 1, 4), torch.zeros(5, 1, dtype=torch.int32), [torch.randn(1, 4, 4)] * 3
-    weights = (weights[0], torch.randn(1, 4), *weights[1:], weights[0], torch.randn(1, 4))
+    query, words = torch.randn(2, 1, 1, 4), torch.zeros(5, 1, dtype=torch.int32)
     calls = [
         lambda scale: ops.target_attention(query, x[:, None], offsets=offsets, scale=scale),
         lambda scale: ops.digit_attention(query, words, offsets=offsets, scale=scale),
         lambda scale: ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale=scale),
-        lambda scale: ops.absorbed_target_attention(
-            query[:, 0, 0][None], x, weights, offsets=offsets, num_heads=1, scale=scale
-        ),
     ]
     for call, scale in itertools.product(calls, (float("nan"), float("inf"))):
         call(-0.5)

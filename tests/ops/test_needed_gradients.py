@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from ops.absorbed import absorbed_target_attention
 from ops.ragged import offsets_of
 from ops.unchecked import as_on_a_gpu
 from torch import Tensor
@@ -56,7 +57,7 @@ def example(name: str, device: torch.device, padding: int = 0) -> tuple:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         weights = tuple(x.view(shape) for x, shape in zip(weight.split(sizes), shapes, strict=True))
         options = {"offsets": offsets, "num_heads": 2, "key_bias": key_bias, "key_bias_index": buckets, "impl": impl}
-        return ops.absorbed_target_attention(target, tuple(fields.values()), weights, **options)
+        return absorbed_target_attention(target, tuple(fields.values()), weights, **options)
 
     def by_id(impl, query, table, other):
         return ops.target_attention(query, (table, other), offsets=offsets, indices=(ids, buckets), impl=impl)

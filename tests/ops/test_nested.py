@@ -18,7 +18,6 @@ EVENTS = ("indices", "key_bias", "key_bias_index", "value_scale")
 PACKED = {
     "target_attention": {"offsets": ("key", "value", *EVENTS)},
     "digit_attention": {"offsets": ("digits", *EVENTS)},
-    "absorbed_target_attention": {"offsets": ("history", *EVENTS)},
     "jagged_attention": {
         "query_offsets": ("query", "query_time", "result"),
         "key_offsets": ("key", "value", "indices", "key_bias", "value_scale", "key_time"),
@@ -213,10 +212,7 @@ REFUSED = {
         lambda: table1.jagged2_softmax(IDS.float(), OFFSETS),
         "a must be a dense tensor, got a nested one of layout torch.jagged",
     ),
-    "weights": (
-        lambda: ops.absorb_weights((ROWS,) * 5, 1),
-        "weights must be a dense tensor, got a nested one of layout torch.jagged",
-    ),
+    "weights": ("weights must be a dense tensor, got a nested one of layout torch.jagged",),
     "one dimension too few": (lambda: attend(IDS.float()), "key must be [S, G, D], got a tensor of shape [5]"),
     "a transform": (lambda: torch.func.vmap(lambda q: attend(query=q))(QUERY[None]), "torch.func"),
 }

@@ -14,8 +14,6 @@ from jfi import ops, table1
 
 B, S, D, T = 3, 7, 4, 2
 OFFSETS = torch.tensor([0, 2, 2, 7])
-#: Of one feature with D_e = 4, D_x = 16 and D = 8.
-WEIGHTS = tuple(torch.ones(shape) for shape in ((1, 8, 4), (1, 8), (1, 8, 16), (1, 8, 16), (1, 8, 8), (1, 8)))
 
 
 def example(name: str) -> tuple[list[torch.Tensor], dict]:
@@ -34,10 +32,6 @@ def example(name: str) -> tuple[list[torch.Tensor], dict]:
         "digit_attention": (
             [query],
             {"digits": torch.ones(S, 1, dtype=torch.int32), "offsets": OFFSETS, "key_bias": torch.randn(S, 2)},
-        ),
-        "absorbed_target_attention": (
-            [torch.randn(1, B, D), torch.randn(S, 16)],
-            {"weights": WEIGHTS, "offsets": OFFSETS, "num_heads": 2},
         ),
         "jagged_attention": ([torch.randn(S, 2, D), key], {"query_offsets": OFFSETS, "key_bias": torch.randn(S, 2)}),
     }[name]
@@ -156,11 +150,9 @@ def test_transforms_of_torch_func_are_refused_by_name(name):
 
 
 def test_a_tangent_within_a_tuple_is_refused():
-    inputs, keywords = example("absorbed_target_attention")
-    first, *weights = keywords.pop("weights")
+    table = torch.randn(S, D)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="takes no transform"):
-        dual = torch.autograd.forward_ad.make_dual(first, first)
-        ops.absorbed_target_attention(*inputs, (dual, *weights), **keywords)
+        ops.gather_rows((table, torch.autograd.forward_ad.make_dual(table, table)), (OFFSETS, OFFSETS - 1))
 
 
 def test_a_transform_of_a_backward_pass_is_refused_by_name():
@@ -196,10 +188,7 @@ def test_functional_call_is_no_transform():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing_on_a_cpu(name):
-    """Forward and backward, within the block and after it, on sizes whose products would be rounded.
-
-    The projections of absorbed_target_attention are those of Linear layers, and follow autocast as these do.
-    """
+    """Forward and backward, within the block and after it, on sizes whose products would be rounded."""
     inputs, keywords = large_example(name)
     operator, found = PUBLIC[name], []
     for inside, after in ((False, False), (True, False), (True, True)):
@@ -212,9 +201,6 @@ def test_autocast_changes_nothing_on_a_cpu(name):
             grads = torch.autograd.grad(out.double().sin().sum(), leaves)
         found.append((out, *grads))
     want, *others = found
-    if name == "absorbed_target_attention":
-        assert all(other[0].dtype == torch.bfloat16 for other in others)
-        return
     for other in others:
         for got, expected in zip(other, want, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -226,9 +212,6 @@ def large_example(name: str) -> tuple[list[torch.Tensor], dict]:
     x, y, rows = torch.randn(160, 64), torch.randn(160, 64), offsets.diff()
     pairs = torch.randn(int((rows * rows).sum()))
     query, key = torch.randn(4, 2, 2, 64), torch.randn(160, 1, 64)
-    weights = [
-        torch.randn(shape) / 8 for shape in ((1, 64, 64), (1, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64))
-    ]
     return {
         "jagged_dense_bmm": ([x], {"offsets": offsets, "dense": torch.randn(4, 64, 16)}),
         "jagged_jagged_bmm": ([x, y], {"offsets": offsets}),
@@ -238,9 +221,5 @@ def large_example(name: str) -> tuple[list[torch.Tensor], dict]:
         "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": offsets}),
         "target_attention": ([query, key], {"offsets": offsets, "key_bias": torch.randn(160, 2)}),
         "digit_attention": ([query], {"digits": torch.full((160, 4), 0x51).int(), "offsets": offsets}),
-        "absorbed_target_attention": (
-            [torch.randn(1, 4, 64), torch.randn(160, 64)],
-            {"weights": tuple(weights), "offsets": offsets, "num_heads": 2},
-        ),
         "jagged_attention": ([torch.randn(160, 2, 64), key], {"query_offsets": offsets, "causal": True}),
     }[name]
