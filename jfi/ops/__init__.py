@@ -1,6 +1,6 @@
 """Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding.
 
-Packed values may be nested tensors of the jagged layout, which have their own offsets.
+The attentions of queries and keys and gather_rows take nested tensors of the jagged layout too, which have offsets.
 """
 
 from jfi.ops.checks import validation

@@ -15,7 +15,7 @@ of v, and that of p is v (dp - Σ p dp) - dp Σ p v.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -178,19 +178,19 @@ def _check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) ->
         check_size(name, count, _count_pairs(x_offsets, y_offsets), "Σ L·M")
 
 
-@partial(public, packed={"offsets": ("x",)}, result="offsets")
-def jagged_dense_bmm(x: Tensor, offsets: Tensor | None, dense: Tensor, *, impl: str = "auto") -> Tensor:
+@public
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiplies every row of a jagged tensor by its sample's matrix.
 
     Args:
         x: [S, D], floating.
-        offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S.
         dense: [B, D, T].
         impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
             tensors except float64, PyTorch otherwise.
 
     Returns:
-        [S, T], nested if x is.
+        [S, T].
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -208,14 +208,14 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor | None, dense: Tensor, *, impl: 
     return _call("jagged_dense_bmm", impl, x, offsets, dense, options=(False,))
 
 
-@partial(public, packed={"offsets": ("x", "y")})
-def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+@public
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiplies two jagged tensors sample by sample, over the samples' rows.
 
     Args:
         x: [S, D], floating.
         y: [S, T].
-        offsets: [B+1], int32 or int64, from 0 to S, of both. None where x or y is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S, of both.
         impl: as in ``jagged_dense_bmm``.
 
     Returns:
@@ -237,17 +237,17 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor | None = None, *, im
     return _call("jagged_jagged_bmm", impl, x, y, offsets)
 
 
-@partial(public, packed={"offsets": ("x",)}, result="offsets")
-def jagged_softmax(x: Tensor, offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+@public
+def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Softmax of a jagged tensor over each sample's rows.
 
     Args:
         x: [S, T], floating; -inf hides an entry.
-        offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S.
         impl: as in ``jagged_dense_bmm``.
 
     Returns:
-        [S, T], nested if x is.  A column that is -inf in all rows of a sample gives zeros there.
+        [S, T].  A column that is -inf in all rows of a sample gives zeros there.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -263,11 +263,11 @@ def jagged_softmax(x: Tensor, offsets: Tensor | None = None, *, impl: str = "aut
     return _call("jagged_softmax", impl, x, offsets)
 
 
-@partial(public, packed={"x_offsets": ("x",), "y_offsets": ("y",)})
+@public
 def jagged_jagged_bmm_jagged_out(
     x: Tensor,
     y: Tensor,
-    x_offsets: Tensor | None = None,
+    x_offsets: Tensor,
     y_offsets: Tensor | None = None,
     *,
     out_size: int | None = None,
@@ -278,8 +278,8 @@ def jagged_jagged_bmm_jagged_out(
     Args:
         x: [S, D], floating.
         y: [R, D].
-        x_offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
-        y_offsets: [B+1], from 0 to R. None where y is a nested tensor; else it means x_offsets.
+        x_offsets: [B+1], int32 or int64, from 0 to S.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_size: Σ L·M, if known.  Else it is read from the offsets: one synchronization on a GPU, and a graph break
             under torch.compile.
         impl: as in ``jagged_dense_bmm``.
@@ -341,7 +341,7 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     return _call("jagged2_softmax", impl, a, x_offsets, y_offsets)
 
 
-@partial(public, packed={"y_offsets": ("y",)})
+@public
 def array_jagged_bmm_jagged_out(
     a: Tensor,
     y: Tensor,
@@ -357,7 +357,7 @@ def array_jagged_bmm_jagged_out(
         a: [Σ L·M], floating: the samples' blocks, row-major, one after another.
         y: [R, D].
         x_offsets: [B+1], int32 or int64, from 0 to S.
-        y_offsets: [B+1], from 0 to R. None where y is a nested tensor; else it means x_offsets.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_rows: S, if known.  Else, where y_offsets is given, it is read from x_offsets: one synchronization on a GPU.
         impl: as in ``jagged_dense_bmm``.
 

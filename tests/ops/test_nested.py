@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from ops.ragged import LENGTHS, offsets_of
-from ops.test_compiled import KEYS, PUBLIC, cases
+from ops.test_compiled import KEYS, cases
 from torch import Tensor
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 from torch.utils._pytree import tree_leaves
@@ -17,20 +17,14 @@ from jfi.kernels.plan import H200
 EVENTS = ("indices", "key_bias", "key_bias_index", "value_scale")
 PACKED = {
     "target_attention": {"offsets": ("key", "value", *EVENTS)},
-    "digit_attention": {"offsets": ("digits", *EVENTS)},
     "jagged_attention": {
         "query_offsets": ("query", "query_time", "result"),
         "key_offsets": ("key", "value", "indices", "key_bias", "value_scale", "key_time"),
     },
     "gather_rows": {"offsets": ("indices", "result")},
-    "jagged_dense_bmm": {"offsets": ("x", "result")},
-    "jagged_jagged_bmm": {"offsets": ("x", "y")},
-    "jagged_softmax": {"offsets": ("x", "result")},
-    "jagged_jagged_bmm_jagged_out": {"x_offsets": ("x",), "y_offsets": ("y",)},
-    "array_jagged_bmm_jagged_out": {"y_offsets": ("y",)},
 }
 NAMES = [name for name, (operator, _) in cases(torch.device("cpu"), 1).items() if operator in PACKED]
-TABLES = {"key": "indices", "digits": "indices", "history": "indices", "key_bias": "key_bias_index"}
+TABLES = {"key": "indices", "key_bias": "key_bias_index"}
 
 
 def is_nested(x) -> bool:
@@ -72,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_packed_call(name, dtype):
     operator, given = cases(torch.device("cpu"), 1)[name]
     given = {key: x.to(dtype) if key.endswith("offsets") else x for key, x in given.items()}
     leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
-    function = PUBLIC[operator]
+    function = getattr(ops, operator)
     want = run(lambda given: function(**given), given, leaves)
     names, (parameter, divided) = nestable(operator, given), next(iter(PACKED[operator].items()))
     for some in [names, *([one] for one in names)]:
@@ -208,11 +202,14 @@ REFUSED = {
         lambda: ops.jagged_attention(ROWS, ROWS, causal=True, position_bias=ROWS),
         "position_bias must be a dense tensor, got a nested one of layout torch.jagged",
     ),
+    "digits": (
+        lambda: ops.digit_attention(QUERY, IDS.int(), offsets=OFFSETS),
+        "digits must be a dense tensor, got a nested one of layout torch.jagged",
+    ),
     "blocks": (
         lambda: table1.jagged2_softmax(IDS.float(), OFFSETS),
         "a must be a dense tensor, got a nested one of layout torch.jagged",
     ),
-    "weights": ("weights must be a dense tensor, got a nested one of layout torch.jagged",),
     "one dimension too few": (lambda: attend(IDS.float()), "key must be [S, G, D], got a tensor of shape [5]"),
     "a transform": (lambda: torch.func.vmap(lambda q: attend(query=q))(QUERY[None]), "torch.func"),
 }
@@ -236,14 +233,14 @@ def test_refused_forms_are_taken_once_they_are_packed():
 
 
 @pytest.mark.parametrize("longest", [None, 27])
-@pytest.mark.parametrize("name", ["target", "target, tables", "jagged", "gather_rows", "jagged_softmax"])
+@pytest.mark.parametrize("name", ["target", "target, tables", "jagged", "gather_rows"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_for_all_sizes(name, longest, backend):
     torch._dynamo.reset()
     operator = cases(torch.device("cpu"), 1)[name][0]
 
     def function(given: dict):
-        out = PUBLIC[operator](**given)
+        out = getattr(ops, operator)(**given)
         return out * 2 if is_nested(out) else out  # PyTorch's own operators follow in the same graph
 
     with torch._dynamo.config.patch(error_on_recompile=True):
