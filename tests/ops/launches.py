@@ -168,8 +168,8 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     gather_rows(tuple(tables), (ids, ids), grad_dtype)
     bound_ids([ids, ids.int()] * 3, [50] * 6, ids[:6])
     bound_ids([ids] * 3, [50, 50, 2**31 + 1], None)
-    map_ids(ids, IdMap(ids[:50], ids[:50], ids[:178].int()), None)
-    map_ids(ids, IdMap(ids[:50], ids[:50], ids[:178].int()), SeenIds(ids[:50].bool(), ids, ids[:1], ids[:1]))
+    map_ids(ids, IdMap(ids[:50], ids[:50]), None)
+    map_ids(ids, IdMap(ids[:50], ids[:50]), SeenIds(ids[:50].bool(), ids, ids[:1], ids[:1]))
 
 
 def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
