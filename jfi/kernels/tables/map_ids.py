@@ -26,24 +26,23 @@ def map_ids_kernel(
     count,
     num_ids,
     num_kept,
-    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     MISSING: tl.constexpr,
     PADDING: tl.constexpr,
     NO_ID: tl.constexpr,
 ):
-    """A program per BLOCK ids, each of which is searched in BITS steps."""
+    """A program per BLOCK ids, each of which is searched by halves."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
     may_have_row = mask & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
-    # The position of the first sorted id that is not smaller, from the highest bit down; the last id is NO_ID.
-    position = tl.zeros([BLOCK], tl.int64)
-    for bit in tl.static_range(BITS):
-        further = position + (1 << (BITS - 1 - bit))
-        fits = may_have_row & (further < num_ids)
-        is_smaller = tl.load(sorted_ptr + further - 1, mask=fits, other=NO_ID) < ids
-        position = tl.where(fits & is_smaller, further, position)
+    # The position of the first sorted id that is not smaller, among `size` from there; the last id is NO_ID.
+    position, size = tl.zeros([BLOCK], tl.int64), num_ids
+    while size > 1:
+        further = position + size // 2
+        is_smaller = tl.load(sorted_ptr + further - 1, mask=may_have_row, other=NO_ID) < ids
+        position = tl.where(is_smaller, further, position)
+        size -= size // 2
     is_known = may_have_row & (tl.load(sorted_ptr + position, mask=may_have_row, other=MISSING) == ids)
     row = tl.load(rows_ptr + position, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
@@ -62,15 +61,15 @@ def map_ids_kernel(
 
 
 @cached
-def _launcher(bits: int) -> Launcher:
+def _launcher() -> Launcher:
     special = {"MISSING": MISSING, "PADDING": PADDING, "NO_ID": NO_ID}
-    return Launcher(map_ids_kernel, BITS=bits, BLOCK=_IDS, **special, num_warps=_WARPS)
+    return Launcher(map_ids_kernel, BLOCK=_IDS, **special, num_warps=_WARPS)
 
 
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
     out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
     tensors = (ids, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
-    num_ids = len(table.sorted_ids)
-    _launcher((num_ids - 1).bit_length())((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_ids, num_kept))
+    sizes = len(ids), len(table.sorted_ids), num_kept
+    _launcher()((ceil_div(len(ids), _IDS), 1, 1), tensors, sizes)
     return out
