@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jfi.ops
+import jfi.table1
 from benchmarks.peers import allow_tf32, attend, compiled_flex, fbgemm, flash_attention_4, varlen_attn
 from benchmarks.problem import PAIRS, QUERIES, ROWS, Problem, Shape, draw_lengths, order, pad, random, valid
 from benchmarks.run import Implementation, Missing, Prepared
@@ -306,9 +307,9 @@ def unfused(problem: Problem) -> Prepared:
         raise Missing("measured on self-attention over all events alone, of one head")
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = jfi.ops.jagged_jagged_bmm_jagged_out(query, key, offsets, out_size=pairs)
-        weights = jfi.ops.jagged2_softmax(scores, offsets)
-        return jfi.ops.array_jagged_bmm_jagged_out(weights, value, offsets, out_rows=problem.rows)
+        scores = jfi.table1.jagged_jagged_bmm_jagged_out(query, key, offsets, out_size=pairs)
+        weights = jfi.table1.jagged2_softmax(scores, offsets)
+        return jfi.table1.array_jagged_bmm_jagged_out(weights, value, offsets, out_rows=problem.rows)
 
     return scaled(problem, attention, lambda x: x[:, 0] if x.dim() == 3 else x[:, None], 1)
 

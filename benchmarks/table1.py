@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jfi.ops
+import jfi.table1
 from benchmarks.peers import allow_tf32, fbgemm
 from benchmarks.problem import (
     BATCH,
@@ -175,7 +176,7 @@ OPERATORS = {
         {"x": "rows D", "dense": "batch D T"},
         "rows T",
         formula=lambda x, dense: x @ dense,
-        ours=lambda p: lambda x, dense: jfi.ops.jagged_dense_bmm(x, p.offsets, dense),
+        ours=lambda p: lambda x, dense: jfi.table1.jagged_dense_bmm(x, p.offsets, dense),
         padded=torch.bmm,
         fbgemm=lambda p: lambda x, y: torch.ops.fbgemm.jagged_dense_bmm(x, p.offsets, y, p.shape.N)[0],
         sll=lambda p: (
@@ -188,7 +189,7 @@ OPERATORS = {
         {"x": "rows D", "y": "rows T"},
         "batch D T",
         formula=lambda x, y: x.T @ y,
-        ours=lambda p: lambda x, y: jfi.ops.jagged_jagged_bmm(x, y, p.offsets),
+        ours=lambda p: lambda x, y: jfi.table1.jagged_jagged_bmm(x, y, p.offsets),
         padded=lambda x, y: torch.bmm(x.transpose(1, 2), y),
         fbgemm=lambda p: lambda x, y: torch.ops.fbgemm.jagged_jagged_bmm(x, y, p.offsets, p.shape.N),
         sll=lambda p: (
@@ -201,7 +202,7 @@ OPERATORS = {
         {"x": "rows T"},
         "rows T",
         formula=lambda x: x.softmax(0),
-        ours=lambda p: lambda x: jfi.ops.jagged_softmax(x, p.offsets),
+        ours=lambda p: lambda x: jfi.table1.jagged_softmax(x, p.offsets),
         padded=lambda x: x.softmax(1),
         fbgemm=lambda p: lambda x: torch.ops.fbgemm.jagged_softmax(x, p.offsets, p.shape.N)[0],
         sll=lambda p: lambda x: torch.ops.fbgemm.sll_jagged_softmax(x, p.offsets, p.shape.N, use_fbgemm_kernel=False),
@@ -211,7 +212,7 @@ OPERATORS = {
         {"x": "rows D", "y": "rows D"},
         "pairs",
         formula=lambda x, y: (x @ y.T).flatten(),
-        ours=lambda p: lambda x, y: jfi.ops.jagged_jagged_bmm_jagged_out(x, y, p.offsets, out_size=p.grad.shape[0]),
+        ours=lambda p: lambda x, y: jfi.table1.jagged_jagged_bmm_jagged_out(x, y, p.offsets, out_size=p.grad.shape[0]),
         padded=lambda x, y: torch.bmm(x, y.transpose(1, 2)),
         fbgemm=None,
         sll=sll_pairs_out,
@@ -220,7 +221,7 @@ OPERATORS = {
         {"a": "pairs", "y": "rows D"},
         "rows D",
         formula=lambda a, y: a.view(y.shape[0], y.shape[0]) @ y,
-        ours=lambda p: lambda a, y: jfi.ops.array_jagged_bmm_jagged_out(a, y, p.offsets, out_rows=p.rows),
+        ours=lambda p: lambda a, y: jfi.table1.array_jagged_bmm_jagged_out(a, y, p.offsets, out_rows=p.rows),
         padded=torch.bmm,
         fbgemm=None,
         sll=sll_pairs_in,
@@ -229,7 +230,7 @@ OPERATORS = {
         {"a": "pairs"},
         "pairs",
         formula=lambda a: a.view(round(a.shape[0] ** 0.5), -1).softmax(-1).flatten() if a.shape[0] else a,
-        ours=lambda p: lambda a: jfi.ops.jagged2_softmax(a, p.offsets),
+        ours=lambda p: lambda a: jfi.table1.jagged2_softmax(a, p.offsets),
         padded=lambda a: a.softmax(-1),
         fbgemm=None,
         sll=sll_pairs_softmax,

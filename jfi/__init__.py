@@ -17,8 +17,6 @@ _LAZY = {
     "JaggedFeatureInteraction": "jfi.modules",
     "KeyBias": "jfi.modules",
     "PositionBias": "jfi.modules",
-    "RelativePositionBias": "jfi.modules",
-    "RelativeTimeBias": "jfi.modules",
     "SemanticIDEmbedding": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
     "TableRows": "jfi.modules",

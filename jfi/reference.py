@@ -67,8 +67,9 @@ segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
 
 
 def segment_ids(offsets: Tensor, rows: int) -> Tensor:
-    """Returns the sample that each packed row belongs to, [rows] int64."""
-    return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True) - 1
+    """Returns the sample that each packed row belongs to, [rows] int64; the last one for padding behind all samples."""
+    index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:-1].contiguous(), index, right=True)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -392,7 +392,7 @@ class Attended(nn.Module):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Kernels in the interpreter, and nobody reads the contents of tensors to check them."""
-    for name in ("absorbed_target_attention", "table1", "absorb_weights"):
+    for name in ("absorbed_target_attention", "absorb_weights"):
         module_of = importlib.import_module(f"jfi.ops.{name}")
         if hasattr(module_of, "check_impl"):
             monkeypatch.setattr(module_of, "check_impl", lambda *_: "triton")

@@ -250,6 +250,7 @@ def test_the_options_of_the_server_are_those_of_the_command():
     ("module", "page"),
     [
         ("jfi.ops", "operators"),
+        ("jfi.table1", "operators"),
         ("jfi.modules", "modules"),
         ("jfi.models", "modules"),
         ("jfi.semantic_ids", "semantic_ids"),

@@ -519,27 +519,6 @@ def plan_target_attention(
     return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
-def plan_absorbed_target_attention(
-    operands: tuple[TargetAttentionInputs, bool], impl: str, device: Device | None = None
-) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.absorbed_target_attention`.
-
-    ``operands`` are those of its target attention, and whether kernels absorb the weights.
-    """
-    x, in_kernel = operands
-    return _with_absorbed_weights(plan_target_attention(x, impl, device), in_kernel)
-
-
-@cached
-def _with_absorbed_weights(attention: AttentionPlan, in_kernel: bool) -> AttentionPlan:
-    if in_kernel:
-        forward = (_kernel("absorbed_weights_fwd", Split.TILES),)
-        backward = (_kernel("absorbed_weights_bwd_batch", Split.TILES), _kernel("absorbed_weights_bwd", Split.TILES))
-    else:
-        forward = backward = (_kernel("absorbed weights by PyTorch's matrix products", Split.PYTORCH),)
-    return replace(attention, forward=forward + attention.forward, backward=attention.backward + backward)
-
-
 def fits_single_tile(query_rows: int) -> bool:
     """Returns whether the single-tile kernels take so many query rows per key head: only they read bias tables.
 

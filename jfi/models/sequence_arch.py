@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi import reference
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
@@ -22,7 +23,6 @@ from jfi.modules import (
 from jfi.modules.events import as_dict
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import DigitRows, own_rows, parts_of
-from jfi.ops import jagged_dense_bmm
 from jfi.utils.arguments import MAX_LAYERS, check_int, module_name
 from jfi.utils.context import padding_state
 from jfi.utils.jagged import Timelines
@@ -214,10 +214,9 @@ def _shared(entries: dict[str, Tensor], user_keys: list[str], timelines: Timelin
     """Returns the entries of R rows, those of `user_keys` from the U timelines that come first in theirs."""
     if timelines is None or not user_keys:
         return entries
-    # A product with ones rather than an index, whose gradient would add up with atomics.
-    users = torch.stack([entries[key][: timelines.count] for key in user_keys], 1).flatten(1)
-    ones = users.new_ones(entries[user_keys[0]].size(0), 1)
-    rows = jagged_dense_bmm(ones, timelines.row_offsets, users.unsqueeze(1)).unflatten(1, (len(user_keys), -1))
+    # Not an index, whose gradient would add up with atomics.
+    users = torch.stack([entries[key][: timelines.count] for key in user_keys], 1)
+    rows = reference.segment_expand(users, timelines.row_offsets, entries[user_keys[0]].size(0))
     return entries | dict(zip(user_keys, rows.unbind(1), strict=True))
 
 

@@ -15,8 +15,6 @@ from jfi.modules.semantic_id_embedding import SemanticIDEmbedding
 from jfi.modules.sequence_configs import (
     KeyBias,
     PositionBias,
-    RelativePositionBias,
-    RelativeTimeBias,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
@@ -33,8 +31,6 @@ __all__ = [
     "JaggedPooling",
     "KeyBias",
     "PositionBias",
-    "RelativePositionBias",
-    "RelativeTimeBias",
     "SemanticIDEmbedding",
     "SequenceFeatureConfig",
     "TableRows",

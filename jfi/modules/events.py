@@ -22,7 +22,6 @@ from jfi.modules.sequence_configs import (
     FeatureGroup,
     KeyBias,
     PositionBias,
-    RelativeTimeBias,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
@@ -61,7 +60,7 @@ class Events:
         score_bias: [S], floating, the same for all heads.
         bias_index: [S], integer: rows of the learned tables [F * num_buckets, H], one below the other.
         value_scale: [S].
-        times: [S], of RelativeTimeBias and of ragged targets with times.
+        times: [S], of a TimeBias of pairs and of ragged targets with times.
         target_offsets: [F * B + 1], from 0 to F * R: the candidates of each user; None unless targets are ragged.
         target_times: [F * R]; with them a candidate sees strictly older events.
         max_visible: with times the most events that a candidate sees, the newest ones; None for all.
@@ -222,7 +221,7 @@ def _read_group(
         events.value_scale = weights
     if candidates is not None:
         _add_candidates(events, group, candidates)
-    if isinstance(feature.relative_bias, RelativeTimeBias):
+    if isinstance(feature.relative_bias, TimeBias):
         events.times = join([validation.event_input(sequences, one.time_key).values() for one in group.features])
     if feature.bias is not None and not is_by_pair(feature.bias, events.target_times is not None):
         _add_bias(events, sequences, group, weights, is_padded)

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules import lookups
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import check_ids, require_keys
-from jfi.ops.map_ids import fill_index, map_ids
+from jfi.ops.map_ids import map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
     check_device,
@@ -222,15 +222,12 @@ class _Map(nn.Module):
         for name, size in (numbers | recorded).items():
             memory = torch.empty(size, dtype=torch.int64, device=device)
             self.register_buffer(name, memory, persistent=name != "num_reserved")
-        slots = 2 ** IdMap(self.sorted_ids, self.rows, self.rows).hash_bits + config.capacity
-        self.register_buffer("index", torch.empty(slots, dtype=torch.int32, device=device))
         self.register_buffer("is_seen", torch.empty(config.capacity, dtype=torch.bool, device=device))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.sorted_ids.fill_(NO_ID)
-        self.index.fill_(-1)
         self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
         self.last_seen.zero_()
@@ -240,7 +237,7 @@ class _Map(nn.Module):
 
     def tensors(self) -> tuple[IdMap, SeenIds, Tensor]:
         """Returns the ids with their rows, what was recorded of batches, and the number of these."""
-        table = IdMap(self.sorted_ids, self.rows, self.index)
+        table = IdMap(self.sorted_ids, self.rows)
         return table, SeenIds(self.is_seen, self.new_ids, self.num_new, self.num_reserved), self.batches
 
     def forget_recorded(self) -> None:
@@ -302,7 +299,6 @@ class _Map(nn.Module):
         self.sorted_ids.copy_((sort := torch.sort(self.sorted_ids, stable=True)).values)
         for buffer in (self.rows, self.last_seen):
             buffer.copy_(buffer[sort.indices])
-        fill_index(self.tensors()[0])
         self.forget_recorded()
         return rows
 

@@ -31,8 +31,8 @@ from jfi.modules.events import Events, as_dict, read_events
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
     FeatureGroup,
-    RelativeTimeBias,
     SequenceFeatureConfig,
+    TimeBias,
     check_features,
     check_sizes,
     describe,
@@ -109,9 +109,9 @@ class JaggedEncoder(nn.Module):
 
         With a bias by the time between two events:
 
-        >>> from jfi import RelativeTimeBias
+        >>> from jfi import TimeBias
         >>> from torchrec import JaggedTensor
-        >>> clicks = SequenceFeatureConfig("clicks", ["click"], ["item"], relative_bias=RelativeTimeBias("click_time"))
+        >>> clicks = SequenceFeatureConfig("clicks", ["click"], ["item"], relative_bias=TimeBias("click_time"))
         >>> encoder = JaggedEncoder([clicks], embedding_dim=8, num_heads=2, causal=True)
         >>> lengths = torch.tensor([2, 0, 3])
         >>> events = JaggedTensor(torch.randn(5, 8), lengths=lengths)
@@ -168,7 +168,7 @@ class JaggedEncoder(nn.Module):
                 nn.init.zeros_(block.output.weight)
                 nn.init.zeros_(block.feedforward[-2].weight)
                 reset_bias(block.bucket_bias, block.bias)
-                reset_bias(block.relative_bias, None)
+                reset_bias(block.relative_bias, block.relative)
 
     __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
@@ -180,7 +180,7 @@ class JaggedEncoder(nn.Module):
         Args:
             sequences: embeddings [S, embedding_dim] by sequence key, float32, bfloat16 or float16, aligned ones of the
                 same dtype, with the inputs of the features' biases as in `JaggedFeatureInteraction.forward` and times
-                [S] under the key of a RelativeTimeBias; or one JaggedTensor, if the only feature reads a single key.
+                [S] under the key of a relative TimeBias; or one JaggedTensor, if the only feature reads a single key.
                 Lengths and offsets are int32 or int64.
             ids: the input of the EmbeddingCollection that looked up the embeddings, of which weights, bucket ids and
                 times are read, as in `JaggedFeatureInteraction.forward`.
@@ -267,8 +267,8 @@ class EncoderBlock(nn.Module):
         self.key = nn.Linear(width, width, bias=False, device=device)
         self.value = nn.Linear(width, width, bias=False, device=device)
         self.output = nn.Linear(width, width, device=device)
-        relative = feature.relative_bias
-        self.by_time = isinstance(relative, RelativeTimeBias)
+        self.relative = relative = feature.relative_bias
+        self.by_time = isinstance(relative, TimeBias)
         rows = {"bucket_bias": feature.num_buckets, "relative_bias": 0 if relative is None else relative.num_buckets}
         for name, count in rows.items():
             table = torch.empty(count, num_heads, device=device)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from jfi import reference
 from jfi.modules import validation
 from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
-from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
+from jfi.ops import jagged_attention, target_attention
 from jfi.utils.arguments import check_choice, check_int
 from jfi.utils.context import padding_state
 
@@ -153,6 +154,7 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
         one_each = offsets.size(0) == values.size(0) + 1 and bool((lengths == 1).all())
     if one_each:
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
-    factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
-    pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    weighted = wide if weights is None else wide * weights.unsqueeze(1).to(wide.dtype)
+    pooled = reference.segment_sum(weighted, offsets).to(values.dtype)
     return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.events import as_dict
 from jfi.modules.id_counts import OutsideIds
-from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.sequence_configs import KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import RemoteRows, TableRows, bounded, parts_of, with_weights
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
 from jfi.ops.rows_by_id import bounded_rows_by_id
@@ -144,7 +144,7 @@ def with_event_inputs(
         if isinstance(bias, KeyBias) and not (isinstance(bias, TimeBias) and bias.key not in present):
             require_keys(argument, present, [bias.key])
             sequences[input_key(bias.key)] = ids[bias.key]
-        if isinstance(relative, RelativeTimeBias):
+        if isinstance(relative, TimeBias):
             require_keys(argument, present, [relative.key])
             sequences[input_key(relative.key)] = ids[relative.key]
         if feature.weighted_values or isinstance(bias, WeightBias):  # reads_weights, without a call for each batch

@@ -19,7 +19,7 @@ from jfi import reference
 from jfi.modules.events import Events, is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
-from jfi.ops import jagged_attention, jagged_softmax
+from jfi.ops import jagged_attention
 from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_BUCKETS
 
@@ -137,4 +137,4 @@ def weights_of_pairs(
         if max_visible is not None:
             visible &= distance <= max_visible
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    return jagged_softmax(scores, offsets)
+    return reference.jagged_softmax(scores, offsets)

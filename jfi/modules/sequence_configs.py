@@ -19,12 +19,13 @@ class PositionBias:
     A subclass is a bias by distance with other buckets or other initial values: a frozen dataclass with a method
     `buckets`, an `initial_table` or both. Kernels, padded batches, other ranks and a server then read its table as they
     read this one. A softmax ignores what is the same for all events of a query, so that a bias which falls linearly
-    with the distance between two events of a causal JaggedEncoder, as in ALiBi, is one of these. The layer refuses
-    other buckets with times, where kernels find the bucket of each pair of candidate and event by the formula below.
+    with the distance between two events of a causal JaggedEncoder, as in ALiBi, is one of these. Other buckets are
+    refused as a `relative_bias` and with times, where kernels find the bucket of each pair by the formula below.
 
     Attributes:
-        num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
-            the last one.
+        num_buckets: rows of the learned table, as a `relative_bias` at most 64. The distance d falls in bucket
+            floor(log2(d + 1)); farther events share the last one. As a `relative_bias` an event itself is in bucket 0,
+            the event d before it in bucket floor(log2(d)) + 1.
         recency: how the table begins. By default at zero; if True so that heads weigh events by powers of their
             distance, (d + 1)^-a: a is 0 for the first head, and from 1/2 to 2, evenly in log a, for the others (1/2
             where there is one other), so a single head begins at zero. Heads of recent events are then less diluted by
@@ -79,14 +80,15 @@ class KeyBias:
 
 @dataclass(frozen=True)
 class TimeBias(KeyBias):
-    """A learned score bias by an event's age at the time of the target.
+    """A learned score bias by an event's age at the time of the target, as a `relative_bias` of the attending event.
 
     An age below 1 is in bucket 0, any other in bucket 1 + floor(log2(age)); older events share the last one. Where
     `JaggedFeatureInteraction.forward` is given times, the age of each pair of candidate and event is computed from
     them, in their unit, and no ids are read; elsewhere the buckets are ids under `key`, as with KeyBias.
 
     Attributes:
-        key: the key of the bucket ids for batches without times.
+        key: the key of the bucket ids for batches without times; as a `relative_bias` that of the events' times, which
+            are aligned with the sequence keys and do not decrease in a sample: int32, int64 or float64, in any unit.
         num_buckets: rows of the learned table, at most 64.
     """
 
@@ -96,43 +98,6 @@ class TimeBias(KeyBias):
 
 
 Bias = PositionBias | WeightBias | KeyBias
-
-
-@dataclass(frozen=True)
-class RelativePositionBias:
-    """A learned bias of a pair of events in a causal JaggedEncoder, by how many events one lies behind the other.
-
-    Attributes:
-        num_buckets: rows of the learned table, at most 64. An event itself is in bucket 0, the event d before it in
-            bucket floor(log2(d)) + 1; farther events share the last one.
-    """
-
-    num_buckets: int = 32
-
-    def __post_init__(self) -> None:
-        check_int("num_buckets of RelativePositionBias", self.num_buckets, most=MAX_BUCKETS)
-
-
-@dataclass(frozen=True)
-class RelativeTimeBias:
-    """A learned bias of a pair of events in a causal JaggedEncoder, by the time between them.
-
-    Attributes:
-        key: the key of the events' times, which are aligned with the sequence keys and do not decrease in a sample;
-            int32, int64 or float64, in any unit.
-        num_buckets: rows of the learned table, at most 64. Times less than one unit apart are in bucket 0, those t
-            apart in bucket floor(log2(t)) + 1; longer times share the last one.
-    """
-
-    key: str
-    num_buckets: int = 32
-
-    def __post_init__(self) -> None:
-        _check_key("key of RelativeTimeBias", self.key)
-        check_int("num_buckets of RelativeTimeBias", self.num_buckets, most=MAX_BUCKETS)
-
-
-RelativeBias = RelativePositionBias | RelativeTimeBias
 
 
 @dataclass
@@ -157,8 +122,8 @@ class SequenceFeatureConfig:
         max_seqlen: the longest history, if it is known, such as the length at which the data is cut. A hint: even a
             wrong one changes nothing but speed and rounding.
         relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it:
-            `RelativePositionBias`, `RelativeTimeBias`, or None for none. Each block learns a value for each bucket and
-            head. `bias` is added too.
+            `PositionBias` by how many events one lies behind the other, `TimeBias` by the time between them, or None
+            for none. Each block learns a value for each bucket and head. `bias` is added too.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -178,7 +143,7 @@ relative_bias=None)
     bias: Bias | None = None
     weighted_values: bool = False
     max_seqlen: int | None = None
-    relative_bias: RelativeBias | None = None
+    relative_bias: PositionBias | TimeBias | None = None
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str, "a str")
@@ -200,10 +165,14 @@ relative_bias=None)
         check_type(f"weighted_values {of_feature}", self.weighted_values, bool, "a bool")
         if self.max_seqlen is not None:
             check_int(f"max_seqlen {of_feature}", self.max_seqlen, most=torch.iinfo(torch.int64).max)
-        kinds = "a RelativePositionBias, RelativeTimeBias or None"
-        check_type(f"relative_bias {of_feature}", self.relative_bias, RelativeBias | None, kinds)
+        relative, argument = self.relative_bias, f"relative_bias {of_feature}"
+        check_type(argument, relative, PositionBias | TimeBias | None, "a PositionBias, TimeBias or None")
+        if relative is not None:
+            check_int(f"num_buckets of {argument}", relative.num_buckets, most=MAX_BUCKETS)
+        if has_own_buckets(relative):
+            raise ValueError(f"{argument} must have the buckets of PositionBias, got {relative!r}")
         if self.time_key is not None and self.time_key in (*self.sequence_keys, self.bias_key):
-            raise ValueError(f"relative_bias {of_feature} must read a key of its own, got {self.relative_bias!r}")
+            raise ValueError(f"{argument} must read a key of its own, got {relative!r}")
 
     def encoded(self) -> "SequenceFeatureConfig":
         """Returns the feature behind a JaggedEncoder, which has the encoded events under the feature's name."""
@@ -217,7 +186,7 @@ relative_bias=None)
     @property
     def time_key(self) -> str | None:
         """Returns the key of the events' times, if the relative bias reads them."""
-        return self.relative_bias.key if isinstance(self.relative_bias, RelativeTimeBias) else None
+        return self.relative_bias.key if isinstance(self.relative_bias, TimeBias) else None
 
     @property
     def of_events(self) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ This is `torch.nn.MultiheadAttention` with T queries a target. A bias of the key
 query and cancel in the softmax; a bias of the values would be weighted by probabilities that sum to one, and so be part
 of b_o. Hence neither exists. Keys and values can be projected on either side:
 
-    targets' side    queries are projected by W_kᵀ W_q, outputs by W_o W_v     (`jfi.ops.absorbed_target_attention`)
+    targets' side    queries are projected by W_kᵀ W_q, outputs by W_o W_v     (`attend_absorbed`)
     history's side   k_h = W_k,h x, v_h = W_v,h x                               (`jfi.ops.target_attention`)
 
 The numbers are the same to rounding, and the parameters are the same. On the targets' side the S rows of the history
@@ -45,8 +45,9 @@ from jfi.modules import ragged_attention
 from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
 from jfi.modules.table_rows import join, join_words
-from jfi.ops import absorb_weights, digit_attention, target_attention
-from jfi.ops.absorbed_target_attention import attend_absorbed
+from jfi.ops import digit_attention, target_attention
+from jfi.ops.absorb_weights import absorb, affine
+from jfi.ops.absorbed_target_attention import attend_absorbed, compose
 from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.
@@ -56,7 +57,7 @@ torch.fx.wrap("attend")
 #: benchmarks/notes/defaults.md.
 SCORE_SCALE, OUTPUT_SCALE = 2.0, 6.0
 
-#: Parameters of a feature. `jfi.ops.absorbed_target_attention` takes those of the projections in this order.
+#: Parameters of a feature. `attend_absorbed` takes those of the projections in this order.
 _PROJECTIONS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
 _PARAMETERS = (*_PROJECTIONS, "bucket_bias")
 
@@ -192,7 +193,9 @@ def attend(
         return attend_absorbed(
             events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
         )
-    return (_projected if project_history else _absorbed)(events, weights, num_heads, attention)
+    if project_history:
+        return _projected(events, weights, num_heads, attention)
+    return compose(events.target, weights, num_heads, events.fields[0], attention)
 
 
 @torch.no_grad()
@@ -204,8 +207,8 @@ def attention_weights(
     The arguments are those of `attend`.
     """
     (weights, table), history = stack(parameters), events.history
-    w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, num_heads, history.size(1))).flatten(0, 1)
+    w_qk, b_qk, _ = absorb(weights[:5], num_heads, weights[0].dtype)
+    query = affine(b_qk, events.target, w_qk).unflatten(2, (-1, num_heads, history.size(1))).flatten(0, 1)
     offsets = events.target_offsets
     if offsets is None:  # dense targets are the only candidates of their samples
         offsets = torch.arange(query.size(0) + 1, device=query.device)
@@ -219,35 +222,13 @@ def attention_weights(
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Maps [F, B, M] by weights [F, N, M] and biases [F, N] to [F, B, N], in the dtype of the weight."""
-    return torch.baddbmm(bias.unsqueeze(1), rows.to(weight.dtype), weight.mT)
-
-
-def _absorbed(events: Events, weights: tuple[Tensor, ...], num_heads: int, attention: Callable[..., Tensor]) -> Tensor:
-    """Returns the outputs [F, B, D] with all projections on the targets' side.
-
-    The attention is that of queries [F * B, T, H, D_x] to raw events, and returns outputs of this shape.
-    """
-    *projections, output_bias = weights
-    device = events.fields[0].device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
-    with without_autocast(device):
-        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
-        num_queries = projections[0].size(1) // projections[2].size(1)
-        query = linear(events.target, w_qk, b_qk).view(-1, num_queries, num_heads, projections[2].size(2))
-        attended = attention(query.to(events.fields[0].dtype))
-        return linear(attended.reshape(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
-
-
 def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, attention: Callable[..., Tensor]) -> Tensor:
     """Returns the outputs [F, B, D] with keys and values projected on the history's side.
 
     The attention is that of queries [F * B, T, H, D / H] to keys and values [S, H, D / H].
     """
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
-    query = linear(events.target, query_weight, query_bias)
+    query = affine(query_bias, events.target, query_weight)
     rows = (
         events.history if events.target_offsets is None else events.rows
     )  # or digits, whose projection is in the weights
@@ -255,7 +236,7 @@ def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, atte
     key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))
     query = query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2))
     attended = attention(query.to(key.dtype), key, value)
-    return linear(attended.reshape(output_bias.size(0), -1, output_weight.size(2)), output_weight, output_bias)
+    return affine(output_bias, attended.reshape(output_bias.size(0), -1, output_weight.size(2)), output_weight)
 
 
 def _project(rows: tuple[Tensor, ...], weight: Tensor, num_heads: int) -> Tensor:

@@ -14,7 +14,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     KeyBias,
-    RelativeTimeBias,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
@@ -189,8 +188,8 @@ def _check_events(
             if low < 0 or high >= bias.num_buckets:
                 must = f"from 0 to {bias.num_buckets - 1} (num_buckets={bias.num_buckets} in feature '{feature.name}')"
                 raise ValueError(f"{name} must hold bucket ids {must}, got {low if low < 0 else high}")
-    if isinstance(feature.relative_bias, RelativeTimeBias):
-        because = f", since feature '{feature.name}' has a RelativeTimeBias"
+    if isinstance(feature.relative_bias, TimeBias):
+        because = f", since feature '{feature.name}' has a relative TimeBias"
         times = event_input(sequences, feature.time_key)
         _check_times(f"sequences['{feature.time_key}']", times, first_key, first, because=because)
     return first, rows

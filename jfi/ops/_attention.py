@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from jfi.ops._dispatch import aligned, operator
+from jfi.ops.dispatch import aligned, operator
 from jfi.ops.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 

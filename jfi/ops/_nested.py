@@ -9,7 +9,7 @@ from torch import Tensor
 from jfi.utils.compat import NestedTensor
 
 #: The parameter that makes another one a table: it says which rows are read.
-_ROWS_OF = {"key": "indices", "digits": "indices", "history": "indices", "key_bias": "key_bias_index"}
+_ROWS_OF = {"key": "indices", "key_bias": "key_bias_index"}
 
 
 def have_nested(arguments: Iterable[object]) -> bool:

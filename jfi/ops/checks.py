@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from jfi.ops._dispatch import PLAIN
+from jfi.ops.dispatch import PLAIN
 from jfi.utils.arguments import check_ascending
 from jfi.utils.context import interprets, is_traced
 
@@ -35,8 +35,8 @@ def validation() -> Iterator[None]:
     Example:
         >>> import torch, jfi
         >>> with jfi.ops.validation():
-        ...     jfi.ops.jagged_softmax(torch.zeros(5, 1), torch.tensor([0, 4, 5])).shape
-        torch.Size([5, 1])
+        ...     jfi.ops.gather_rows((torch.zeros(5, 1),), (torch.tensor([0, 4]),)).shape
+        torch.Size([2, 1])
     """
     token = _validates_on_gpu.set(True)
     try:
@@ -277,14 +277,3 @@ def check_impl(impl: str, like: Tensor) -> str:
     if impl == "triton" and like.device.type == "cpu" and not (is_traced() or interprets()):
         raise ValueError(f"impl='triton' must come with tensors on a GPU, got {like.device}: use impl='torch'")
     return impl
-
-
-def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
-    """Checks that there are Σ L·M pairs, where offsets may be read."""
-    if may_read(x_offsets):
-        check_size(name, count, count_pairs(x_offsets, y_offsets), "Σ L·M")
-
-
-def count_pairs(x_offsets: Tensor, y_offsets: Tensor) -> int:
-    """Returns Σ L·M, read on the host."""
-    return int((x_offsets.diff().long() * y_offsets.diff()).sum())

@@ -11,14 +11,11 @@ sums.  With the saved log-sum-exp and Δ = Σ dO·O the backward decodes the eve
 Digits have no gradient.  Neither direction makes [S, L].
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import public
 from jfi.ops.checks import (
     check_dim,
     check_events,
@@ -29,19 +26,18 @@ from jfi.ops.checks import (
     check_scale,
     check_untrained,
 )
+from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.target_attention import table_bias, target_attention_fwd
 from jfi.utils.operands import TargetAttentionInputs
 
-_BY_EVENT = ("digits", "indices", "key_bias", "key_bias_index", "value_scale")
 
-
-@partial(public, packed={"offsets": _BY_EVENT})
+@public
 def digit_attention(
     query: Tensor,
     digits: Tensor,
     *,
-    offsets: Tensor | None = None,
+    offsets: Tensor,
     indices: Tensor | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
@@ -56,8 +52,7 @@ def digit_attention(
         digits: [S, W] int32, W = ceil(L / 16). Digit l of an event is bits 2 (l % 16) and 2 (l % 16) + 1 of its word
             l // 16, as a signed number of 2 bits: 1 is 0b01, 0 is 0b00 and -1 is 0b11. Bits behind digit L - 1 are not
             read. `jfi.semantic_ids.pack_words` and `jfi.semantic_ids.sid_words` make such words. They have no gradient.
-        offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1]. None where
-            an argument of S rows is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1].
         indices: [S], int32 or int64: digits is then a table [N, W], and event s is its row indices[s].
         key_bias: [S, H], added to the scores; -inf hides an event. With key_bias_index a table [R, H] of any floating
             dtype.
@@ -97,7 +92,7 @@ def digit_attention(
 def _prepare(
     query: Tensor,
     digits: Tensor,
-    offsets: Tensor | None,
+    offsets: Tensor,
     indices: Tensor | None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,

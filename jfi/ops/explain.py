@@ -11,27 +11,25 @@ from jfi.kernels.plan import AttentionPlan, Device, device_of
 from jfi.ops._nested import unpack_nested
 
 #: By operator: the arguments of `explains`.
-_planners: dict[Callable, tuple[Callable, Callable, str]] = {}
+_planners: dict[Callable, tuple[Callable, Callable]] = {}
 
 
-def explains(operator: Callable, prepare: Callable, plan: Callable, decisive: str = "query") -> None:
+def explains(operator: Callable, prepare: Callable, plan: Callable) -> None:
     """Let `explain` take an operator.
 
     Args:
         operator: the public function.
         prepare: takes the operator's parameters, checks them and returns (inputs, impl).
         plan: of (inputs, impl, device).
-        decisive: the parameter whose dtype and device decide on impl="auto": a tensor, or a tuple of them.
     """
-    _planners[operator] = prepare, plan, decisive
+    _planners[operator] = prepare, plan
 
 
 def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
     """The plan of a call: which kernels would run it, and why.  Nothing is run.
 
     Args:
-        operator: `jfi.ops.target_attention`, `jfi.ops.absorbed_target_attention`, `jfi.ops.digit_attention` or
-            `jfi.ops.jagged_attention`.
+        operator: `jfi.ops.target_attention`, `jfi.ops.digit_attention` or `jfi.ops.jagged_attention`.
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
         device: the device to plan for, which this host need not have, such as ``H200``, ``A100``, ``MI300X`` or ``CPU``
@@ -40,10 +38,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 
     Returns:
         The plan.  It prints the family of kernels, why it was chosen, the device with its architecture and shared
-        memory, the tiles of each kernel, forward and backward, and how its work is split.  Of absorbed_target_attention
-        it is the plan of the target attention with queries [F · B, T, H, D_x] and keys [S, 1, D_x]; its first forward
-        kernel and its last backward kernel say whether kernels absorb the weights or PyTorch does, as it always does
-        under a compiler or a tracer.
+        memory, the tiles of each kernel, forward and backward, and how its work is split.
 
     Raises:
         TypeError: an operator without a plan, or a device that is no `jfi.kernels.plan.Device`.
@@ -65,12 +60,11 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device must be a Device of jfi.kernels.plan or None, got {type(device).__name__}")
-    prepare, plan, decisive = _planners[operator]
+    prepare, plan = _planners[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()
     unpack_nested(vars(operator)["packed"], call.arguments)
-    first = call.arguments[decisive]
-    first = first[0] if isinstance(first, tuple) and first else first
+    first = call.arguments["query"]
     is_tensor = isinstance(first, Tensor)  # else prepare() raises the error
     if is_tensor and device is None and first.device.type == "meta":
         raise ValueError("device must be given where tensors are on the meta device, got None")

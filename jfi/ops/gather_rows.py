@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._dispatch import PLAIN, operator, public
 from jfi.ops.checks import (
     FLOATING,
     check_device,
@@ -25,6 +24,7 @@ from jfi.ops.checks import (
     check_size,
     may_read,
 )
+from jfi.ops.dispatch import PLAIN, operator, public
 from jfi.ops.step_rows import sort_rows
 from jfi.utils import compat
 from jfi.utils.context import interprets, is_traced

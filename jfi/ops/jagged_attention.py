@@ -24,7 +24,6 @@ from jfi import reference
 from jfi.kernels.plan import plan_jagged_attention
 from jfi.ops._attention import attention
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import public
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
     FLOATING,
@@ -39,6 +38,7 @@ from jfi.ops.checks import (
     check_scale,
     check_untrained,
 )
+from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
@@ -213,7 +213,7 @@ def _prepare(
     elif indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[R, H, D]")
-        key = rows_by_id(key, indices, query.dtype, width=query.shape[2])
+        key = rows_by_id(key, indices, query.dtype, query.shape[2])
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):

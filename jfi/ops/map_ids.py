@@ -1,15 +1,15 @@
 """Ids of any number mapped to rows, and a record of those that occur.
 
-On a GPU one kernel does both, by a hash index. Torch's operators search among ascending ids; to keep the new ids alone,
-in memory of a fixed size, they need a cumulative sum and two scatters more.
+Ids are searched among ascending ones. On a GPU one kernel does both; to keep the new ids alone, in memory of a fixed
+size, torch's operators would need a cumulative sum and two scatters more.
 """
 
 import torch
 from torch import Tensor
 
-from jfi.ops._dispatch import PLAIN
+from jfi.ops.dispatch import PLAIN
 from jfi.utils.context import interprets, is_traced
-from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, SeenIds
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds
 
 
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None = None) -> Tensor:
@@ -34,27 +34,6 @@ def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None = None) -> Tensor:
     if plain and seen is not None:
         _record(ids, index, is_known, seen)
     return torch.where(is_known, table.rows.take(index), torch.where(ids == PADDING, PADDING, 0))
-
-
-def fill_index(table: IdMap) -> None:
-    """Fills the index from the sorted ids: linear probing of all ids at once, in the order of their homes."""
-    ids = table.sorted_ids[table.sorted_ids != NO_ID]
-    bits = table.hash_bits
-    home = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * HASH_FACTOR) >> (64 - bits) & ((1 << bits) - 1)
-    home, order = torch.sort(home, stable=True)
-    position = torch.arange(len(ids), device=ids.device)
-    # Each takes its home or, if that is taken, the next free slot.
-    slot = _running_max(home - position) + position
-    table.index.fill_(-1)
-    table.index[slot] = order.int()
-
-
-def _running_max(values: Tensor) -> Tensor:
-    """Returns the maxima [n] of the values up to each, in blocks: torch's cummax of one row is a single CUDA block."""
-    blocks = torch.nn.functional.pad(values, (0, -len(values) % 1024), value=-(2**62)).view(-1, 1024).cummax(1).values
-    before = blocks[:, -1].cummax(0).values[:-1]
-    blocks[1:] = torch.maximum(blocks[1:], before.unsqueeze(1))
-    return blocks.flatten()[: len(values)]
 
 
 def _record(ids: Tensor, index: Tensor, is_known: Tensor, seen: SeenIds) -> None:

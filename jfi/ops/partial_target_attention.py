@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jfi.ops._dispatch import operators
+from jfi.ops.dispatch import operators
 from jfi.utils.operands import TargetAttentionInputs
 
 

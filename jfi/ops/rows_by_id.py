@@ -38,17 +38,15 @@ def rows_by_id(
     tables: Tensor | tuple[object, ...],
     indices: Tensor | tuple[Tensor, ...],
     dtype: torch.dtype,
-    name: str = "key",
-    width: int | None = None,
+    width: int,
 ) -> RowsById:
     """The checked rows of tables that an operator was given, a gradient to each table that requires one.
 
     Args:
-        tables: the argument ``name``: one or several of [N, W]; with ``width`` of [N, G, D].
+        tables: the argument ``key``: one or several of [N, G, D].
         indices: the argument ``indices``: as many, of one length.
         dtype: that the rows are converted to.
-        name: for messages.
-        width: D, of a head; None where rows have no heads.
+        width: D, of a head.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; an index outside its table, where it may be read.
@@ -56,22 +54,21 @@ def rows_by_id(
     tables = tables if isinstance(tables, tuple) else (tables,)
     indices = indices if isinstance(indices, tuple) else (indices,)
     if not tables or len(tables) != len(indices):
-        raise ValueError(f"indices must come one to a table of {name}, got {len(indices)} for {len(tables)}")
+        raise ValueError(f"indices must come one to a table of key, got {len(indices)} for {len(tables)}")
     first = tables[0]
     for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
-        own = name if len(tables) == 1 else f"{name}[{k}]"
+        own = "key" if len(tables) == 1 else f"key[{k}]"
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
-        check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
+        check_dim(own, table, "[N, G, D]")
         check_dtype(own, table)
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
             raise ValueError(
-                f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
+                f"{own} must be like key[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
                 f"with rows of {list(table.shape[1:])}"
             )
-        if width is not None:
-            check_size(own, table.shape[2], width, "D")
-        check_device(own, table, name, first)
-        check_index(of, index, indices[0].shape[0] if k else None, name, first)
+        check_size(own, table.shape[2], width, "D")
+        check_device(own, table, "key", first)
+        check_index(of, index, indices[0].shape[0] if k else None, "key", first)
         check_indices(of, index, table.shape[0], own, padded=padding_state.is_padded)
     return bounded_rows_by_id(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype)
 

@@ -22,7 +22,6 @@ from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.plan import fits_single_tile
 from jfi.ops._attention import attention
-from jfi.ops._dispatch import public
 from jfi.ops.checks import (
     check_count,
     check_dim,
@@ -34,6 +33,7 @@ from jfi.ops.checks import (
     check_scale,
     may_read,
 )
+from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
@@ -159,7 +159,7 @@ def prepare_target_attention(
     if indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[B, T, H, D]")
-        key = rows_by_id(key, indices, query.dtype, width=query.shape[3])
+        key = rows_by_id(key, indices, query.dtype, query.shape[3])
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):

@@ -31,8 +31,7 @@ from jfi.modules import (
 )
 from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
-from jfi.modules.stacked_attention import linear
-from jfi.ops import absorb_weights
+from jfi.ops.absorb_weights import absorb, affine
 from jfi.serving.attention import Segments, attend, padded
 from jfi.utils.arguments import module_name
 
@@ -224,7 +223,7 @@ class CandidateAttention(nn.Module):
         # In float64, so that an absorbed weight is rounded once.
         names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight")
         weights = tuple(getattr(own, one).detach().unsqueeze(0) for one in names)
-        w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
+        w_qk, b_qk, w_vo = absorb(weights, layer.num_heads, torch.float64)
         scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
         self._hold("query_weight", w_qk * scale)
         self._hold("query_bias", b_qk * scale)
@@ -246,11 +245,11 @@ class CandidateAttention(nn.Module):
             value = (history * read.weights.unsqueeze(1)).unsqueeze(1)
         key, options = history.unsqueeze(1), {"key_bias": bias, "scale": 1.0, "impl": self.impl}
         attention = partial(attend, key=key, value=value, queries=rows, keys=events, **options)
-        query = linear(target.unsqueeze(0), self.query_weight, self.query_bias).view(
+        query = affine(self.query_bias, target.unsqueeze(0), self.query_weight).view(
             target.size(0), -1, history.size(1)
         )
         attended = attention(query.to(history.dtype)).flatten(1)
-        return linear(attended.unsqueeze(0), self.output_weight.mT, self.output_bias).squeeze(0)
+        return affine(self.output_bias, attended.unsqueeze(0), self.output_weight.mT).squeeze(0)
 
 
 class Pooled(nn.Module):

@@ -34,8 +34,8 @@ def export_module(
     Where jfi is installed or not, ``torch._inductor.aoti_load_package(path)`` gives a function of the same arguments,
     and C++ can load the package too. The forward takes tensors and builds a KeyedJaggedTensor of them inside. Target
     attention (JaggedFeatureInteraction, JaggedPooling) can be exported, with a fixed number of queries, and so can
-    jagged_jagged_bmm, jagged_dense_bmm and jagged_softmax; an encoder can for a GPU, without times. The package itself
-    checks the sizes of a call only where the environment has AOTI_RUNTIME_CHECK_INPUTS=1.
+    jagged_jagged_bmm, jagged_dense_bmm and jagged_softmax of `jfi.table1`; an encoder can for a GPU, without times.
+    The package itself checks the sizes of a call only where the environment has AOTI_RUNTIME_CHECK_INPUTS=1.
 
     Args:
         module: on the device to serve on, in eval mode.
@@ -115,14 +115,16 @@ def _forms() -> dict[torch._ops.OpOverload, Callable]:
     forms: dict[torch._ops.OpOverload, Callable] = {
         ops.target_attention_fwd.default: _target_attention,
         ops.gather_rows.default: _gather_rows,
-        # The formulas of the next three are made of the last three.
-        ops.jagged_jagged_bmm.default: lambda x, y, offsets, impl: reference.jagged_jagged_bmm(x, y, offsets),
-        ops.jagged_dense_bmm.default: lambda x, offsets, dense, *_: reference.jagged_dense_bmm(x, offsets, dense),
-        ops.jagged_softmax.default: lambda x, offsets, impl: reference.jagged_softmax(x, offsets),
         ops.segment_sum.default: partial(_segment_reduce, "sum", 0.0),
         ops.segment_max.default: partial(_segment_reduce, "max", -torch.inf),
         ops.segment_expand.default: lambda x, offsets, rows: x[reference.segment_ids(offsets, rows)],
     }
+    if hasattr(ops, "jagged_softmax"):  # the module has imported jfi.table1; the formulas are made of the last three
+        forms |= {
+            ops.jagged_jagged_bmm.default: lambda x, y, offsets, impl: reference.jagged_jagged_bmm(x, y, offsets),
+            ops.jagged_dense_bmm.default: lambda x, offsets, dense, *_: reference.jagged_dense_bmm(x, offsets, dense),
+            ops.jagged_softmax.default: lambda x, offsets, impl: reference.jagged_softmax(x, offsets),
+        }
     if hasattr(torch.ops.fbgemm, "asynchronous_complete_cumsum"):
         forms[torch.ops.fbgemm.asynchronous_complete_cumsum.default] = _complete_cumsum
     return forms

@@ -20,8 +20,6 @@ MAX_STEPPED_WIDTH = 2048
 MISSING, PADDING = 0, -1
 #: Stands among the ids of a growing table for the rows without an owner: an id of this number is as a missing one.
 NO_ID = 2**63 - 1
-#: By which an id is multiplied for its home in a hash index: that of SplitMix64's increment, as int64.
-HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 #: By which the number of a row is multiplied for the random bits of its rounding, modulo 2**32.
 ROW_FACTOR = 0x9E3779B1
 #: The smallest normal number of float16.
@@ -129,18 +127,10 @@ class IdMap(NamedTuple):
     Attributes:
         sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
         rows: [N] int64, the row of each of these; of the last one 0.
-        index: [2**hash_bits + N] int32, a hash index of them: a place among the sorted ids, or -1. An id's is in the
-            first slots from its home on that are not free, see `jfi.ops.map_ids.fill_index`.
     """
 
     sorted_ids: Tensor
     rows: Tensor
-    index: Tensor
-
-    @property
-    def hash_bits(self) -> int:
-        """The number of bits of an id's home; at most half of the slots are taken."""
-        return (2 * len(self.sorted_ids) - 1).bit_length()
 
 
 class SeenIds(NamedTuple):

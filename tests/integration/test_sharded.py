@@ -15,6 +15,7 @@ from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import jfi
+import jfi.table1
 from integration import sharded
 from integration.sharded import CPU, EPS, RATE, STEPS, build, fill_tables, make_batch, process_group, shard, train
 from integration.test_layer_graphs import collection, layer_over
@@ -141,8 +142,8 @@ class Direct(nn.Module):
         target, events = embeddings["item"].values(), embeddings["history_item"]
         history, offsets = events.values(), events.offsets()
         attended = jfi.ops.target_attention(target[:, None, None], history[:, None], offsets=offsets, scale=1.0)
-        weights = jfi.ops.jagged_softmax(self.scorer(history), offsets)
-        pooled = jfi.ops.jagged_jagged_bmm(history, weights, offsets)
+        weights = jfi.table1.jagged_softmax(self.scorer(history), offsets)
+        pooled = jfi.table1.jagged_jagged_bmm(history, weights, offsets)
         logits = self.scorer(attended.flatten(1) + pooled.squeeze(-1)).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, loss.detach()

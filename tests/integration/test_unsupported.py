@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import jfi
+import jfi.table1
 from integration.sharded import build
 from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceFeatureConfig
 
@@ -13,7 +14,7 @@ FEATURE = SequenceFeatureConfig("taste", ["history_item"], ["item"])
 
 class CallsAnOperator(nn.Module):
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return jfi.ops.jagged_softmax(x, offsets)
+        return jfi.table1.jagged_softmax(x, offsets)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ class CallsAnOperator(nn.Module):
         (lambda: JaggedEncoder([FEATURE], 8), "JaggedEncoder"),
         (lambda: build("own tables"), "JaggedFeatureInteraction"),
         (lambda: build("SequenceDLRM"), "SequenceDLRM"),
-        (lambda: torch.fx.symbolic_trace(CallsAnOperator()), "jfi.ops.jagged_softmax"),
+        (lambda: torch.fx.symbolic_trace(CallsAnOperator()), "jfi.table1.jagged_softmax"),
     ],
     ids=["layer", "encoder", "inside a model", "SequenceDLRM", "operator"],
 )
@@ -38,4 +39,4 @@ def test_a_trace_of_the_operator_is_what_to_use_instead():
     x, offsets = torch.randn(5, 2), torch.tensor([0, 2, 5])
     traced = torch.jit.trace(CallsAnOperator(), (x, offsets), check_trace=False)
     other = torch.randn(5, 2)
-    torch.testing.assert_close(traced(other, offsets), jfi.ops.jagged_softmax(other, offsets))
+    torch.testing.assert_close(traced(other, offsets), jfi.table1.jagged_softmax(other, offsets))

@@ -22,9 +22,9 @@ from jfi import (
     JaggedFeatureInteraction,
     KeyBias,
     PositionBias,
-    RelativeTimeBias,
     SequenceDLRM,
     SequenceFeatureConfig,
+    TimeBias,
     WeightBias,
 )
 from jfi.models import AttentionPooling
@@ -254,7 +254,7 @@ def by_genre(key, encoded):
     genres = SequenceFeatureConfig("history_age", ["history_genre"], ["genre"])
     bias = KeyBias("history_age" if encoded else key, 4)
     taste = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias=bias)
-    times, encoder = RelativeTimeBias(key), None
+    times, encoder = TimeBias(key), None
     if encoded:
         encoder = JaggedEncoder([replace(taste, relative_bias=times), genres], DIM, causal=True)
     model = build(features=[taste, genres], encoder=encoder)

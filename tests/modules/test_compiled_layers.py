@@ -13,8 +13,6 @@ from jfi import (
     JaggedFeatureInteraction,
     KeyBias,
     PositionBias,
-    RelativePositionBias,
-    RelativeTimeBias,
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
@@ -78,8 +76,8 @@ ENCODERS = {
     "two fields": lambda: encoder(taste(**SUMMED, combine="concat")),
     "a bias by position": lambda: encoder(taste(bias=PositionBias(5))),
     "a bias by key": lambda: encoder(taste(bias=KeyBias("bucket", 4))),
-    "a bias by distance": lambda: encoder(taste(relative_bias=RelativePositionBias(4)), causal=True),
-    "a bias by time": lambda: encoder(taste(relative_bias=RelativeTimeBias("time", 4)), causal=True),
+    "a bias by distance": lambda: encoder(taste(relative_bias=PositionBias(4)), causal=True),
+    "a bias by time": lambda: encoder(taste(relative_bias=TimeBias("time", 4)), causal=True),
 }
 
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from ops.absorbed import absorbed_target_attention
 from ops.row_optimizers import CLASSES, states_of, torch_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -1016,7 +1017,7 @@ def test_two_backward_passes_over_one_graph_are_two_steps_by_the_rows_of_the_for
         if operator == "target_attention":
             out = jfi.ops.target_attention(query, history, **options)
         else:
-            out = jfi.ops.absorbed_target_attention(query[None, :, 0, 0], history, weights, num_heads=2, **options)
+            out = absorbed_target_attention(query[None, :, 0, 0], history, weights, num_heads=2, **options)
         loss = out.square().sum()
         loss.backward(retain_graph=True)
         loss.backward()

@@ -13,8 +13,8 @@ from jfi import (
     JaggedEncoder,
     JaggedFeatureInteraction,
     KeyBias,
-    RelativeTimeBias,
     SequenceFeatureConfig,
+    TimeBias,
     WeightBias,
 )
 
@@ -93,9 +93,7 @@ def test_keys_that_name_a_table(ids):
 
 
 def test_an_encoder_reads_them_and_hands_the_weights_on(ids):
-    features = [
-        SequenceFeatureConfig("taste", ["history"], ["item"], bias=WeightBias(), relative_bias=RelativeTimeBias("age"))
-    ]
+    features = [SequenceFeatureConfig("taste", ["history"], ["item"], bias=WeightBias(), relative_bias=TimeBias("age"))]
     times = KeyedJaggedTensor(
         ["history", "age"],
         torch.cat([ids["history"].values(), torch.tensor([0, 3, 1, 2, 5])]),

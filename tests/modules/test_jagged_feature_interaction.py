@@ -13,7 +13,7 @@ from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import stacked_attention, table_rows
-from jfi.ops._dispatch import operators
+from jfi.ops.dispatch import operators
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 

@@ -9,7 +9,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.fx import symbolic_trace
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.ops._dispatch import operators
+from jfi.ops.dispatch import operators
 from jfi.utils.encoding import age_buckets
 
 from .conftest import EMBEDDING_DIM

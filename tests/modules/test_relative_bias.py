@@ -15,19 +15,19 @@ from jfi import (
     JaggedFeatureInteraction,
     KeyBias,
     PositionBias,
-    RelativePositionBias,
-    RelativeTimeBias,
     SequenceDLRM,
     SequenceFeatureConfig,
+    TimeBias,
     WeightBias,
 )
 from jfi.modules import JaggedPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
+from .linear_bias import LinearBias
 
 #: Of LENGTHS = [3, 0, 1, 5] events, with ties; the time falls from one sample to the next.
 TIMES = [40, 40, 57, 3, 1, 2, 2, 9, 1000]
-BY_POSITION, BY_TIME = RelativePositionBias(3), RelativeTimeBias("time", 6)
+BY_POSITION, BY_TIME = PositionBias(3), TimeBias("time", 6)
 
 
 def taste(relative, **kwargs):
@@ -84,10 +84,10 @@ def plain_stack(stack, history, lengths, amounts, key_bias=None):
     ("relative", "dtype", "scale"),
     [
         (BY_POSITION, None, 1),
-        (RelativePositionBias(1), None, 1),
+        (PositionBias(1), None, 1),
         (BY_TIME, torch.int64, 1),
         (BY_TIME, torch.int32, 1),
-        (RelativeTimeBias("time"), torch.int64, 10**9),
+        (TimeBias("time"), torch.int64, 10**9),
         (BY_TIME, torch.float64, 0.5),
     ],
     ids=["position", "one bucket", "int64", "int32", "far apart", "float64"],
@@ -156,7 +156,7 @@ def test_half_precision(events, relative, autocast):
 
 
 def test_features_have_tables_of_their_own(events):
-    clicks = taste(RelativeTimeBias("click_time", 4), name="clicks", sequence_keys=["click"], bias=PositionBias(5))
+    clicks = taste(TimeBias("click_time", 4), name="clicks", sequence_keys=["click"], bias=PositionBias(5))
     encoder = encoder_of(taste(BY_POSITION), clicks, num_layers=1)
     shapes = {name: tuple(t.shape) for name, t in encoder.state_dict().items() if name.endswith("_bias")}
     assert shapes == {
@@ -182,12 +182,15 @@ def test_meta_device_then_reset_parameters_sets_the_tables():
     nn.init.ones_(block.relative_bias)
     encoder.reset_parameters()
     assert block.relative_bias.shape == (6, 2) and not block.relative_bias.any()
+    recent = PositionBias(4, recency=True)
+    (block,) = JaggedEncoder([taste(recent)], EMBEDDING_DIM, 2, causal=True).stacks.taste.blocks
+    assert torch.equal(block.relative_bias, recent.initial_table(2))
 
 
 def test_repr_shows_the_relative_bias():
-    text = repr(encoder_of(taste(BY_POSITION), taste(RelativeTimeBias("time"), name="clicks")))
-    assert "taste: item -> history, relative_bias=RelativePositionBias(num_buckets=3)" in text
-    assert "clicks: item -> history, relative_bias=RelativeTimeBias(key='time', num_buckets=32)" in text
+    text = repr(encoder_of(taste(BY_POSITION), taste(TimeBias("time"), name="clicks")))
+    assert "taste: item -> history, relative_bias=PositionBias(num_buckets=3, recency=False)" in text
+    assert "clicks: item -> history, relative_bias=TimeBias(key='time', num_buckets=32)" in text
     assert "relative_bias" not in repr(encoder_of(taste(None)))
 
 
@@ -249,7 +252,7 @@ def test_behind_the_encoder_a_feature_has_no_relative_bias(events, target):
     feature = taste(BY_TIME)
     assert feature.encoded() == SequenceFeatureConfig("taste", ["taste"], ["item"])
     JaggedFeatureInteraction([feature.encoded()], EMBEDDING_DIM)
-    with pytest.raises(ValueError, match=r"^relative_bias of feature 'taste' must be None in this layer, got Relative"):
+    with pytest.raises(ValueError, match=r"^relative_bias of feature 'taste' must be None in this layer, got Time"):
         JaggedFeatureInteraction([feature], EMBEDDING_DIM)
     history = events()
     means = [JaggedPooling([taste(one)], EMBEDDING_DIM)({"history": history}).values() for one in (BY_TIME, None)]
@@ -259,31 +262,35 @@ def test_behind_the_encoder_a_feature_has_no_relative_bias(events, target):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: RelativePositionBias(0), ValueError, "num_buckets of RelativePositionBias must be at least 1, got 0"),
-        (lambda: RelativePositionBias(65), ValueError, "num_buckets of RelativePositionBias must be at most 64, got"),
-        (lambda: RelativeTimeBias("t", 2.0), TypeError, "num_buckets of RelativeTimeBias must be an int, got 2.0"),
-        (lambda: RelativeTimeBias("t", 65), ValueError, "num_buckets of RelativeTimeBias must be at most 64, got 65"),
-        (lambda: RelativeTimeBias(7), TypeError, "key of RelativeTimeBias must be a str, got 7"),
-        (lambda: RelativeTimeBias(" t"), ValueError, "key of RelativeTimeBias must be a key without spaces around it"),
+        (
+            lambda: taste(PositionBias(65)),
+            ValueError,
+            "num_buckets of relative_bias of feature 'taste' must be at most 64, got 65",
+        ),
+        (
+            lambda: taste(LinearBias(4)),
+            ValueError,
+            "relative_bias of feature 'taste' must have the buckets of PositionBias, got LinearBias(",
+        ),
         (
             lambda: taste("distance"),
             TypeError,
-            "relative_bias of feature 'taste' must be a RelativePositionBias, RelativeTimeBias or None, got 'distance'",
+            "relative_bias of feature 'taste' must be a PositionBias, TimeBias or None, got 'distance'",
         ),
         (
-            lambda: taste(RelativeTimeBias("history")),
+            lambda: taste(TimeBias("history")),
             ValueError,
-            "relative_bias of feature 'taste' must read a key of its own, got RelativeTimeBias(key='history'",
+            "relative_bias of feature 'taste' must read a key of its own, got TimeBias(key='history'",
         ),
         (
-            lambda: taste(RelativeTimeBias("age"), bias=KeyBias("age")),
+            lambda: taste(TimeBias("age"), bias=KeyBias("age")),
             ValueError,
-            "relative_bias of feature 'taste' must read a key of its own, got RelativeTimeBias(key='age'",
+            "relative_bias of feature 'taste' must read a key of its own, got TimeBias(key='age'",
         ),
         (
             lambda: JaggedEncoder([taste(BY_POSITION)], EMBEDDING_DIM),
             ValueError,
-            "causal must be True, since feature 'taste' has relative_bias=RelativePositionBias(num_buckets=3), got ",
+            "causal must be True, since feature 'taste' has relative_bias=PositionBias(num_buckets=3, recency=False)",
         ),
     ],
 )
@@ -301,7 +308,7 @@ def test_construction_errors(make, error, message):
             times_of(TIMES, dtype=torch.float32),
             TypeError,
             "sequences['time'] must hold times of shape [S], int32, int64 or float64, since feature 'taste' has a "
-            "RelativeTimeBias, got torch.float32 of shape [9]",
+            "relative TimeBias, got torch.float32 of shape [9]",
         ),
         (times_of([[t] for t in TIMES]), TypeError, "got torch.int64 of shape [9, 1]"),
         (

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import A100, H200, Device
-from jfi.kernels.table1 import products
+from jfi.table1.kernels import products
 from jfi.utils.operands import MAX_STEPPED_WIDTH
 
 DEVICES = ("A100", "RTX3090", "L4", "H200", "B200", "RTX5090", "MI300X", "MI350X")

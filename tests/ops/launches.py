@@ -9,7 +9,7 @@ import torch
 from row_optimizers import CLASSES, states_of
 from torch import Tensor
 
-from jfi.kernels import absorbed_weights, plan, table1
+from jfi.kernels import absorbed_weights, plan
 from jfi.kernels.digit_attention.sid_words import sid_words
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
@@ -22,6 +22,7 @@ from jfi.kernels.tables.map_ids import map_ids
 from jfi.kernels.target_attention import execute as target_attention
 from jfi.kernels.target_attention import partials_message
 from jfi.ops.step_rows import RowOptimizer, sort_rows
+from jfi.table1 import kernels as table1
 from jfi.utils.operands import IdMap, JaggedAttentionInputs, SeenIds, TargetAttentionInputs
 
 HALF = torch.float16
@@ -167,8 +168,8 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     gather_rows(tuple(tables), (ids, ids), grad_dtype)
     bound_ids([ids, ids.int()] * 3, [50] * 6, ids[:6])
     bound_ids([ids] * 3, [50, 50, 2**31 + 1], None)
-    map_ids(ids, IdMap(ids[:50], ids[:50], ids[:178].int()), None)
-    map_ids(ids, IdMap(ids[:50], ids[:50], ids[:178].int()), SeenIds(ids[:50].bool(), ids, ids[:1], ids[:1]))
+    map_ids(ids, IdMap(ids[:50], ids[:50]), None)
+    map_ids(ids, IdMap(ids[:50], ids[:50]), SeenIds(ids[:50].bool(), ids, ids[:1], ids[:1]))
 
 
 def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:

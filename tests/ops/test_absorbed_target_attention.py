@@ -1,21 +1,18 @@
 """Target attention with absorbed projections: both of its forms against the formula with projected histories."""
 
-import functools
-import importlib
 import math
-import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ops import budget
+from ops.absorbed import absorbed_target_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import jfi
 from jfi import reference
-from jfi.kernels import plan
-from jfi.ops._dispatch import operators
+from jfi.kernels import absorbed_weights
+from jfi.ops.dispatch import operators
 
 LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
 
@@ -101,14 +98,14 @@ def plain(target, history, weights, *, offsets, num_heads, key_bias=None, key_bi
 def is_one_node(leaves, options):
     """Whether an eager call is one node of autograd's graph."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
-    out = call(jfi.ops.absorbed_target_attention, leaves, options)
+    out = call(absorbed_target_attention, leaves, options)
     return type(out.grad_fn).__name__ == "_AbsorbedTargetAttentionBackward"
 
 
 def calls_of(owner, name, leaves, options):
     """How often an eager call of the operator calls a function of torch."""
     with mock.patch.object(owner, name, wraps=getattr(owner, name)) as spy:
-        call(jfi.ops.absorbed_target_attention, leaves, options)
+        call(absorbed_target_attention, leaves, options)
     return spy.call_count
 
 
@@ -123,10 +120,10 @@ def check_both_forms(leaves, options):
     for impl in ("torch", "triton", "traced"):
         if impl == "traced":
             with Traced() as mode:
-                got = results(jfi.ops.absorbed_target_attention, leaves, options)
+                got = results(absorbed_target_attention, leaves, options)
             assert "target_attention_fwd" in mode.names
         else:
-            got = results(jfi.ops.absorbed_target_attention, leaves, options | {"impl": impl})
+            got = results(absorbed_target_attention, leaves, options | {"impl": impl})
             # PyTorch scales the values before the attention, in a node of their own; on a GPU it has no node at all.
             on_cpu = not leaves["target"].is_cuda
             one_node = impl == "triton" or (on_cpu and "value_scale" not in options)
@@ -182,7 +179,7 @@ def test_many_fields_are_one_history(device):
         ({}, "float64 weights", False),
     ],
 )
-def test_explain_says_what_runs(sizes, extra, absorbs, device):
+def test_kernels_absorb_the_weights_where_one_node_runs(sizes, extra, absorbs, device):
     leaves, options = problem(**sizes, device=device)
     rows = leaves["field 0"].shape[0]
     if extra == "table":
@@ -192,23 +189,10 @@ def test_explain_says_what_runs(sizes, extra, absorbs, device):
         options["value_scale"] = torch.ones(rows, device=device, requires_grad=extra == "learned scale")
     if extra == "float64 weights":
         leaves = {name: x.double() if name.startswith("weight") else x for name, x in leaves.items()}
-    launch, absorbed_weights = (
-        importlib.import_module(f"jfi.kernels.{name}") for name in ("target_attention.execute", "absorbed_weights")
-    )
     options["impl"] = "triton"
-    with (
-        mock.patch.object(launch, "forward", wraps=launch.forward) as attend,
-        mock.patch.object(absorbed_weights, "absorb", wraps=absorbed_weights.absorb) as absorb,
-    ):
-        call(jfi.ops.absorbed_target_attention, leaves, options)
-    run = plan.plan_target_attention(attend.call_args.args[0], "triton")
+    with mock.patch.object(absorbed_weights, "absorb", wraps=absorbed_weights.absorb) as absorb:
+        call(absorbed_target_attention, leaves, options)
     assert absorb.called == absorbs
-    attend.reset_mock()
-    explained = call(functools.partial(jfi.ops.explain, jfi.ops.absorbed_target_attention), leaves, options)
-    assert not attend.called and explained.problem is run.problem and explained.reason == run.reason
-    assert explained.forward[1:] == run.forward and explained.backward[: len(run.backward)] == run.backward
-    weights = "absorbed_weights_fwd" if absorbs else "absorbed weights by PyTorch's matrix products"
-    assert explained.forward[0].kernel == weights
 
 
 def problem_with_a_table(impl, device, **sizes):
@@ -225,7 +209,7 @@ def test_half_precision_histories_are_not_cast(impl, device, monkeypatch):
     owner, name = (reference, "target_attention") if plain_on_gpu else (operators.target_attention_fwd, "eager")
     attend, seen = getattr(owner, name), []
     monkeypatch.setattr(owner, name, lambda *x: seen.append(x[:3]) or attend(*x))
-    got = results(jfi.ops.absorbed_target_attention, leaves, options)
+    got = results(absorbed_target_attention, leaves, options)
     ((query, key, value),) = seen
     assert query.dtype == key.dtype == torch.float16 and value is None
     want = results(plain, double(leaves), options)
@@ -238,9 +222,9 @@ def test_half_precision_histories_are_not_cast(impl, device, monkeypatch):
 @pytest.mark.parametrize("wanted", ["target", "field 0", "key_bias", "weight 1", "weight 2", "weight 5"])
 def test_gradients_that_nobody_wants(wanted, impl, device):
     leaves, options = problem_with_a_table(impl, device)
-    want = results(jfi.ops.absorbed_target_attention, leaves, options)
+    want = results(absorbed_target_attention, leaves, options)
     leaves[wanted].requires_grad_()
-    out = call(jfi.ops.absorbed_target_attention, leaves, options)
+    out = call(absorbed_target_attention, leaves, options)
     torch.manual_seed(7)
     out.backward(torch.randn(out.shape).to(out))
     assert {name for name, x in leaves.items() if x.grad is not None} == {wanted}
@@ -251,7 +235,7 @@ def test_a_learned_value_scale_has_a_gradient():
     leaves, options = problem()
     weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
     gradients = []
-    for function in (jfi.ops.absorbed_target_attention, plain):
+    for function in (absorbed_target_attention, plain):
         scale = torch.linspace(-1, 1, 9).requires_grad_()
         function(leaves["target"], leaves["field 0"], weights, value_scale=scale, **options).square().sum().backward()
         gradients.append(scale.grad)
@@ -263,55 +247,8 @@ def test_under_compile():
     weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
 
     def attend(target, history):
-        return jfi.ops.absorbed_target_attention(target, history, weights, **options)
+        return absorbed_target_attention(target, history, weights, **options)
 
     arguments = leaves["target"], leaves["field 0"]
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*arguments), attend(*arguments))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"target": torch.zeros(3, 6)},
-            ValueError,
-            "target must be [F, B, D_e] with F and D_e at least 1, got shape [3",
-        ),
-        ({"target": 1}, TypeError, "target must be a Tensor of float32, bfloat16, float16 or float64, got int"),
-        ({"history": torch.zeros(9, 8, dtype=torch.long)}, TypeError, "history must be a Tensor of float32, bfloat16"),
-        ({"history": (torch.zeros(9, 4), torch.zeros(8, 4))}, ValueError, "history must be tensors of as many rows"),
-        ({"num_heads": 3}, ValueError, "a D >= 1 that num_heads = 3 divides, got shape [1, 8]"),
-        ({"history": ()}, ValueError, "history must be a tensor or a tuple of at least one, got ()"),
-        ({"output_bias": torch.zeros(1, 0)}, ValueError, "a D >= 1 that num_heads = 2 divides, got shape [1, 0]"),
-        ({"weights": ()}, ValueError, "weights must be the tensors query_weight, query_bias, key_weight"),
-        ({"key_weight": torch.zeros(1, 8, 7)}, ValueError, "key_weight must be [F, ...] = [1, 8, 8], got [1, 8, 7]"),
-        ({"key_weight": torch.zeros(1, 8, 8).double()}, ValueError, "key_weight must be torch.float32 on cpu, like"),
-        ({"offsets": torch.tensor([0, 3, 9])}, ValueError, "offsets must have B+1 = 5 entries, got 3"),
-        ({"key_bias": torch.zeros(9, 3)}, ValueError, "key_bias must have H = 2, got 3"),
-        ({"key_bias": torch.zeros(9)}, ValueError, "key_bias must be [S, H], got a tensor of shape [9]"),
-        ({"key_bias": 3.0}, TypeError, "key_bias must be a Tensor, got float"),
-        (
-            {"key_bias": torch.zeros(9, 2).long()},
-            TypeError,
-            "key_bias must be float32, bfloat16, float16 or float64, g",
-        ),
-        ({"key_bias": torch.zeros(9, 2).double()}, TypeError, "key_bias must have the dtype of history, torch.float32"),
-        ({"key_bias": torch.zeros(9, 2).to("meta")}, ValueError, "key_bias must be on the device of history, cpu, got"),
-        ({"impl": "cuda"}, ValueError, "impl must be one of"),
-    ],
-)
-def test_arguments(change, error, message):
-    leaves, options = problem()
-    names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
-    weights = dict(zip(names, (x for name, x in leaves.items() if name.startswith("weight")), strict=True))
-    weights |= {name: x for name, x in change.items() if name in weights}
-    arguments = {
-        "target": leaves["target"],
-        "history": leaves["field 0"],
-        "weights": tuple(weights.values()),
-        **options,
-    }
-    arguments |= {name: x for name, x in change.items() if name not in weights}
-    with pytest.raises(error, match=re.escape(message)):
-        jfi.ops.absorbed_target_attention(**arguments)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi.kernels import plan
-from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
+from jfi.kernels import absorbed_weights, plan
+from jfi.ops.absorb_weights import absorb, absorb_in_kernel, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
 
@@ -49,7 +49,7 @@ def test_absorbed_weights_and_their_gradients(
     def plain(in_dtype):
         leaves = [x.to(in_dtype).requires_grad_() for x in weights]
         output_bias = torch.zeros(F, dim, dtype=in_dtype, device=device, requires_grad=True)
-        w_qk, b_qk, w_vo = absorb_weights(tuple(leaves), num_heads, in_dtype)
+        w_qk, b_qk, w_vo = absorb(tuple(leaves), num_heads, in_dtype)
         dquery, target, attended, grad = (x.to(in_dtype) for x in rows)
         query = torch.baddbmm(b_qk.unsqueeze(1), target, w_qk.mT)
         out = torch.baddbmm(output_bias.unsqueeze(1), attended, w_vo)
@@ -67,8 +67,6 @@ def test_absorbed_weights_and_their_gradients(
 
 
 def test_a_product_beyond_32_bits_is_refused():
-    from jfi.kernels.absorbed_weights import absorb
-
     shapes = (1, 2**12, 2**12), (1, 2**12), (1, 2**12, 2**12), (1, 2**12, 2**12), (1, 2**12, 2**12)
     with pytest.raises(ValueError, match=r"below 2\*\*31, got 1 · 128 · 4096 · 4096"):
-        absorb(tuple(torch.empty(shape, device="meta") for shape in shapes), 1, 128, torch.bfloat16)
+        absorbed_weights.absorb(tuple(torch.empty(shape, device="meta") for shape in shapes), 1, 128, torch.bfloat16)

@@ -8,7 +8,7 @@ from ops.ragged import SLOW_HERE, offsets_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops
+from jfi import ops, table1
 from jfi.semantic_ids import pack_words
 
 #: Lengths of the histories and of the queries of a batch; sizes that differ are never equal by chance.
@@ -34,11 +34,6 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
     def ids(count: int) -> tuple[Tensor, ...]:
         return tuple(integers(9 * factor) for _ in range(count))
 
-    def weights() -> tuple[Tensor, ...]:
-        wide = 2 * OUT  # two queries
-        shapes = (wide, TARGET_WIDTH), (wide,), (OUT, FEATURE_WIDTH), (OUT, FEATURE_WIDTH), (OUT, wide), (OUT,)
-        return tuple(random(1, *shape) for shape in shapes)
-
     scale = 0.3  # torch compiles each float anew that an operator takes
     pairs = factor * sum(n * m for n, m in zip(KEYS, QUERIES, strict=True))
     target = {"query": random(b, 3, HEADS, D), "offsets": keys}
@@ -52,13 +47,9 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
     of_digits = {"query": random(b, 3, HEADS, 20), "offsets": keys}
     words = pack_words(torch.randint(-1, 2, (s, 20))).to(device)
     catalogue = pack_words(torch.randint(-1, 2, (11 * factor, 20))).to(device)
-    absorbed = {"target": random(1, b, TARGET_WIDTH), "weights": weights(), "offsets": keys, "num_heads": HEADS}
     key, own = {"key": random(s, 1, D)}, {"value": random(s, 1, 10)}
     both = {"x": random(s, 16), "x_offsets": keys, "y_offsets": queries}
     blocks = {"a": random(pairs), "x_offsets": keys, "y_offsets": queries}
-    half_width = FEATURE_WIDTH // 2
-    fields = (random(s, half_width), random(s, half_width))
-    summed = tuple(random(9 * factor + i, FEATURE_WIDTH) for i in range(2))
     return {
         "target": ("target_attention", target | key | own | {"key_bias": random(s, HEADS), "scale": scale}),
         "target, by bucket": ("target_attention", target | key | by_bucket | {"max_seqlen": 30 + factor}),
@@ -114,13 +105,6 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
             "digit_attention",
             {"query": random(b, 1, HEADS, 20).detach().half().requires_grad_(), "digits": words, "offsets": keys},
         ),
-        "absorbed": ("absorbed_target_attention", absorbed | {"history": random(s, FEATURE_WIDTH)}),
-        "absorbed, fields": (
-            "absorbed_target_attention",
-            absorbed | by_bucket | {"history": fields, "scale": scale, "max_seqlen": 30 + factor},
-        ),
-        "absorbed, tables": ("absorbed_target_attention", absorbed | {"history": summed, "indices": ids(2)}),
-        "absorb_weights": ("absorb_weights", {"weights": weights()[:5], "num_heads": HEADS, "dtype": torch.float64}),
         "gather_rows": (
             "gather_rows",
             {"tables": tuple(x[:, 0] for x in tables(2)), "indices": ids(2), "dtype": torch.float64},
@@ -141,16 +125,16 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
     }
 
 
+PUBLIC = {name: getattr(module, name) for module in (ops, table1) for name in module.__all__}
 NAMES = list(cases(torch.device("cpu"), 1))
 LONG = {(name, "triton") for name in NAMES if name not in ("target, tables", "target, a bias alone")}
-LONG |= {(name, "torch") for name in ("absorbed", "absorbed, fields", "absorbed, tables", "absorb_weights")}
 
 
 def test_every_argument_of_every_operator_is_compiled():
     seen: dict[str, set[str]] = {}
     for operator, arguments in cases(torch.device("cpu"), 1).values():
-        seen.setdefault(operator, set() if operator == "absorb_weights" else {"impl"}).update(arguments)
-    operators = {name: inspect.signature(getattr(ops, name)).parameters for name in ops.__all__}
+        seen.setdefault(operator, {"impl"}).update(arguments)
+    operators = {name: inspect.signature(function).parameters for name, function in PUBLIC.items()}
     del operators["explain"], operators["validation"]
     for name, parameters in operators.items():
         assert set(parameters) == seen[name], name
@@ -163,7 +147,6 @@ def test_every_argument_of_every_operator_is_compiled():
         pytest.param(name, impl, marks=SLOW_HERE if (name, impl) in LONG else [])
         for name in NAMES
         for impl in ("triton", "torch")
-        if name != "absorb_weights" or impl == "torch"
     ],
 )
 def test_one_graph_for_all_sizes_and_integers(name, impl, device):
@@ -172,10 +155,9 @@ def test_one_graph_for_all_sizes_and_integers(name, impl, device):
     takes_inductor = device.type == "cuda" and (impl == "triton" or "," not in name)
     backend = "inductor" if takes_inductor else "aot_eager"
     operator = cases(device, 1)[name][0]
-    given = {} if operator == "absorb_weights" else {"impl": impl}
 
     def function(arguments: dict):
-        return getattr(ops, operator)(**arguments, **given)
+        return PUBLIC[operator](**arguments, impl=impl)
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)

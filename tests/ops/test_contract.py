@@ -7,8 +7,10 @@ import torch
 from ops.ragged import SLOW_HERE, offsets_of
 
 import jfi.ops as ops
+from jfi import table1
 
 X, Y = [0, 3, 1, 20], [2, 0, 5, 7]
+OPERATORS = vars(ops) | vars(table1)
 
 
 def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
@@ -26,19 +28,19 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
         return torch.randn(shape, device=device).half().requires_grad_()
 
     def call(name):
-        return lambda *inputs: getattr(ops, name)(*inputs, impl=impl)
+        return lambda *inputs: OPERATORS[name](*inputs, impl=impl)
 
     return {
         "jagged_dense_bmm": (call("jagged_dense_bmm"), (random(s, 16), x_offsets, random(b, 16, 4))),
         "jagged_jagged_bmm": (call("jagged_jagged_bmm"), (random(s, 16), random(s, 4), x_offsets)),
         "jagged_softmax": (call("jagged_softmax"), (random(s, 4), x_offsets)),
         "jagged_jagged_bmm_jagged_out": (
-            lambda *inputs: ops.jagged_jagged_bmm_jagged_out(*inputs[:4], out_size=inputs[4], impl=impl),
+            lambda *inputs: table1.jagged_jagged_bmm_jagged_out(*inputs[:4], out_size=inputs[4], impl=impl),
             (random(s, 16), random(r, 16), x_offsets, y_offsets, pairs),
         ),
         "jagged2_softmax": (call("jagged2_softmax"), (random(pairs), x_offsets, y_offsets)),
         "array_jagged_bmm_jagged_out": (
-            lambda *inputs: ops.array_jagged_bmm_jagged_out(*inputs[:4], out_rows=inputs[4], impl=impl),
+            lambda *inputs: table1.array_jagged_bmm_jagged_out(*inputs[:4], out_rows=inputs[4], impl=impl),
             (random(pairs), random(r, 16), x_offsets, y_offsets, s),
         ),
         "target_attention": (
@@ -371,7 +373,7 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
         "digit_attention": of_attention,
         "jagged_attention": {"query_offsets": offsets},
     }.get(name, {})
-    getattr(ops, name)(*inputs, **by_name, impl="triton")
+    OPERATORS[name](*inputs, **by_name, impl="triton")
     assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
@@ -467,39 +469,35 @@ def test_auto_takes_triton_on_a_gpu_and_pytorch_elsewhere(device):
 def test_the_other_operators_name_wrong_arguments_too():
     x, offsets = torch.randn(5, 4), torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match="dense must have D = 4, got 3"):
-        ops.jagged_dense_bmm(x, offsets, torch.randn(2, 3, 2))
+        table1.jagged_dense_bmm(x, offsets, torch.randn(2, 3, 2))
     with pytest.raises(ValueError, match="y must have S = 5, got 4"):
-        ops.jagged_jagged_bmm(x, torch.randn(4, 2), offsets)
+        table1.jagged_jagged_bmm(x, torch.randn(4, 2), offsets)
     with pytest.raises(ValueError, match="offsets must end at 5"):
-        ops.jagged_softmax(x, torch.tensor([0, 2]))
+        table1.jagged_softmax(x, torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="out_size must have Σ L·M = 13, got 12"):
-        ops.jagged_jagged_bmm_jagged_out(x, x, offsets, out_size=12)
+        table1.jagged_jagged_bmm_jagged_out(x, x, offsets, out_size=12)
     with pytest.raises(ValueError, match="a must have Σ L·M = 13, got 12"):
-        ops.jagged2_softmax(torch.randn(12), offsets)
+        table1.jagged2_softmax(torch.randn(12), offsets)
     with pytest.raises(ValueError, match="y_offsets must have B\\+1 = 3 entries, got 2"):
-        ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, torch.tensor([0, 5]))
+        table1.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, torch.tensor([0, 5]))
     with pytest.raises(TypeError, match="impl='triton' takes float32, bfloat16 or float16"):
-        ops.jagged_softmax(x.double(), offsets, impl="triton")
+        table1.jagged_softmax(x.double(), offsets, impl="triton")
     with pytest.raises(TypeError, match=r"window_size must be a pair \(left, right\) or None, got 5"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=5)
     with pytest.raises(TypeError, match="scale must be a float or None, got str"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale="a")
-    query, words, weights = torch.randn(2, 1, 1, 4), torch.zeros(5, 1, dtype=torch.int32), [torch.randn(1, 4, 4)] * 3
-    weights = (weights[0], torch.randn(1, 4), *weights[1:], weights[0], torch.randn(1, 4))
+    query, words = torch.randn(2, 1, 1, 4), torch.zeros(5, 1, dtype=torch.int32)
     calls = [
         lambda scale: ops.target_attention(query, x[:, None], offsets=offsets, scale=scale),
         lambda scale: ops.digit_attention(query, words, offsets=offsets, scale=scale),
         lambda scale: ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale=scale),
-        lambda scale: ops.absorbed_target_attention(
-            query[:, 0, 0][None], x, weights, offsets=offsets, num_heads=1, scale=scale
-        ),
     ]
     for call, scale in itertools.product(calls, (float("nan"), float("inf"))):
         call(-0.5)
         with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
             call(scale)
     with pytest.raises(ValueError, match=r"x_offsets must end at 4, the rows of the output \(out_rows\), got 5"):
-        ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
+        table1.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
     with pytest.raises(ValueError, match=r"window_size must have a left of None \(unbounded\) or at least 0, got -1"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=(-1, None))
 
@@ -507,7 +505,7 @@ def test_the_other_operators_name_wrong_arguments_too():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CPU offsets are always checked")
 def test_validation_checks_offsets_on_a_gpu(device):
     x, wrong = torch.randn(5, 4, device=device), torch.tensor([0, 2, 4], device=device)
-    ops.jagged_softmax(x, wrong)
+    table1.jagged_softmax(x, wrong)
     with ops.validation(), pytest.raises(ValueError, match="offsets must end at 5"):
-        ops.jagged_softmax(x, wrong)
-    ops.jagged_softmax(x, wrong)
+        table1.jagged_softmax(x, wrong)
+    table1.jagged_softmax(x, wrong)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from jfi.ops.map_ids import fill_index, map_ids
+from jfi.ops.map_ids import map_ids
 from jfi.utils.context import interprets
 from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds
 
@@ -17,11 +17,7 @@ def table(capacity: int, owned: int, device: torch.device) -> IdMap:
     sorted_ids = torch.full((capacity,), NO_ID)
     sorted_ids[: len(ids)] = ids
     rows = torch.cat([torch.randperm(capacity - 1) + 1, torch.zeros(1, dtype=torch.int64)])
-    made = IdMap(sorted_ids, rows, torch.empty(0))
-    made = made._replace(index=torch.empty(2**made.hash_bits + capacity, dtype=torch.int32))
-    made = IdMap(*(one.to(device) for one in made))
-    fill_index(made)
-    return made
+    return IdMap(sorted_ids.to(device), rows.to(device))
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])

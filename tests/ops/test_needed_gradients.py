@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from ops.absorbed import absorbed_target_attention
 from ops.ragged import offsets_of
 from ops.unchecked import as_on_a_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops
+from jfi import ops, table1
 from jfi.kernels import plan
 from jfi.semantic_ids import pack_words
 
@@ -56,7 +57,7 @@ def example(name: str, device: torch.device, padding: int = 0) -> tuple:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         weights = tuple(x.view(shape) for x, shape in zip(weight.split(sizes), shapes, strict=True))
         options = {"offsets": offsets, "num_heads": 2, "key_bias": key_bias, "key_bias_index": buckets, "impl": impl}
-        return ops.absorbed_target_attention(target, tuple(fields.values()), weights, **options)
+        return absorbed_target_attention(target, tuple(fields.values()), weights, **options)
 
     def by_id(impl, query, table, other):
         return ops.target_attention(query, (table, other), offsets=offsets, indices=(ids, buckets), impl=impl)
@@ -123,19 +124,19 @@ def example(name: str, device: torch.device, padding: int = 0) -> tuple:
         ),
         "gather_rows": (gather, {"table": random(9, 16), "other": random(5, 16), "third": random(5, 16)}),
         "jagged_dense_bmm": (
-            lambda impl, x, dense: ops.jagged_dense_bmm(x, offsets, dense, impl=impl),
+            lambda impl, x, dense: table1.jagged_dense_bmm(x, offsets, dense, impl=impl),
             {"x": random(S, 16), "dense": random(B, 16, 3)},
         ),
         "jagged_jagged_bmm": (
-            lambda impl, x, y: ops.jagged_jagged_bmm(x, y, offsets, impl=impl),
+            lambda impl, x, y: table1.jagged_jagged_bmm(x, y, offsets, impl=impl),
             {"x": random(S, 16), "y": random(S, 3)},
         ),
         "jagged_jagged_bmm_jagged_out": (
-            lambda impl, x, y: ops.jagged_jagged_bmm_jagged_out(x, y, offsets, queries, impl=impl),
+            lambda impl, x, y: table1.jagged_jagged_bmm_jagged_out(x, y, offsets, queries, impl=impl),
             {"x": random(S, 16), "y": random(R, 16)},
         ),
         "array_jagged_bmm_jagged_out": (
-            lambda impl, a, y: ops.array_jagged_bmm_jagged_out(a, y, offsets, queries, out_rows=S, impl=impl),
+            lambda impl, a, y: table1.array_jagged_bmm_jagged_out(a, y, offsets, queries, out_rows=S, impl=impl),
             {"a": random(sum(n * m for n, m in zip(LENGTHS, QUERIES, strict=True))), "y": random(R, 16)},
         ),
     }[name]

@@ -10,28 +10,21 @@ from torch import Tensor
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 from torch.utils._pytree import tree_leaves
 
-from jfi import ops
+from jfi import ops, table1
 from jfi.kernels.plan import H200
 
 #: By operator and parameter of offsets the arguments that may be nested; "result" is divided by the first.
 EVENTS = ("indices", "key_bias", "key_bias_index", "value_scale")
 PACKED = {
     "target_attention": {"offsets": ("key", "value", *EVENTS)},
-    "digit_attention": {"offsets": ("digits", *EVENTS)},
-    "absorbed_target_attention": {"offsets": ("history", *EVENTS)},
     "jagged_attention": {
         "query_offsets": ("query", "query_time", "result"),
         "key_offsets": ("key", "value", "indices", "key_bias", "value_scale", "key_time"),
     },
     "gather_rows": {"offsets": ("indices", "result")},
-    "jagged_dense_bmm": {"offsets": ("x", "result")},
-    "jagged_jagged_bmm": {"offsets": ("x", "y")},
-    "jagged_softmax": {"offsets": ("x", "result")},
-    "jagged_jagged_bmm_jagged_out": {"x_offsets": ("x",), "y_offsets": ("y",)},
-    "array_jagged_bmm_jagged_out": {"y_offsets": ("y",)},
 }
 NAMES = [name for name, (operator, _) in cases(torch.device("cpu"), 1).items() if operator in PACKED]
-TABLES = {"key": "indices", "digits": "indices", "history": "indices", "key_bias": "key_bias_index"}
+TABLES = {"key": "indices", "key_bias": "key_bias_index"}
 
 
 def is_nested(x) -> bool:
@@ -209,13 +202,13 @@ REFUSED = {
         lambda: ops.jagged_attention(ROWS, ROWS, causal=True, position_bias=ROWS),
         "position_bias must be a dense tensor, got a nested one of layout torch.jagged",
     ),
-    "blocks": (
-        lambda: ops.jagged2_softmax(IDS.float(), OFFSETS),
-        "a must be a dense tensor, got a nested one of layout torch.jagged",
+    "digits": (
+        lambda: ops.digit_attention(QUERY, IDS.int(), offsets=OFFSETS),
+        "digits must be a dense tensor, got a nested one of layout torch.jagged",
     ),
-    "weights": (
-        lambda: ops.absorb_weights((ROWS,) * 5, 1),
-        "weights must be a dense tensor, got a nested one of layout torch.jagged",
+    "blocks": (
+        lambda: table1.jagged2_softmax(IDS.float(), OFFSETS),
+        "a must be a dense tensor, got a nested one of layout torch.jagged",
     ),
     "one dimension too few": (lambda: attend(IDS.float()), "key must be [S, G, D], got a tensor of shape [5]"),
     "a transform": (lambda: torch.func.vmap(lambda q: attend(query=q))(QUERY[None]), "torch.func"),
@@ -240,7 +233,7 @@ def test_refused_forms_are_taken_once_they_are_packed():
 
 
 @pytest.mark.parametrize("longest", [None, 27])
-@pytest.mark.parametrize("name", ["target", "target, tables", "jagged", "gather_rows", "jagged_softmax"])
+@pytest.mark.parametrize("name", ["target", "target, tables", "jagged", "gather_rows"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_for_all_sizes(name, longest, backend):
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import jfi.ops
+import jfi.table1
 from jfi.kernels import plan
 from jfi.kernels.plan import A100, CPU, H200, Split
 
@@ -159,37 +160,6 @@ def test_a_cpu_says_whether_jagged_attention_is_flash_or_batched(device):
         assert reason == "no flash attention: causal, and a sample has other numbers of queries and keys"
 
 
-@pytest.mark.parametrize("device", [H200, A100, CPU])
-def test_absorbed_target_attention_has_the_plan_of_its_attention(device):
-    def empty(*shape, dtype=HALF):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    def absorbed(history, **options):
-        shapes = (2, 64, 48), (2, 64), (2, 64, 64), (2, 64, 64), (2, 64, 64), (2, 64)
-        weights = tuple(empty(*shape, dtype=torch.float32) for shape in shapes)
-        options |= {"offsets": empty(2001, dtype=torch.int64), "num_heads": 4, "device": device}
-        return jfi.ops.explain(jfi.ops.absorbed_target_attention, empty(2, 1000, 48), history, weights, **options)
-
-    history = empty(300_000, 64)
-    for options in ({}, {"max_seqlen": 200}, {"key_bias": empty(300_000, 4)}):
-        chosen = absorbed(history, **options)
-        attention = explain(2000, 300_000, 64, 1, num_heads=4, device=device, **options)
-        assert (
-            chosen.forward[1:] == attention.forward and chosen.backward[: len(attention.backward)] == attention.backward
-        )
-        assert chosen.family == attention.family and chosen is absorbed(history, **options)
-    by_pytorch = "absorbed weights by PyTorch's matrix products"
-    assert chosen.forward[0].kernel == (by_pytorch if device is CPU else "absorbed_weights_fwd")
-    assert chosen.backward[-1].kernel == (by_pytorch if device is CPU else "absorbed_weights_bwd")
-    assert str(chosen).splitlines()[1 if device is CPU else 2] == f"  forward: {chosen.forward[0].kernel}"
-    if device is not CPU:
-        halves, others = (absorbed((empty(300_000, width), empty(300_000, 64 - width))) for width in (32, 24))
-        assert halves.problem.num_fields == 2 and others.problem.num_fields == 1
-        learned = absorbed(history, value_scale=empty(300_000).requires_grad_())
-        assert learned.forward[0].kernel == by_pytorch and not learned.problem.shared_kv
-        assert absorbed(history, impl="torch").family == "reference"
-
-
 def test_equal_decisions_are_one_plan_that_says_why():
     first, second = explain(1024, 2_000_000, 128, 1), explain(1000, 1_900_000, 128, 1)
     assert first is second
@@ -207,13 +177,10 @@ def test_a_call_that_the_operator_refuses_has_no_plan():
         offsets = torch.empty(3, dtype=torch.int64, device="meta")
         query = torch.empty(2, 1, 1, 64, dtype=HALF, device="meta")
         jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets, device=H200)
-    with pytest.raises(ValueError, match="history must be a tensor or a tuple of at least one"):
-        weights = tuple(torch.empty((1,) * dims, device="meta") for dims in (3, 2, 3, 3, 3, 2))
-        jfi.ops.explain(jfi.ops.absorbed_target_attention, query, (), weights, offsets=offsets, num_heads=1)
     with pytest.raises(TypeError, match="query must be a Tensor, got int"):
         jfi.ops.explain(jfi.ops.target_attention, 1, key, offsets=offsets)
     with pytest.raises(TypeError, match=r"operator must be one of .*target_attention.*, got 'jagged_softmax'"):
-        jfi.ops.explain(jfi.ops.jagged_softmax, query, key)
+        jfi.ops.explain(jfi.table1.jagged_softmax, query, key)
 
 
 def test_short_and_long_histories_share_the_kernels_that_are_the_same():

@@ -10,12 +10,10 @@ from torch.utils._pytree import tree_map_only
 from torchrec.fx import Tracer as TorchRecTracer
 
 import jfi
-from jfi import ops
+from jfi import ops, table1
 
 B, S, D, T = 3, 7, 4, 2
 OFFSETS = torch.tensor([0, 2, 2, 7])
-#: Of one feature with D_e = 4, D_x = 16 and D = 8.
-WEIGHTS = tuple(torch.ones(shape) for shape in ((1, 8, 4), (1, 8), (1, 8, 16), (1, 8, 16), (1, 8, 8), (1, 8)))
 
 
 def example(name: str) -> tuple[list[torch.Tensor], dict]:
@@ -35,15 +33,12 @@ def example(name: str) -> tuple[list[torch.Tensor], dict]:
             [query],
             {"digits": torch.ones(S, 1, dtype=torch.int32), "offsets": OFFSETS, "key_bias": torch.randn(S, 2)},
         ),
-        "absorbed_target_attention": (
-            [torch.randn(1, B, D), torch.randn(S, 16)],
-            {"weights": WEIGHTS, "offsets": OFFSETS, "num_heads": 2},
-        ),
         "jagged_attention": ([torch.randn(S, 2, D), key], {"query_offsets": OFFSETS, "key_bias": torch.randn(S, 2)}),
     }[name]
 
 
-OPERATORS = [name for name in ops.__all__ if "offsets" in str(inspect.signature(getattr(ops, name)))]
+PUBLIC = {name: getattr(module, name) for module in (ops, table1) for name in module.__all__}
+OPERATORS = [name for name, operator in PUBLIC.items() if "offsets" in str(inspect.signature(operator))]
 
 
 def test_there_is_an_example_of_every_operator():
@@ -55,7 +50,7 @@ def test_a_tracer_records_one_call_of_the_operator(name):
     inputs, keywords = example(name)
     keywords = {key: value for key, value in keywords.items() if not isinstance(value, torch.Tensor)}
     tensors = {key: value for key, value in example(name)[1].items() if isinstance(value, torch.Tensor)}
-    operator = getattr(ops, name)
+    operator = PUBLIC[name]
 
     class Model(nn.Module):
         def forward(self, inputs, tensors):
@@ -90,15 +85,15 @@ class Named(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs)
-        return (func, out) if getattr(ops, getattr(func, "__name__", ""), None) is func else out
+        return (func, out) if PUBLIC.get(getattr(func, "__name__", "")) is func else out
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_tensor_subclass_sees_the_operator(name):
     inputs, keywords = example(name)
-    want = getattr(ops, name)(*inputs, **keywords)
-    func, out = getattr(ops, name)(*(x.as_subclass(Named) for x in inputs), **keywords)
-    assert func is getattr(ops, name) and type(out) is Named
+    want = PUBLIC[name](*inputs, **keywords)
+    func, out = PUBLIC[name](*(x.as_subclass(Named) for x in inputs), **keywords)
+    assert func is PUBLIC[name] and type(out) is Named
     torch.testing.assert_close(out.as_subclass(torch.Tensor), want, rtol=0, atol=0)
 
 
@@ -107,12 +102,12 @@ def test_a_tensor_subclass_sees_the_operator(name):
 def test_meta_tensors_give_shapes_forward_and_backward(name, validated):
     inputs, keywords = example(name)
     leaves = [x.requires_grad_() for x in inputs]
-    want = getattr(ops, name)(*leaves, **keywords)
+    want = PUBLIC[name](*leaves, **keywords)
     grads = torch.autograd.grad(want.sum(), leaves)
     metas = [x.detach().to("meta").requires_grad_() for x in inputs]
     keywords = tree_map_only(torch.Tensor, lambda x: x.to("meta"), keywords)
     with ops.validation() if validated else torch.enable_grad():
-        out = getattr(ops, name)(*metas, **keywords)
+        out = PUBLIC[name](*metas, **keywords)
     found = torch.autograd.grad(out.sum(), metas)
     for got, real in zip((out, *found), (want, *grads), strict=True):
         assert got.is_meta and (got.shape, got.dtype) == (real.shape, real.dtype)
@@ -145,21 +140,19 @@ def _transforms(function, inputs: tuple[torch.Tensor, ...]) -> dict:
 def test_transforms_of_torch_func_are_refused_by_name(name):
     """Nothing is computed that could be wrong: some kernels and custom operators do not see transforms."""
     inputs, keywords = example(name)
-    message = f"jfi.ops.{name} takes no transform of torch.func"
-    for transform in _transforms(lambda *x: getattr(ops, name)(*x, **keywords), tuple(inputs)).values():
+    message = f"{name} takes no transform of torch.func"
+    for transform in _transforms(lambda *x: PUBLIC[name](*x, **keywords), tuple(inputs)).values():
         with pytest.raises(NotImplementedError, match=message):
             transform()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
         dual = torch.autograd.forward_ad.make_dual(inputs[-1], torch.randn_like(inputs[-1]))
-        getattr(ops, name)(*inputs[:-1], dual, **keywords)
+        PUBLIC[name](*inputs[:-1], dual, **keywords)
 
 
 def test_a_tangent_within_a_tuple_is_refused():
-    inputs, keywords = example("absorbed_target_attention")
-    first, *weights = keywords.pop("weights")
+    table = torch.randn(S, D)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="takes no transform"):
-        dual = torch.autograd.forward_ad.make_dual(first, first)
-        ops.absorbed_target_attention(*inputs, (dual, *weights), **keywords)
+        ops.gather_rows((table, torch.autograd.forward_ad.make_dual(table, table)), (OFFSETS, OFFSETS - 1))
 
 
 def test_a_transform_of_a_backward_pass_is_refused_by_name():
@@ -195,12 +188,9 @@ def test_functional_call_is_no_transform():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing_on_a_cpu(name):
-    """Forward and backward, within the block and after it, on sizes whose products would be rounded.
-
-    The projections of absorbed_target_attention are those of Linear layers, and follow autocast as these do.
-    """
+    """Forward and backward, within the block and after it, on sizes whose products would be rounded."""
     inputs, keywords = large_example(name)
-    operator, found = getattr(ops, name), []
+    operator, found = PUBLIC[name], []
     for inside, after in ((False, False), (True, False), (True, True)):
         leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
@@ -211,9 +201,6 @@ def test_autocast_changes_nothing_on_a_cpu(name):
             grads = torch.autograd.grad(out.double().sin().sum(), leaves)
         found.append((out, *grads))
     want, *others = found
-    if name == "absorbed_target_attention":
-        assert all(other[0].dtype == torch.bfloat16 for other in others)
-        return
     for other in others:
         for got, expected in zip(other, want, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -225,9 +212,6 @@ def large_example(name: str) -> tuple[list[torch.Tensor], dict]:
     x, y, rows = torch.randn(160, 64), torch.randn(160, 64), offsets.diff()
     pairs = torch.randn(int((rows * rows).sum()))
     query, key = torch.randn(4, 2, 2, 64), torch.randn(160, 1, 64)
-    weights = [
-        torch.randn(shape) / 8 for shape in ((1, 64, 64), (1, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64))
-    ]
     return {
         "jagged_dense_bmm": ([x], {"offsets": offsets, "dense": torch.randn(4, 64, 16)}),
         "jagged_jagged_bmm": ([x, y], {"offsets": offsets}),
@@ -237,9 +221,5 @@ def large_example(name: str) -> tuple[list[torch.Tensor], dict]:
         "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": offsets}),
         "target_attention": ([query, key], {"offsets": offsets, "key_bias": torch.randn(160, 2)}),
         "digit_attention": ([query], {"digits": torch.full((160, 4), 0x51).int(), "offsets": offsets}),
-        "absorbed_target_attention": (
-            [torch.randn(1, 4, 64), torch.randn(160, 64)],
-            {"weights": tuple(weights), "offsets": offsets, "num_heads": 2},
-        ),
         "jagged_attention": ([torch.randn(160, 2, 64), key], {"query_offsets": offsets, "causal": True}),
     }[name]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from ops.test_compiled import cases
+from ops.test_compiled import PUBLIC, cases
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from jfi import ops
 from jfi.kernels.plan import H200
-from jfi.ops.absorb_weights import WEIGHTS
 
 CPU = torch.device("cpu")
 NAMES = list(cases(CPU, 1))
@@ -104,14 +103,13 @@ def wrong(name: str, x: object) -> Iterator[tuple[str, object, bool]]:
 @pytest.mark.parametrize("case", NAMES)
 def test_a_wrong_argument_is_named(case):
     operator, given = cases(CPU, 1)[case]
-    given = given if operator == "absorb_weights" else given | {"impl": "auto"}
+    given = given | {"impl": "auto"}
     for name, x in given.items():
-        own = [name, *WEIGHTS] if name == "weights" else [name]
         for kind, value, is_size in wrong(name, x):
             with pytest.raises((TypeError, ValueError)) as caught:
-                getattr(ops, operator)(**given | {name: value})
+                PUBLIC[operator](**given | {name: value})
                 pytest.fail(f"{name} may be {kind}")
-            names = [*given, *WEIGHTS] if is_size else own
+            names = given if is_size else [name]
             assert re.search(rf"\b({'|'.join(names)})\b", str(caught.value)), (name, kind, str(caught.value))
 
 
@@ -122,7 +120,7 @@ def test_another_floating_dtype_is_taken_or_named(case):
         if isinstance(x, Tensor) and x.is_floating_point():
             for dtype in (torch.float64, torch.bfloat16):
                 try:
-                    out = getattr(ops, operator)(**given | {name: x.detach().to(dtype).requires_grad_(x.requires_grad)})
+                    out = PUBLIC[operator](**given | {name: x.detach().to(dtype).requires_grad_(x.requires_grad)})
                     sum([one.sum() for one in tree_leaves(out)], torch.zeros((), requires_grad=True)).backward()
                 except (TypeError, ValueError) as error:
                     assert re.search(rf"\b{name}\b", str(error)), (name, dtype, str(error))
@@ -131,33 +129,33 @@ def test_another_floating_dtype_is_taken_or_named(case):
 @pytest.mark.parametrize("case", NAMES)
 def test_what_is_needed_is_not_none(case):
     operator, given = cases(CPU, 1)[case]
-    parameters = inspect.signature(getattr(ops, operator)).parameters
+    parameters = inspect.signature(PUBLIC[operator]).parameters
     for name in given:
         if parameters[name].default is parameters[name].empty:
             with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-                getattr(ops, operator)(**given | {name: None})
+                PUBLIC[operator](**given | {name: None})
 
 
-@pytest.mark.parametrize("case", ["target, by bucket", "absorbed, fields", "jagged, a window", "jagged, by age"])
+@pytest.mark.parametrize("case", ["target, by bucket", "jagged, a window", "jagged, by age"])
 def test_bounds_beyond_all_sizes_change_nothing(case):
     operator, given = cases(CPU, 1)[case]
     bounds = {"max_seqlen": (0, 2**62), "max_visible": (2**40, 2**62), "window_size": ((2**40, None), (2**62, 2**62))}
     for name, values in bounds.items():
         if name in given:
-            without = getattr(ops, operator)(**given | {name: None})
+            without = PUBLIC[operator](**given | {name: None})
             for value in values:
-                torch.testing.assert_close(getattr(ops, operator)(**given | {name: value}), without)
+                torch.testing.assert_close(PUBLIC[operator](**given | {name: value}), without)
 
 
 def test_explain_names_wrong_arguments():
     operator, given = cases(CPU, 1)["target"]
-    ops.explain(getattr(ops, operator), **given, device=H200)
+    ops.explain(PUBLIC[operator], **given, device=H200)
     for device in ("cuda", torch.device("cuda"), 0):
         with pytest.raises(TypeError, match="device must be a Device of"):
-            ops.explain(getattr(ops, operator), **given, device=device)
+            ops.explain(PUBLIC[operator], **given, device=device)
     for other in ("target_attention", None, torch.softmax):
         with pytest.raises(TypeError, match="operator must be one of"):
             ops.explain(other, **given)
     for name in ("query", "key", "offsets"):
         with pytest.raises(TypeError, match=rf"\b{name}\b"):
-            ops.explain(getattr(ops, operator), **given | {name: [1.0]})
+            ops.explain(PUBLIC[operator], **given | {name: [1.0]})

@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfi
 
 from jfi.data import DataSchema, load_dataset
 from jfi.models import AttentionPooling, SequenceDLRM
-from jfi.modules import JaggedEncoder, RelativeTimeBias, SequenceFeatureConfig
+from jfi.modules import JaggedEncoder, SequenceFeatureConfig, TimeBias
 from jfi.ops import jagged_attention
 from jfi.serving import artifact
 from jfi.serving.attention import Segments, attend
@@ -287,7 +287,7 @@ def test_features_of_other_events_are_refused():
 
 def test_a_model_with_times_is_refused():
     table = EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=9, feature_names=["item", "history"])
-    timed = SequenceFeatureConfig("taste", ["history"], ["item"], relative_bias=RelativeTimeBias("time"))
+    timed = SequenceFeatureConfig("taste", ["history"], ["item"], relative_bias=TimeBias("time"))
     model = SequenceDLRM(
         None,
         EmbeddingCollection(tables=[table]),

@@ -28,7 +28,7 @@ from jfi.kernels.common import exported
 from jfi.kernels.jagged_attention import triton_fwd
 from jfi.kernels.plan import A100, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.target_attention import execute
-from jfi.ops import _dispatch, _visibility
+from jfi.ops import _visibility, dispatch
 from jfi.serving.attention import Segments, attend
 from jfi.serving.own_module import _forms, operators_of
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
@@ -120,7 +120,7 @@ class Pooling(torch.nn.Module):
 def exported_operators(module: torch.nn.Module, arguments: tuple, varies: str) -> list[str]:
     """Of attention as if these were tensors on a GPU; ``varies`` marks the arguments whose first size does."""
     # Patched by functions with names: torch looks for Triton kernels in the sources of all functions it reaches.
-    plan.device_of, _dispatch.is_exported, _visibility.is_exported = a100, always, always
+    plan.device_of, dispatch.is_exported, _visibility.is_exported = a100, always, always
     for operator in (jfi.ops.jagged_attention, jfi.ops.target_attention):
         sys.modules[operator.__module__].check_impl = as_given
     dynamic = tuple({0: torch.export.Dim.DYNAMIC} if mark == "x" else {} for mark in varies)

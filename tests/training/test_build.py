@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.modules import PositionBias, RelativePositionBias, TimeBias, WeightBias, stacked_attention
+from jfi.modules import PositionBias, TimeBias, WeightBias, stacked_attention
 from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 from jfi.training.model import build_model as build
 
@@ -60,7 +60,7 @@ def test_every_option_of_the_model_reaches_it():
         assert stack.features[0].relative_bias is None
         encoder = replace(encoder, relative_bias="distance")
         related = build.build_model(config, encoder, schema).sequence_arch.encoder
-        assert (related.features[0].relative_bias, related.features[0].bias) == (RelativePositionBias(5), expected)
+        assert (related.features[0].relative_bias, related.features[0].bias) == (PositionBias(5), expected)
         block = stack.stacks["history"].blocks[0]
         assert 24 in {one.out_features for one in block.feedforward if isinstance(one, torch.nn.Linear)}
         assert 0.5 in {one.p for one in block.modules() if isinstance(one, torch.nn.Dropout)}

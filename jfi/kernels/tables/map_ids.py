@@ -1,4 +1,4 @@
-"""Ids mapped to rows by a hash index of the ids of a table; see `jfi.ops.map_ids`."""
+"""Ids mapped to rows by a search among the sorted ids of a table; see `jfi.ops.map_ids`."""
 
 import torch
 import triton
@@ -7,16 +7,15 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.plan import cached
-from jfi.utils.operands import HASH_FACTOR, MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
 
 #: Ids that a program maps; 128 and 2 or 4 warps take as long within 5 %.
 _IDS, _WARPS = 256, 4
 
 
-@triton.jit(do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["count", "num_ids", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
 def map_ids_kernel(
     ids_ptr,
-    index_ptr,
     sorted_ptr,
     rows_ptr,
     known_ptr,
@@ -25,38 +24,32 @@ def map_ids_kernel(
     num_reserved_ptr,
     out_ptr,
     count,
+    num_ids,
     num_kept,
-    FACTOR: tl.constexpr,
-    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     MISSING: tl.constexpr,
     PADDING: tl.constexpr,
     NO_ID: tl.constexpr,
 ):
-    """A program per BLOCK ids, each of which probes the index from its home on until a free slot."""
+    """A program per BLOCK ids, each of which is searched by halves."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
     may_have_row = mask & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
-    slot = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * FACTOR) >> (64 - BITS) & ((1 << BITS) - 1)
-    place = tl.load(index_ptr + slot, mask=may_have_row, other=-1)
-    left = place >= 0
-    is_known = left & (tl.load(sorted_ptr + place, mask=left, other=MISSING) == ids)
-    left = left & ~is_known
-    while tl.max(left.to(tl.int32), 0) > 0:
-        slot += 1
-        further = tl.load(index_ptr + slot, mask=left, other=-1)
-        left = further >= 0
-        is_equal = left & (tl.load(sorted_ptr + further, mask=left, other=MISSING) == ids)
-        place = tl.where(is_equal, further, place)
-        is_known = is_known | is_equal
-        left = left & ~is_equal
-    row = tl.load(rows_ptr + place, mask=is_known, other=0)
+    # The position of the first sorted id that is not smaller, among `size` from there; the last id is NO_ID.
+    position, size = tl.zeros([BLOCK], tl.int64), num_ids
+    while size > 1:
+        further = position + size // 2
+        is_smaller = tl.load(sorted_ptr + further - 1, mask=may_have_row, other=NO_ID) < ids
+        position = tl.where(is_smaller, further, position)
+        size -= size // 2
+    is_known = may_have_row & (tl.load(sorted_ptr + position, mask=may_have_row, other=MISSING) == ids)
+    row = tl.load(rows_ptr + position, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
     if known_ptr is not None:
         # Most are marked: reads of the same mark go in parallel, where writes would wait for each other.
-        is_marked = tl.load(known_ptr + place, mask=is_known, other=1)
-        tl.store(known_ptr + place, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
+        is_marked = tl.load(known_ptr + position, mask=is_known, other=1)
+        tl.store(known_ptr + position, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
         is_new = may_have_row & ~is_known
         found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
@@ -68,14 +61,15 @@ def map_ids_kernel(
 
 
 @cached
-def _launcher(bits: int) -> Launcher:
+def _launcher() -> Launcher:
     special = {"MISSING": MISSING, "PADDING": PADDING, "NO_ID": NO_ID}
-    return Launcher(map_ids_kernel, FACTOR=HASH_FACTOR, BITS=bits, BLOCK=_IDS, **special, num_warps=_WARPS)
+    return Launcher(map_ids_kernel, BLOCK=_IDS, **special, num_warps=_WARPS)
 
 
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
     out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
-    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
-    _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_kept))
+    tensors = (ids, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
+    sizes = len(ids), len(table.sorted_ids), num_kept
+    _launcher()((ceil_div(len(ids), _IDS), 1, 1), tensors, sizes)
     return out

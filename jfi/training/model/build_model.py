@@ -30,7 +30,6 @@ from jfi.modules import (
     JaggedEncoder,
     KeyBias,
     PositionBias,
-    RelativePositionBias,
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
@@ -325,7 +324,7 @@ def _encoder(
     bias = _bias("encoder.bias", encoder.bias, config, features)
     if not sequences or not encoder.num_layers:
         return None
-    relative = None if encoder.relative_bias is None else RelativePositionBias(config.num_buckets)
+    relative = None if encoder.relative_bias is None else PositionBias(config.num_buckets)
     return JaggedEncoder(
         [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
         width,

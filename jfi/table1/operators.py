@@ -15,7 +15,7 @@ of v, and that of p is v (dp - Σ p dp) - dp Σ p v.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -23,28 +23,19 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._dispatch import operator, operators, public
-from jfi.ops.checks import (
-    check_count,
-    check_dim,
-    check_floating,
-    check_impl,
-    check_offsets,
-    check_pairs,
-    check_size,
-    count_pairs,
-)
+from jfi.ops.checks import check_count, check_dim, check_floating, check_impl, check_offsets, check_size, may_read
+from jfi.ops.dispatch import operator, operators, public
 
 
 @cache
 def _implementation(name: str, impl: str) -> Callable[..., Tensor]:
-    return getattr(import_module("jfi.kernels.table1" if impl == "triton" else "jfi.cpu.table1"), name)
+    return getattr(import_module(f"jfi.table1.{'kernels' if impl == 'triton' else 'cpu'}"), name)
 
 
 def _operator(
     schema: str, out: Callable[..., Tensor], gradients: dict[int, Callable[..., Tensor]], saves_output: bool = False
 ) -> None:
-    """Registers an operator whose implementations are the functions of its name in jfi/kernels/table1 and jfi/cpu.
+    """Registers an operator whose implementations are the functions of its name in kernels/ and cpu.py.
 
     Args:
         schema: tensors first, ``impl`` last.
@@ -176,26 +167,37 @@ _operator(
 )
 
 
-@partial(public, packed={"offsets": ("x",)}, result="offsets")
-def jagged_dense_bmm(x: Tensor, offsets: Tensor | None, dense: Tensor, *, impl: str = "auto") -> Tensor:
+def _count_pairs(x_offsets: Tensor, y_offsets: Tensor) -> int:
+    """Returns Σ L·M, read on the host."""
+    return int((x_offsets.diff().long() * y_offsets.diff()).sum())
+
+
+def _check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
+    """Checks that there are Σ L·M pairs, where offsets may be read."""
+    if may_read(x_offsets):
+        check_size(name, count, _count_pairs(x_offsets, y_offsets), "Σ L·M")
+
+
+@public
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiplies every row of a jagged tensor by its sample's matrix.
 
     Args:
         x: [S, D], floating.
-        offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S.
         dense: [B, D, T].
         impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
             tensors except float64, PyTorch otherwise.
 
     Returns:
-        [S, T], nested if x is.
+        [S, T].
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
-        >>> jfi.ops.jagged_dense_bmm(torch.randn(5, 4), torch.tensor([0, 2, 5]), torch.randn(2, 4, 3)).shape
+        >>> import torch, jfi.table1
+        >>> jfi.table1.jagged_dense_bmm(torch.randn(5, 4), torch.tensor([0, 2, 5]), torch.randn(2, 4, 3)).shape
         torch.Size([5, 3])
     """
     check_floating(x=x, dense=dense)
@@ -206,14 +208,14 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor | None, dense: Tensor, *, impl: 
     return _call("jagged_dense_bmm", impl, x, offsets, dense, options=(False,))
 
 
-@partial(public, packed={"offsets": ("x", "y")})
-def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+@public
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiplies two jagged tensors sample by sample, over the samples' rows.
 
     Args:
         x: [S, D], floating.
         y: [S, T].
-        offsets: [B+1], int32 or int64, from 0 to S, of both. None where x or y is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S, of both.
         impl: as in ``jagged_dense_bmm``.
 
     Returns:
@@ -223,8 +225,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor | None = None, *, im
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
-        >>> jfi.ops.jagged_jagged_bmm(torch.randn(5, 4), torch.randn(5, 3), torch.tensor([0, 2, 5])).shape
+        >>> import torch, jfi.table1
+        >>> jfi.table1.jagged_jagged_bmm(torch.randn(5, 4), torch.randn(5, 3), torch.tensor([0, 2, 5])).shape
         torch.Size([2, 4, 3])
     """
     check_floating(x=x, y=y)
@@ -235,24 +237,24 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor | None = None, *, im
     return _call("jagged_jagged_bmm", impl, x, y, offsets)
 
 
-@partial(public, packed={"offsets": ("x",)}, result="offsets")
-def jagged_softmax(x: Tensor, offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+@public
+def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Softmax of a jagged tensor over each sample's rows.
 
     Args:
         x: [S, T], floating; -inf hides an entry.
-        offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
+        offsets: [B+1], int32 or int64, from 0 to S.
         impl: as in ``jagged_dense_bmm``.
 
     Returns:
-        [S, T], nested if x is.  A column that is -inf in all rows of a sample gives zeros there.
+        [S, T].  A column that is -inf in all rows of a sample gives zeros there.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
-        >>> jfi.ops.jagged_softmax(torch.zeros(5, 1), torch.tensor([0, 4, 5]))[:, 0]
+        >>> import torch, jfi.table1
+        >>> jfi.table1.jagged_softmax(torch.zeros(5, 1), torch.tensor([0, 4, 5]))[:, 0]
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 1.0000])
     """
     check_floating(x=x)
@@ -261,11 +263,11 @@ def jagged_softmax(x: Tensor, offsets: Tensor | None = None, *, impl: str = "aut
     return _call("jagged_softmax", impl, x, offsets)
 
 
-@partial(public, packed={"x_offsets": ("x",), "y_offsets": ("y",)})
+@public
 def jagged_jagged_bmm_jagged_out(
     x: Tensor,
     y: Tensor,
-    x_offsets: Tensor | None = None,
+    x_offsets: Tensor,
     y_offsets: Tensor | None = None,
     *,
     out_size: int | None = None,
@@ -276,8 +278,8 @@ def jagged_jagged_bmm_jagged_out(
     Args:
         x: [S, D], floating.
         y: [R, D].
-        x_offsets: [B+1], int32 or int64, from 0 to S. None where x is a nested tensor.
-        y_offsets: [B+1], from 0 to R. None where y is a nested tensor; else it means x_offsets.
+        x_offsets: [B+1], int32 or int64, from 0 to S.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_size: Σ L·M, if known.  Else it is read from the offsets: one synchronization on a GPU, and a graph break
             under torch.compile.
         impl: as in ``jagged_dense_bmm``.
@@ -289,9 +291,9 @@ def jagged_jagged_bmm_jagged_out(
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
+        >>> import torch, jfi.table1
         >>> x = torch.randn(5, 4)
-        >>> jfi.ops.jagged_jagged_bmm_jagged_out(x, x, torch.tensor([0, 2, 5])).shape
+        >>> jfi.table1.jagged_jagged_bmm_jagged_out(x, x, torch.tensor([0, 2, 5])).shape
         torch.Size([13])
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
@@ -303,9 +305,9 @@ def jagged_jagged_bmm_jagged_out(
     y_offsets = check_offsets("y_offsets", y_offsets, y.shape[0], "y", x, x_offsets.shape[0] - 1)
     check_count("out_size", out_size)
     if out_size is None:
-        out_size = count_pairs(x_offsets, y_offsets)
+        out_size = _count_pairs(x_offsets, y_offsets)
     else:
-        check_pairs("out_size", out_size, x_offsets, y_offsets)
+        _check_pairs("out_size", out_size, x_offsets, y_offsets)
     return _call("jagged_jagged_bmm_jagged_out", impl, x, y, x_offsets, y_offsets, out_size)
 
 
@@ -326,8 +328,8 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
-        >>> jfi.ops.jagged2_softmax(torch.zeros(5), torch.tensor([0, 2, 3]))
+        >>> import torch, jfi.table1
+        >>> jfi.table1.jagged2_softmax(torch.zeros(5), torch.tensor([0, 2, 3]))
         tensor([0.5000, 0.5000, 0.5000, 0.5000, 1.0000])
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
@@ -335,11 +337,11 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     check_dim("a", a, "[Σ L·M]")
     check_offsets("x_offsets", x_offsets, None, "", a)
     check_offsets("y_offsets", y_offsets, None, "", a, x_offsets.shape[0] - 1)
-    check_pairs("a", a.shape[0], x_offsets, y_offsets)
+    _check_pairs("a", a.shape[0], x_offsets, y_offsets)
     return _call("jagged2_softmax", impl, a, x_offsets, y_offsets)
 
 
-@partial(public, packed={"y_offsets": ("y",)})
+@public
 def array_jagged_bmm_jagged_out(
     a: Tensor,
     y: Tensor,
@@ -355,7 +357,7 @@ def array_jagged_bmm_jagged_out(
         a: [Σ L·M], floating: the samples' blocks, row-major, one after another.
         y: [R, D].
         x_offsets: [B+1], int32 or int64, from 0 to S.
-        y_offsets: [B+1], from 0 to R. None where y is a nested tensor; else it means x_offsets.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_rows: S, if known.  Else, where y_offsets is given, it is read from x_offsets: one synchronization on a GPU.
         impl: as in ``jagged_dense_bmm``.
 
@@ -366,8 +368,8 @@ def array_jagged_bmm_jagged_out(
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
-        >>> import torch, jfi
-        >>> jfi.ops.array_jagged_bmm_jagged_out(torch.randn(13), torch.randn(5, 4), torch.tensor([0, 2, 5])).shape
+        >>> import torch, jfi.table1
+        >>> jfi.table1.array_jagged_bmm_jagged_out(torch.randn(13), torch.randn(5, 4), torch.tensor([0, 2, 5])).shape
         torch.Size([5, 4])
     """
     check_floating(a=a, y=y)
@@ -379,5 +381,5 @@ def array_jagged_bmm_jagged_out(
     check_offsets("x_offsets", x_offsets, out_rows, "the output (out_rows)", y)
     out_rows = int(x_offsets[-1]) if out_rows is None else out_rows
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
-    check_pairs("a", a.shape[0], x_offsets, y_offsets)
+    _check_pairs("a", a.shape[0], x_offsets, y_offsets)
     return _call("array_jagged_bmm_jagged_out", impl, a, y, x_offsets, y_offsets, out_rows, options=(False,))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_sample, max_tiles
-from jfi.kernels.table1.products import pair_offsets
+from jfi.table1.kernels.products import pair_offsets
 from jfi.utils.operands import ceil_div, power_of_two
 
 #: Elements of a program of `jagged2_softmax`.

@@ -120,7 +120,8 @@ def public(
         packed: by the parameter of offsets those whose rows they divide, which may be nested tensors.
         result: the one of ``packed`` whose offsets divide the rows of the result too; None if none does.
     """
-    name, signature = f"jfi.ops.{function.__name__}", inspect.signature(function)
+    package = function.__module__.rpartition(".")[0]
+    name, signature = f"{package}.{function.__name__}", inspect.signature(function)
 
     def call_nested(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from ops.budget import compare
 from ops.ragged import CASES, LENGTHS, offsets_of
 
-import jfi.ops as ops
-from jfi import reference
+from jfi import reference, table1
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -24,7 +23,7 @@ def problems(lengths: list[int], width: int, out_width: int, dtype: torch.dtype,
 
     def case(name, *inputs, extra=(), **hints):
         def public(*args):
-            return getattr(ops, name)(*args, *extra, impl="triton", **hints)
+            return getattr(table1, name)(*args, *extra, impl="triton", **hints)
 
         def plain(*args):
             rows = (hints["out_rows"],) if "out_rows" in hints else ()
@@ -82,7 +81,7 @@ def test_softmax_rows_of_any_width(width, device):
     x_offsets, y_offsets = offsets_of([9, 0, 3], device), offsets_of([width, 5, 1], device)
     inputs = [3 * torch.randn(9 * width + 3, device=device)]
     compare(
-        lambda a: ops.jagged2_softmax(a, x_offsets, y_offsets, impl="triton"),
+        lambda a: table1.jagged2_softmax(a, x_offsets, y_offsets, impl="triton"),
         lambda a: reference.jagged2_softmax(a, x_offsets, y_offsets),
         inputs,
     )
@@ -90,17 +89,19 @@ def test_softmax_rows_of_any_width(width, device):
 
 def test_rows_far_below_zero_keep_their_weights(device):
     x = torch.full((5, 2), -1e30, device=device)
-    weights = ops.jagged_softmax(x, offsets_of([4, 1], device), impl="triton")
+    weights = table1.jagged_softmax(x, offsets_of([4, 1], device), impl="triton")
     torch.testing.assert_close(weights[:, 0].cpu(), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0]))
     hidden = torch.full((4,), -torch.inf, device=device)
-    assert ops.jagged2_softmax(hidden, offsets_of([2], device), impl="triton").eq(0).all()
-    assert ops.jagged_softmax(hidden[:, None], offsets_of([4], device), impl="triton").eq(0).all()
+    assert table1.jagged2_softmax(hidden, offsets_of([2], device), impl="triton").eq(0).all()
+    assert table1.jagged_softmax(hidden[:, None], offsets_of([4], device), impl="triton").eq(0).all()
 
 
 def test_same_offsets_by_default(device):
     offsets, x = offsets_of([3, 0, 2], device), torch.randn(5, 4, device=device)
     for impl in ("triton", "torch"):
-        a = ops.jagged_jagged_bmm_jagged_out(x, x, offsets, impl=impl)
-        torch.testing.assert_close(a, ops.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, out_size=13, impl=impl))
-        p = ops.jagged2_softmax(a, offsets, impl=impl)
-        assert ops.array_jagged_bmm_jagged_out(p, x, offsets, impl=impl).shape == (5, 4)
+        a = table1.jagged_jagged_bmm_jagged_out(x, x, offsets, impl=impl)
+        torch.testing.assert_close(
+            a, table1.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, out_size=13, impl=impl)
+        )
+        p = table1.jagged2_softmax(a, offsets, impl=impl)
+        assert table1.array_jagged_bmm_jagged_out(p, x, offsets, impl=impl).shape == (5, 4)

@@ -9,8 +9,8 @@ from torch.autograd import gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import jfi.ops as ops
-from jfi import reference
+from jfi import ops, reference, table1
+from jfi.table1 import cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -35,7 +35,7 @@ def problems(lengths: list[int], width: int, out_width: int, dtype: torch.dtype 
 
     def case(name: str, inputs: list[Tensor], *rest, **hints):
         return (
-            lambda *args: getattr(ops, name)(*args, *rest, **hints),
+            lambda *args: getattr(table1, name)(*args, *rest, **hints),
             lambda *args: getattr(reference, name)(*args, *rest, *hints.values()),
             inputs,
         )
@@ -43,7 +43,7 @@ def problems(lengths: list[int], width: int, out_width: int, dtype: torch.dtype 
     x, dense = random(s, width), random(len(lengths), width, out_width)
     return {
         "jagged_dense_bmm": (
-            lambda x, dense: ops.jagged_dense_bmm(x, x_offsets, dense),
+            lambda x, dense: table1.jagged_dense_bmm(x, x_offsets, dense),
             lambda x, dense: reference.jagged_dense_bmm(x, x_offsets, dense),
             [x, dense],
         ),
@@ -98,17 +98,17 @@ def test_what_is_not_finite_stays_in_its_sample(value):
     broken[hit] = value
     rest = torch.ones(28, dtype=torch.bool)
     rest[hit] = False
-    pairs = ops.jagged_jagged_bmm_jagged_out(rest[:, None].float(), rest[:, None].float(), offsets) > 0
+    pairs = table1.jagged_jagged_bmm_jagged_out(rest[:, None].float(), rest[:, None].float(), offsets) > 0
 
     def results(x: Tensor) -> list[Tensor]:
-        a = ops.jagged_jagged_bmm_jagged_out(x, x, offsets)
-        weights = ops.jagged2_softmax(a, offsets)
-        out = ops.array_jagged_bmm_jagged_out(weights, x, offsets)
-        totals = ops.jagged_jagged_bmm(x, x, offsets)
+        a = table1.jagged_jagged_bmm_jagged_out(x, x, offsets)
+        weights = table1.jagged2_softmax(a, offsets)
+        out = table1.array_jagged_bmm_jagged_out(weights, x, offsets)
+        totals = table1.jagged_jagged_bmm(x, x, offsets)
         totals[2] = 0
         return [
-            *(a[pairs], weights[pairs], out[rest], ops.jagged_softmax(x, offsets)[rest]),
-            *(totals, ops.jagged_dense_bmm(x, offsets, torch.ones(8, 4, 2))[rest]),
+            *(a[pairs], weights[pairs], out[rest], table1.jagged_softmax(x, offsets)[rest]),
+            *(totals, table1.jagged_dense_bmm(x, offsets, torch.ones(8, 4, 2))[rest]),
         ]
 
     for clean, got in zip(results(x), results(broken), strict=True):
@@ -127,7 +127,7 @@ def test_no_sample_changes_the_bits_of_another(value):
         if broken:
             x[hit, 3] = value
             bias[hit, 1] = value
-        weights.append(ops.jagged_softmax(x, offsets))
+        weights.append(table1.jagged_softmax(x, offsets))
         leaves = [leaf.requires_grad_() for leaf in (query, key, bias)]
         out = ops.target_attention(*leaves[:2], offsets=offsets, key_bias=bias)
         outs.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
@@ -144,13 +144,13 @@ def test_no_sample_changes_the_bits_of_another(value):
 def test_scores_of_any_size_and_hidden_ones():
     offsets = offsets_of([4, 0, 1], CPU)
     for value in (-1e30, -1e3, 1e3, 1e30):
-        weights = ops.jagged_softmax(torch.full((5, 2), value), offsets)
+        weights = table1.jagged_softmax(torch.full((5, 2), value), offsets)
         torch.testing.assert_close(weights[:, 0], torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0]))
     x = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf], [0.0, -torch.inf], [-torch.inf] * 2, [1.0, 2.0]])
     expected = torch.tensor([[0.5, 0], [0, 0], [0.5, 0], [0, 0], [1, 1]])
-    torch.testing.assert_close(ops.jagged_softmax(x, offsets), expected)
+    torch.testing.assert_close(table1.jagged_softmax(x, offsets), expected)
     a = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    assert ops.jagged2_softmax(a, offsets_of([2], CPU)).tolist() == [1, 0, 0, 0]
+    assert table1.jagged2_softmax(a, offsets_of([2], CPU)).tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,8 +201,6 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_larger_than_the_operands_is_allocated(name):
     """The plain formulas hold [S, D, T] or [Σ L·M, D], here 8 to 32 times the operands."""
-    from jfi.cpu import table1
-
     lengths = [90, 0, 3, 60, 90, 3, 3, 3, 3, 3, 90]
     x_offsets, y_offsets = offsets_of(lengths, CPU), offsets_of(lengths[::-1], CPU)
     s, pairs = sum(lengths), sum(map(int.__mul__, lengths, lengths[::-1]))
@@ -217,13 +215,12 @@ def test_nothing_larger_than_the_operands_is_allocated(name):
         "array_jagged_bmm_jagged_out": (a, x, x_offsets, y_offsets, s, False),
     }[name]
     with LargestTensor() as largest:
-        getattr(table1, name)(*arguments)
+        getattr(cpu, name)(*arguments)
     assert largest.elements <= max(x.numel(), dense.numel(), a.numel())
 
 
 def test_a_hundred_thousand_tiny_samples_take_few_operations():
     """Their number does not grow with that of the samples."""
-    from jfi.cpu import table1
 
     class Count(TorchDispatchMode):
         calls = 0
@@ -235,9 +232,9 @@ def test_a_hundred_thousand_tiny_samples_take_few_operations():
     offsets = torch.nn.functional.pad((torch.arange(100_000) % 3 + 1).cumsum(0), (1, 0))
     x = torch.randn(int(offsets[-1]), 2)
     with Count() as count:
-        a = table1.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, int(offsets.diff().square().sum()))
-        weights = table1.jagged2_softmax(a, offsets, offsets)
-        table1.array_jagged_bmm_jagged_out(weights, x, offsets, offsets, len(x), False)
-        table1.jagged_jagged_bmm(x, x, offsets)
-        table1.jagged_softmax(x, offsets)
+        a = cpu.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, int(offsets.diff().square().sum()))
+        weights = cpu.jagged2_softmax(a, offsets, offsets)
+        cpu.array_jagged_bmm_jagged_out(weights, x, offsets, offsets, len(x), False)
+        cpu.jagged_jagged_bmm(x, x, offsets)
+        cpu.jagged_softmax(x, offsets)
     assert count.calls < 5000
