@@ -162,7 +162,10 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
     [
         (["--training.epochs", "many"], ["training.epochs", "int", "many"]),
         (["--training.patience", "x"], ["training.patience: got 'x', must be an integer or null"]),
-        (["--data.statistics", "[rate]"], ["data.statistics: got ['rate'], must be a list of (item, user, ", ") or auto"]),
+        (
+            ["--data.statistics", "[rate]"],
+            ["data.statistics: got ['rate'], must be a list of (item, user, ", ") or auto"],
+        ),
         (["--optimizer.embeddings.weight_decay", "true"], ["got 'true', must be a number or auto"]),
         (["--training.epochs", "0"], ["training.epochs", "0", "at least 1"]),
         (["--training.epochs"], ["--training.epochs", "expected one argument"]),

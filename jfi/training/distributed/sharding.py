@@ -35,7 +35,7 @@ from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed.attention_exchange import accumulates_nowhere, choose_exchange, within_hosts
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import captures_shards
-from jfi.training.model.build_model import OPTIMIZERS, dense_optimizers, table_configs
+from jfi.training.model.build_model import OPTIMIZERS, keyed_optimizer, table_configs
 from jfi.training.model.parameter_groups import Groups
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
@@ -140,8 +140,8 @@ def shard_model(
         )
     groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    others = dense_optimizers(config.optimizer, dense, config.training.max_grad_norm)
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, *others]), groups
+    others = keyed_optimizer(config.optimizer.dense, dense, config.training.max_grad_norm)
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, others]), groups
 
 
 def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> list[ModuleSharder]:

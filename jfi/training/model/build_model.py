@@ -250,14 +250,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: fl
         if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
     ]
     dense = {name: p for name, p in model.named_parameters() if name not in names}
-    return CombinedOptimizer([*tables, *(("", one) for one in dense_optimizers(config, dense, max_grad_norm))])
-
-
-def dense_optimizers(
-    config: OptimizerConfig, parameters: dict[str, nn.Parameter], max_grad_norm: float | None = None
-) -> list[KeyedOptimizer]:
-    """The optimizers of the parameters outside of the collections: one, that of `config.dense`."""
-    return [keyed_optimizer(config.dense, parameters, max_grad_norm)]
+    return CombinedOptimizer([*tables, ("", keyed_optimizer(config.dense, dense, max_grad_norm))])
 
 
 def keyed_optimizer(
