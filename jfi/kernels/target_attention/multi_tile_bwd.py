@@ -243,7 +243,7 @@ def backward(
         statistics = lse.new_empty(batch * num_kv_heads * 2 * padded)
         tile_samples = x.offsets.new_empty(history_tiles, dtype=torch.int32)
     descriptors = (None, None, None)
-    if dquery_plan.constants["BY_TMA"]:
+    if dquery_plan.options["BY_TMA"]:
         shared_gradient = dkey if problem.shared_kv else None
         descriptors = tuple(history_descriptor(y, dquery_plan.block_n) for y in (x.key, x.value, shared_gradient))
     history = (x.key, x.value, x.bias, x.offsets)
@@ -256,7 +256,7 @@ def backward(
         kernel = dhistory_plan[0]
         launch = _dhistory_launcher(problem, kernel)
         descriptors = (None, None)
-        if kernel.constants["BY_TMA"]:
+        if kernel.options["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))
         tensors = ((x.query, grad, statistics), (*history, tile_samples), (dkey, dvalue, dbias))
         launch((history_tiles, num_kv_heads, 1), tensors, (batch, num_rows, x.scale), descriptors)

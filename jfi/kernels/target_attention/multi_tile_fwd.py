@@ -110,7 +110,7 @@ def forward(
     query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
     partials, grid, numbers = split_into_chunks(x, problem, kernel.block_m, problem.value_dim)
     descriptors = (None, None)
-    if kernel.constants["BY_TMA"]:
+    if kernel.options["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
     launch(_launcher(problem, kernel), grid, tensors, (*numbers, scale), descriptors)

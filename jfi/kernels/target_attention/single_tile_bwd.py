@@ -241,7 +241,7 @@ def backward(
         if needs_query:
             partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, problem.num_words > 0, device)
     rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
-    sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
+    sums_table = needs_bias and rows[0] > 0 and kernel.options["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
     if kernel.kernel == "digit_attention_registers_bwd":
