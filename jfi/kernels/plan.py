@@ -45,15 +45,13 @@ CHUNKED_PROGRAMS_PER_SM = 2
 MAX_WIDTH_BYTES, TF32X3_ROWS = 2048, 162
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
-#: The greatest scale that flash attention on a CPU takes: its exponentials, exact to 20 bits, lose digits of large
-#: scores.
+#: The greatest scale of flash attention on a CPU: its exponentials, exact to 20 bits, lose digits of large scores.
 CPU_FLASH_MAX_SCALE = 1.0
 #: Packed digits: most digits of an event that fit a tile, and the registers of a warp.
 MAX_DIGITS, MAX_REGISTER_DIGITS = 512, 128
 #: Kernels in registers divide a table of biases by a scale above this, so that -inf stays far below all scores.
 DIGIT_TABLE_MIN_SCALE = 2.0**-20
-#: Target attention as jagged attention: tiles of 64 query rows per SM from which every SM has work though no history is
-#: split.
+#: Tiles of 64 query rows per SM from which jagged attention gives every SM work though no history is split.
 FILLING_TILES_PER_SM = 2
 #: By width, query rows per key head from which the sm90 kernels of jagged attention are faster, both passes added, than
 #: the multi-tile kernels, with a value of its own and with value = key.  Measured on 98 problems of 20 to 255 query
@@ -102,20 +100,15 @@ _caches: list[Callable] = []
 
 def cached(function: Callable) -> Callable:
     """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
-    found = cache(function)
-    _caches.append(found)
-    return found
+    _caches.append(cache(function))
+    return _caches[-1]
 
 
 @contextmanager
 def override(**values: object) -> Iterator[None]:
-    """Plan with other thresholds while the context lasts: for tests and measurements; not thread-safe.
+    """Replaces constants of this module, as ``MIN_CHUNK=128``, in the context, for tests and measurements.
 
-    Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
-
-    Args:
-        values: constants of this module by name, such as ``MIN_CHUNK=128``, ``NUM_SMS=2`` or
-            ``TARGET_FAMILY="target_multi_tile"``.
+    Not thread-safe.  The first calls within the context and after it launch slowly, since all caches are cleared.
     """
     constants = globals()
     unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
@@ -194,9 +187,9 @@ def device_of(device: torch.device) -> Device:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """The facts about a call that do not depend on its lengths: the first twelve fields are constants of kernels.
+    """The facts about a call that do not depend on its lengths, one object per set of values to cache what follows.
 
-    One object per set of values, so that what follows from it is cached by identity.
+    The first twelve fields are constants of kernels.
     """
 
     num_kv_heads: int  # G
@@ -269,8 +262,7 @@ class AttentionProblem:
 @cached
 def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
     """Returns the problem of these fields in their order, one object for the same values."""
-    problem = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device)
-    dtype = problem.dtype
+    problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
     if problem.width_bytes > MAX_WIDTH_BYTES:
         raise ValueError(
             f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
@@ -375,18 +367,17 @@ def _fit(
     device, row_bytes = problem.device, 2 * problem.width_bytes
     tf32x3 = problem.dtype == torch.float32 and problem.precision == "tf32x3"
     factor = SHARED_MEMORY[kernel][1 if device.is_amd else 0 if tf32x3 else 2]
-    limit = math.inf if device.shared_memory is None else device.shared_memory / factor if factor else math.inf
     loops_queries = kernel.endswith(("dkey", "dhistory"))
-    history_bytes = problem.row_bytes if kernel.endswith("fwd") else row_bytes
-    while True:
-        looped = block_m * row_bytes if loops_queries else block_n * history_bytes
+    looped_bytes = problem.row_bytes if kernel.endswith("fwd") else row_bytes
+
+    def fits() -> bool:
+        looped = (block_m if loops_queries else block_n) * looped_bytes
         buffers = 2 if problem.num_words and not loops_queries else max(stages, 2)  # packed digits have no stages
-        if (block_m + block_n) * row_bytes + buffers * looped <= limit:
-            break
+        return factor * ((block_m + block_n) * row_bytes + buffers * looped) <= (device.shared_memory or math.inf)
+
+    while not fits() and (stages > 2 or max(block_m, block_n) > 16):
         if stages > 2:
             stages -= 1
-        elif block_m == block_n == 16:
-            break
         elif block_m == 16 or (block_n > 16 and not loops_queries):
             block_n //= 2
         else:
