@@ -453,11 +453,11 @@ def plan_target_attention(
     reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
     if exported:
         return _plan_multi_tile(problem, False, f"{reason}; {_EXPORTED}")
-    refusal = _jagged_refusal(problem, x, query_rows)
+    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
+    refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
         return _plan_sm90(problem, _sm90_forward(problem, num_keys, batch), False, Split.TILE_SCHEDULER, 1)
-    aligned = _is_aligned(x) and 0 < num_keys < 2**31
-    return _plan_multi_tile(problem, aligned, f"{reason}, and not jagged attention: {refusal}")
+    return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
 def plan_absorbed_target_attention(
@@ -489,17 +489,19 @@ def fits_single_tile(query_rows: int) -> bool:
     return query_rows <= SINGLE_TILE_ROWS and TARGET_FAMILY in (None, "target_single_tile")
 
 
-def _jagged_refusal(problem: AttentionProblem, x: TargetAttentionInputs, query_rows: int) -> str | None:
+def _jagged_refusal(
+    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale, aligned
+) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
     if TARGET_FAMILY not in (None, "jagged_sm90"):
         return f"TARGET_FAMILY is {TARGET_FAMILY}"
-    refusal = _sm90_refusal(problem, x)
+    refusal = _sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
     if refusal is not None or TARGET_FAMILY is not None:
         return refusal
     least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
         return f"fewer than {least} query rows per key head"
-    tiles = x.query.shape[0] * problem.num_kv_heads * ceil_div(query_rows, 64)
+    tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
     filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
     return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
 
@@ -654,7 +656,7 @@ def plan_jagged_attention(
 
     ``exported`` means on a GPU under torch.export: no address and no size is known.
     """
-    query, key = x.query, x.key
+    query, key, value = x.query, x.key, x.value
     device = device_of(query.device) if device is None else device
     if impl == "torch" and device.type != "cpu":
         return _torch_plan("reference", "jfi.reference.jagged_attention", _PLAIN)
@@ -666,18 +668,20 @@ def plan_jagged_attention(
     # A compiler's may be symbols.
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
-    flags, rows = (x.value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
+    flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
     problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), 0, (query.dtype, None), device)
     if exported:
         return _plan_jagged_triton(problem, _EXPORTED)
-    refusal = _sm90_refusal(problem, x)
+    query_rows, num_keys = query.shape[0] * num_heads, key.shape[0]
+    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
+    refusal = _sm90_refusal(problem, query_rows, num_keys, x.scale, aligned)
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key together with times or a bias by bucket"
     if refusal is not None or JAGGED_FAMILY == "jagged_triton":
         return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
-    num_keys, batch = key.shape[0], x.key_offsets.shape[0] - 1
+    batch = x.key_offsets.shape[0] - 1
     tiles = _sm90_forward(problem, num_keys, batch)
-    work = _sm90_work(problem, tiles, batch, query.shape[0] * num_heads, num_keys, x.tapers)
+    work = _sm90_work(problem, tiles, batch, query_rows, num_keys, x.tapers)
     return _plan_sm90(problem, tiles, x.table is not None, *work)
 
 
@@ -704,20 +708,15 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def _sm90_refusal(problem: AttentionProblem, x: JaggedAttentionInputs | TargetAttentionInputs) -> str | None:
-    """Returns why the sm90 kernels do not take a call; None if they do."""
+def _sm90_refusal(problem: AttentionProblem, rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+    """Returns why the sm90 kernels do not take a call with so many (query, head) pairs; None if they do."""
     if problem.sm90_refusal is not None:
         return problem.sm90_refusal
-    if not x.scale > MIN_SCALE:
+    if not scale > MIN_SCALE:
         return f"scale is at most {MIN_SCALE}"
-    if max(math.prod(x.query.shape[:-1]), x.key.shape[0] * problem.num_kv_heads) >= SM90_MAX_ROWS:
+    if max(rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
         return f"rows · heads are at least {SM90_MAX_ROWS}"
-    return None if _is_aligned(x) else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
-
-
-def _is_aligned(x: JaggedAttentionInputs | TargetAttentionInputs) -> bool:
-    """Returns whether query, key and value begin at multiples of 16 bytes."""
-    return (x.query.data_ptr() | x.key.data_ptr() | (0 if x.value is None else x.value.data_ptr())) % 16 == 0
+    return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
 def _sm90_work(
