@@ -261,7 +261,7 @@ class AttentionProblem:
 
 @cached
 def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
-    """Returns the problem of these fields in their order, one object for the same values."""
+    """Interned constructor of AttentionProblem: one object for the same values."""
     problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
     if problem.width_bytes > MAX_WIDTH_BYTES:
         raise ValueError(

@@ -56,10 +56,10 @@ class Heads:
         check_type("moments", self.moments, (list, tuple), "a list of means and standard deviations, or None")
         if len(self.moments) != self.count:
             raise ValueError(f"moments must have {self.count} entries, one for each output, got {len(self.moments)}")
-        for place, moment in enumerate(self.moments):
+        for i, moment in enumerate(self.moments):
             is_pair = isinstance(moment, list | tuple) and len(moment) == 2
             if not is_pair or not all(isinstance(x, Real) and math.isfinite(x) for x in moment):
-                raise ValueError(f"moments[{place}] must be a finite mean and deviation, got {shown(moment)}")
+                raise ValueError(f"moments[{i}] must be a finite mean and deviation, got {shown(moment)}")
 
     @property
     def trained(self) -> int:

@@ -56,7 +56,7 @@ def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
 
 
 def unread(events: JaggedTensor) -> Tensor:
-    """Returns the values of events, for their shape, dtype and device: of rows not read yet a tensor without memory."""
+    """Returns the values of events, for their shape, dtype and device: of rows not read yet a placeholder."""
     return events.rows if isinstance(events, UnreadRows) else events.values()
 
 

@@ -51,8 +51,8 @@ def operator(
         save, differentiate: as ``setup_context`` and ``backward`` of torch.library.register_autograd; None where the
             operator has no gradient.
         schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
-        exported: returns the operator that takes the place of this one where `is_exported` says so of the first and the
-            last argument; None where there is none.
+        exported: returns the operator used instead where `is_exported` is true of the first and the last argument; None
+            where there is none.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)

@@ -50,7 +50,7 @@ class TargetAttentionInputs(NamedTuple):
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory; or [N, W] of digits
+    tables: list[Tensor]  # [N, G · D]; key, a zero-stride placeholder, is the sum of their rows; or [N, W] of digits
     indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None
@@ -129,7 +129,7 @@ class IdMap(NamedTuple):
     Attributes:
         sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
         rows: [N] int64, the row of each of these; of the last one 0.
-        index: [2**hash_bits + N] int32, a hash index of them: a place among the sorted ids, or -1. An id's is in the
+        index: [2**hash_bits + N] int32, a hash index of them: a position among the sorted ids, or -1. An id's is in the
             first slots from its home on that are not free, see `jfi.ops.map_ids.fill_index`.
     """
 

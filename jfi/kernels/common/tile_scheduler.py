@@ -38,7 +38,7 @@ SECOND_COUNTER = tl.constexpr(6)
 
 @triton.jit
 def _bucket_bounds(tiles, other_rows, TAPERS: tl.constexpr):
-    """[samples, BUCKETS] twice: tile i of n is in the bucket where n - i is at least the first and below the second.
+    """Returns [samples, BUCKETS] twice, (lo, hi): tile i of n falls in bucket b if lo[b] <= n - i < hi[b].
 
     The work of a tile is that of the rows of the other side that it sees; bucket b has the work from 2^(b/2) - 1 on.
     """
@@ -48,7 +48,7 @@ def _bucket_bounds(tiles, other_rows, TAPERS: tl.constexpr):
 
 @triton.jit
 def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
-    """The least n - i, from 1 to n, of the tiles in the bucket or in one of more work; n + 1 if there is none."""
+    """Returns the smallest n - i of the tiles whose work reaches the bucket's lower bound; n + 1 if there is none."""
     none = tiles[:, None] + 1
     if TAPERS:
         work = tl.exp2(bucket.to(tl.float32) * 0.5) - 1.0

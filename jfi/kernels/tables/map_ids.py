@@ -39,28 +39,28 @@ def map_ids_kernel(
     ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
     may_have_row = mask & (ids != MISSING) & (ids != PADDING) & (ids != NO_ID)
     slot = ((ids ^ (ids >> 32 & 0xFFFFFFFF)) * FACTOR) >> (64 - BITS) & ((1 << BITS) - 1)
-    place = tl.load(index_ptr + slot, mask=may_have_row, other=-1)
-    left = place >= 0
-    is_known = left & (tl.load(sorted_ptr + place, mask=left, other=MISSING) == ids)
+    position = tl.load(index_ptr + slot, mask=may_have_row, other=-1)
+    left = position >= 0
+    is_known = left & (tl.load(sorted_ptr + position, mask=left, other=MISSING) == ids)
     left = left & ~is_known
     while tl.max(left.to(tl.int32), 0) > 0:
         slot += 1
         further = tl.load(index_ptr + slot, mask=left, other=-1)
         left = further >= 0
         is_equal = left & (tl.load(sorted_ptr + further, mask=left, other=MISSING) == ids)
-        place = tl.where(is_equal, further, place)
+        position = tl.where(is_equal, further, position)
         is_known = is_known | is_equal
         left = left & ~is_equal
-    row = tl.load(rows_ptr + place, mask=is_known, other=0)
+    row = tl.load(rows_ptr + position, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
     if known_ptr is not None:
         # Most are marked: reads of the same mark go in parallel, where writes would wait for each other.
-        is_marked = tl.load(known_ptr + place, mask=is_known, other=1)
-        tl.store(known_ptr + place, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
+        is_marked = tl.load(known_ptr + position, mask=is_known, other=1)
+        tl.store(known_ptr + position, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
         is_new = may_have_row & ~is_known
-        found = tl.sum(is_new.to(tl.int64), 0)
+        num_found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
-        first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
+        first = tl.atomic_add(num_new_ptr, num_found, mask=num_found > 0)
         slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
         tl.store(new_ptr + slot, ids, mask=is_new & (slot < num_kept))
         reserved = tl.sum((mask & (ids == NO_ID)).to(tl.int64), 0)

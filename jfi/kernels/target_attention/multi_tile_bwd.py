@@ -27,7 +27,7 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     history_descriptor,
     load_history,
     query_descriptor,
-    query_places,
+    query_positions,
     split_into_chunks,
     sum_heads,
 )
@@ -97,10 +97,10 @@ def target_attention_multi_tile_dquery_kernel(
     tile = program % tiles
     first = tile * SPEC.block_m
     at = first + tl.arange(0, SPEC.block_m)
-    place, q_at = query_places(first, at, kv_head, SPEC)
+    start, q_at = query_positions(first, at, kv_head, SPEC)
     q_mask = at < num_rows
     k_at = tl.arange(0, SPEC.block_n)
-    row = sample * (num_rows * SPEC.num_kv_heads) + place
+    row = sample * (num_rows * SPEC.num_kv_heads) + start
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
     grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, SPEC.block_e)
     lse, delta = load_statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, SPEC)
@@ -137,7 +137,7 @@ def target_attention_multi_tile_dquery_kernel(
         if high - low <= chunk:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
         else:
-            partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + place
+            partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + start
             store_rows(partial_ptr + partial * D, dq, q_at, q_mask, D, D, SPEC.block_d)
 
 
@@ -151,8 +151,8 @@ def _load_queries(
         return desc.load([sample.to(tl.int32), first, kv_head * WIDTH]).reshape(SPEC.block_m, BLOCK_D)
     else:
         at = first + tl.arange(0, SPEC.block_m)
-        place, q_at = query_places(first, at, kv_head, SPEC)
-        return load_rows(ptr + (row + place) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
+        start, q_at = query_positions(first, at, kv_head, SPEC)
+        return load_rows(ptr + (row + start) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows"])
