@@ -16,13 +16,8 @@ _IDS, _WARPS = 256, 4
 @triton.jit(do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["ids_ptr", "out_ptr"])
 def map_ids_kernel(
     ids_ptr,
-    index_ptr,
-    sorted_ptr,
-    rows_ptr,
-    known_ptr,
-    new_ptr,
-    num_new_ptr,
-    num_reserved_ptr,
+    table,
+    seen,
     out_ptr,
     count,
     num_kept,
@@ -33,7 +28,12 @@ def map_ids_kernel(
     PADDING: tl.constexpr,
     NO_ID: tl.constexpr,
 ):
-    """A program per BLOCK ids, each of which probes the index from its home on until a free slot."""
+    """A program per BLOCK ids, each of which probes the index from its home on until a free slot.
+
+    ``table`` are pointers to the index, the ids and the rows of an `IdMap`, ``seen`` to `SeenIds`, which may be None.
+    """
+    index_ptr, sorted_ptr, rows_ptr = table
+    known_ptr, new_ptr, num_new_ptr, num_reserved_ptr = seen
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     ids = tl.load(ids_ptr + at, mask=mask, other=MISSING)
@@ -76,6 +76,6 @@ def _launcher(bits: int) -> Launcher:
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
     out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
-    tensors = (ids, table.index, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
+    tensors = (ids, (table.index, table.sorted_ids, table.rows), tuple(seen or (None,) * 4), out)
     _launcher(table.hash_bits)((ceil_div(len(ids), _IDS), 1, 1), tensors, (len(ids), num_kept))
     return out
