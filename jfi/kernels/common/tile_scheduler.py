@@ -56,8 +56,8 @@ def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
         least = tl.minimum(tl.ceil(work[None, :] * share[:, None]), none.to(tl.float32)).to(tl.int32)
         least = tl.where((other_rows == 0)[:, None] & (bucket > 0)[None, :], none, least)
     else:
-        own = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
-        least = tl.where(bucket[None, :] <= own[:, None], 1, none)
+        work_bucket = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
+        least = tl.where(bucket[None, :] <= work_bucket[:, None], 1, none)
     least = tl.minimum(tl.maximum(least, 1), none)
     # All work beyond that of the last bucket is in it.
     return tl.where((bucket == BUCKETS)[None, :], none, least)
@@ -134,12 +134,12 @@ def _schedule_kernel(
             before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
         total = tl.sum(count, 0)
         before += total - tl.cumsum(count, 0)
-    own = first + tl.arange(0, SAMPLES)
-    mask = own < batch
-    start = tl.load(offsets_ptr + own, mask=mask, other=0)
-    rows = (tl.load(offsets_ptr + own + 1, mask=mask, other=0) - start).to(tl.int32)
-    other_start = tl.load(other_offsets_ptr + own, mask=mask, other=0)
-    other_rows = (tl.load(other_offsets_ptr + own + 1, mask=mask, other=0) - other_start).to(tl.int32)
+    sample = first + tl.arange(0, SAMPLES)
+    mask = sample < batch
+    start = tl.load(offsets_ptr + sample, mask=mask, other=0)
+    rows = (tl.load(offsets_ptr + sample + 1, mask=mask, other=0) - start).to(tl.int32)
+    other_start = tl.load(other_offsets_ptr + sample, mask=mask, other=0)
+    other_rows = (tl.load(other_offsets_ptr + sample + 1, mask=mask, other=0) - other_start).to(tl.int32)
     tiles = (rows * rows_factor + BLOCK - 1) // BLOCK
     least, most = _bucket_bounds(tiles, other_rows, TAPERS)
     # Within a bucket, in the order of the samples.
