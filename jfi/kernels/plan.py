@@ -71,8 +71,8 @@ SM90_SPLIT_KEYS, SM90_MAX_SPLITS = 1024, 8
 SM90_MAX_ROWS = 2**31 - 256
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
-#: Shared memory of a compiled kernel over `_tile_bytes`, with 3xTF32, on AMD, and else: the most of those that took at
-#: least 60 KB (on AMD 38), compiled with triton 3.7.1 for sm_80, sm_89 and gfx942 at widths of 64 to 256.
+#: Shared memory of a compiled kernel over what `_fit` counts, with 3xTF32, on AMD, and else: the most of those that
+#: took at least 60 KB (on AMD 38), compiled with triton 3.7.1 for sm_80, sm_89 and gfx942 at widths of 64 to 256.
 SHARED_MEMORY = {
     "target_attention_single_tile_fwd": (0.64, 0.59, 0.68),
     "target_attention_single_tile_bwd": (1.40, 0.34, 0.88),
