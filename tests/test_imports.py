@@ -2,7 +2,7 @@
 
 utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines, follow
 <- cli; ops <- table1, which nothing imports;
-data beside models; history, events <- data; sid <- modules, data.
+data beside models; history_policies, events <- data; semantic_ids <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
 """

@@ -257,7 +257,7 @@ def backward(
             batch.keys.add(dbias, dscores.view(batch.shape).sum(4).permute(1, 2, 0, 3).flatten(2))
         if dtable is not None:
             _, count, _, _, num_queries = batch.shape
-            found = dtable.new_zeros(dtable.shape[1], count * num_queries * (len(dtable) + 2))
+            by_run = dtable.new_zeros(dtable.shape[1], count * num_queries * (len(dtable) + 2))
             by_head = dscores.view(batch.shape).permute(0, 3, 1, 2, 4)
-            found.index_add_(1, batch.runs, by_head.reshape(dtable.shape[1], -1))
-            dtable += found.view(dtable.shape[1], -1, len(dtable) + 2).sum(1)[:, 1:-1].flip(1).T
+            by_run.index_add_(1, batch.runs, by_head.reshape(dtable.shape[1], -1))
+            dtable += by_run.view(dtable.shape[1], -1, len(dtable) + 2).sum(1)[:, 1:-1].flip(1).T

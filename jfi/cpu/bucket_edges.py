@@ -64,16 +64,16 @@ def _search(
             Rows(offsets[samples], most, None if is_full else length[samples])
             for offsets, length, most in zip((query_offsets, key_offsets), lengths, longest, strict=True)
         )
-        times, own, num_keys = key_time[keys.index], query_time[queries.index], lengths[1][samples]
-        found = torch.searchsorted(times, own)
-        queries.put(older, torch.minimum(found, num_keys[:, None])[..., None])
+        times, query_times, num_keys = key_time[keys.index], query_time[queries.index], lengths[1][samples]
+        counts = torch.searchsorted(times, query_times)
+        queries.put(older, torch.minimum(counts, num_keys[:, None])[..., None])
         if len(least):
             if is_exact:  # where an age may exceed 64 bits
-                found = torch.searchsorted(times, (own[..., None] - least).flatten(1), right=True)
-                found = found.view(*own.shape, -1)
+                counts = torch.searchsorted(times, (query_times[..., None] - least).flatten(1), right=True)
+                counts = counts.view(*query_times.shape, -1)
             else:
-                found = _bisect(times, own, least)
-            queries.put(aged, torch.minimum(found, num_keys[:, None, None]))
+                counts = _bisect(times, query_times, least)
+            queries.put(aged, torch.minimum(counts, num_keys[:, None, None]))
     return older[:, 0], aged
 
 
@@ -81,14 +81,14 @@ def _is_whole(times: Tensor) -> bool:
     return bool(((times == times.trunc()) & (times.abs() < MOST_EXACT)).all())
 
 
-def _bisect(times: Tensor, own: Tensor, least: Tensor) -> Tensor:
+def _bisect(times: Tensor, query_times: Tensor, least: Tensor) -> Tensor:
     """[K, M], [K, L] and [n] -> [K, L, n]: how many times have at least each age, which is rounded."""
-    low = torch.zeros(*own.shape, len(least), dtype=torch.int64)
+    low = torch.zeros(*query_times.shape, len(least), dtype=torch.int64)
     high = torch.full_like(low, times.shape[1])
     for _ in range(times.shape[1].bit_length()):
         middle = (low + high) // 2
         at = middle.clamp(max=times.shape[1] - 1)
-        ages = own[..., None] - times.gather(1, at.flatten(1)).view_as(at)
+        ages = query_times[..., None] - times.gather(1, at.flatten(1)).view_as(at)
         before = (ages >= least) & (middle < high)
         low, high = torch.where(before, middle + 1, low), torch.where(before, high, middle)
     return low

@@ -316,9 +316,9 @@ def _digits_backward(
     dquery = torch.empty_like(x.query) if needed[0] else None
     dbias = torch.empty_like(x.bias) if needed[3] else None
     for samples, events, part in _decoded(x):
-        found = backward(grad[samples], part, out[samples], lse[samples], (needed[0], False, False, needed[3]))
+        gradients = backward(grad[samples], part, out[samples], lse[samples], (needed[0], False, False, needed[3]))
         if dquery is not None:
-            dquery[samples] = found[0]
+            dquery[samples] = gradients[0]
         if dbias is not None:
-            dbias[events] = found[3]
+            dbias[events] = gradients[3]
     return dquery, None, None, dbias

@@ -286,7 +286,7 @@ class CudaGraphs:
     def load(self, bucket: CapacityBucket, batch: Described) -> None:
         """Copies a batch to the buffers of a bucket."""
         current = torch.cuda.current_stream(self._device)
-        parts = [*batch.tensors, *(one.values() for one in batch.jagged)]
+        parts = [*batch.tensors, *(ids.values() for ids in batch.jagged)]
         if any(part.is_cuda for part in parts):
             bucket.buffers.fill(bucket.block, batch)
             return

@@ -138,10 +138,10 @@ def to_device(batch: object, device: torch.device) -> Any:
     """Returns a batch with all that has a `.to` on the device; the host does not wait for it."""
 
     def moved(leaf: Any) -> Any:
-        found = leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
-        if isinstance(found, KeyedJaggedTensor):
-            found._jt_dict = None  # what `to_dict()` has found, which TorchRec leaves where it was
-        return found
+        copy = leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
+        if isinstance(copy, KeyedJaggedTensor):
+            copy._jt_dict = None  # what `to_dict()` has found, which TorchRec leaves where it was
+        return copy
 
     return pytree.tree_map(moved, batch, is_leaf=_is_leaf)
 
@@ -319,8 +319,8 @@ class Buffers:
                     jt_dict={key: JaggedTensor(x, w, lengths=n, offsets=o) for key, x, w, n, o in parts},
                 )
             )
-        found = {_TensorLeaf: iter(tensors), _JaggedLeaf: iter(jagged)}
-        leaves = [x.value if type(x) is _ConstantLeaf else next(found[type(x)]) for x in self.structure.leaves]
+        parts = {_TensorLeaf: iter(tensors), _JaggedLeaf: iter(jagged)}
+        leaves = [x.value if type(x) is _ConstantLeaf else next(parts[type(x)]) for x in self.structure.leaves]
         return pytree.tree_unflatten(leaves, self.structure.tree)
 
 

@@ -63,8 +63,8 @@ class FixedShapes:
         groups: the table groups of the collections.
         stream: on a GPU, that of the input dist.
         samples: those of the reference on every rank.
-        buckets: the capacities of a batch's keys, then by group of the events that a rank has for another one and, if
-            attention reads them, of those that arrive at a rank.
+        buckets: the capacities of a batch's keys, then by group of the events that a rank sends to another one and, if
+            attention reads them, of those that it receives.
         smallest: the capacities that hold the reference.
     """
 

@@ -15,7 +15,7 @@ def fetch_rows(handle: Tensor, memory: Tensor, arrived: GroupInput) -> list[Tens
     """Returns the rows [S, D] of each sequence of a table group; all ranks call it together.
 
     Args:
-        handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
+        handle: [R, D], a zero-stride placeholder of the dtype that is sent; its gradient is that of the owner's rows.
         memory: [M, D], the rows that this rank owns.
         arrived: the rows that are requested of this rank.
     """
@@ -53,7 +53,7 @@ class Replicate(torch.autograd.Function):
     have the scale of tables already, see `scaled`, and the tables' dtype, in which they are summed.
 
     Args:
-        handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
+        handle: [r, D], a zero-stride placeholder of the tables' rows that this rank owns, table by table.
         memory: [M, D], the rows that this rank owns.
         pg: all ranks.
         shardings: of the tables.

@@ -1,4 +1,4 @@
-"""The sharders of jfi, which DistributedModelParallel takes in the place of TorchRec's, and what they make."""
+"""The sharders of jfi, which DistributedModelParallel takes instead of TorchRec's, and what they make."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ class _Sharder:
 class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
     """Shards an EmbeddingCollection so that attention goes to its rows.
 
-    DistributedModelParallel takes it in the place of TorchRec's EmbeddingCollectionSharder, and so do planners and
+    DistributedModelParallel takes it instead of TorchRec's EmbeddingCollectionSharder, and so do planners and
     train pipelines. It shards the collection and not the layer, since a target shares its history's table, and since
     TorchRec's pipelines send what they find in a batch, the ids, but not what a model computes, the targets.
 
@@ -116,7 +116,7 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
 class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
     """Shards an EmbeddingBagCollection so that the rows of a sample's ids are fetched from their owners.
 
-    DistributedModelParallel takes it in the place of TorchRec's EmbeddingBagCollectionSharder, together with an
+    DistributedModelParallel takes it instead of TorchRec's EmbeddingBagCollectionSharder, together with an
     `AttentionCollectionSharder`.
 
     Args:

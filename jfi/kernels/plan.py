@@ -1,15 +1,15 @@
 """Which kernels run an attention call, on which tiles, and how their work is split: every choice and every threshold.
 
 A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
-``jfi.ops.explain`` shows the plan of a call.  Not here but in jfi/cpu are the block sizes of a CPU's batched products
-and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200 unless
-a line says otherwise.  One file on purpose, long as it is: a choice can be read and changed in one place.
+``jfi.ops.explain`` shows the plan of a call.  The block sizes of a CPU's batched products, and when it pads a batch,
+are in jfi/cpu: they depend on each sample's length.  The numbers are the best of those measured on an H200 unless a
+line says otherwise.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
 
@@ -18,14 +18,14 @@ import torch
 from jfi.utils.context import interprets
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, ceil_div, is_packed, power_of_two
 
-# --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
-#: The cost of a sample in addition to its rows, in rows.  Kernels are compiled with it.
+# --- Thresholds -------------------------------------------------------------------------------------------------------
+#: Stream-K: the cost of a sample in addition to its rows, in rows.  Kernels are compiled with it.
 SAMPLE_WEIGHT = 64
 #: Shortest range of a stream-K partition, in positions: below, finding the range costs more than it balances.
 MIN_CHUNK = 256
-
-# --- Thresholds: target attention -------------------------------------------------------------------------------------
-#: Query rows per key head up to which they are one tile of the least size that tensor cores take.
+#: Scales must be greater, in float32: maxima are found before scaling, and the -inf of hidden keys must stay -inf.
+MIN_SCALE = 1e-30
+#: Target attention: query rows per key head up to which they are one tile of the least size that tensor cores take.
 SINGLE_TILE_ROWS = 16
 #: Up to this length, in rows and in bytes, one program handles one sample: the tail costs less than the partition
 #: search and the combine step.
@@ -38,35 +38,26 @@ LONGEST_FIRST_SAMPLES_PER_SM = 40
 TABLE_ROWS = 64
 #: Elements of all programs' table gradients up to which there is a program per sample.
 MAX_TABLE_ELEMENTS = 2**22
-#: Programs per SM that the chunks of the kernels for many query rows are cut for.
+#: Programs per SM that the chunks of the multi-tile kernels are cut for.
 CHUNKED_PROGRAMS_PER_SM = 2
 #: Bytes of the widest row that fits a tile, and the rows of the narrowest tiles with all that 3xTF32 keeps of them in
 #: shared memory.
 MAX_WIDTH_BYTES, TF32X3_ROWS = 2048, 162
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
-#: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
-#: its exponentials, exact to 20 bits, lose digits of large scores.
-CPU_FLASH_MIN_SCALE, CPU_FLASH_MAX_SCALE = 1e-30, 1.0
-
-# --- Thresholds: attention over digits --------------------------------------------------------------------------------
-#: Most digits of an event that fit a tile, and the registers of a warp.
+#: The greatest scale of flash attention on a CPU: its exponentials, exact to 20 bits, lose digits of large scores.
+CPU_FLASH_MAX_SCALE = 1.0
+#: Packed digits: most digits of an event that fit a tile, and the registers of a warp.
 MAX_DIGITS, MAX_REGISTER_DIGITS = 512, 128
 #: Kernels in registers divide a table of biases by a scale above this, so that -inf stays far below all scores.
 DIGIT_TABLE_MIN_SCALE = 2.0**-20
-
-# --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
-#: Tiles of 64 query rows per SM from which every SM has work though no history is split.
+#: Tiles of 64 query rows per SM from which jagged attention gives every SM work though no history is split.
 FILLING_TILES_PER_SM = 2
 #: By width, query rows per key head from which the sm90 kernels of jagged attention are faster, both passes added, than
-#: the kernels for many query rows, with a value of its own and with value = key.  Measured on 98 problems each of 20 to
-#: 255 query rows: this choice is within 0.6 % of the faster family on average and 16 % at worst.
-JAGGED_QUERY_ROWS: dict[int, int] = {64: 65, 128: 97}
-JAGGED_QUERY_ROWS_SHARED: dict[int, int] = {64: 256, 128: 256}
-
-# --- Thresholds: jagged attention (sm90) ------------------------------------------------------------------------------
-#: By each width that the kernels are written for, mean keys per sample up to which tiles of 64 keys are faster than of
-#: 128.
+#: the multi-tile kernels, with a value of its own and with value = key.  Measured on 98 problems of 20 to 255 query
+#: rows: this choice is within 0.6 % of the faster family on average and 16 % at worst.
+JAGGED_QUERY_ROWS = {64: (65, 256), 128: (97, 256)}
+#: Jagged attention on Hopper: by width, mean keys per sample up to which tiles of 64 keys are faster than of 128.
 SM90_SHORT_KEYS = {64: 768, 128: 384}
 #: Work tiles for each program that runs at once, up to which the keys of a tile are split: where later tiles of a
 #: sample see more keys than earlier ones, short work tiles even out what the SMs do; else one for each is enough.
@@ -76,16 +67,12 @@ SM90_TAPERING_SPLITS, SM90_EQUAL_SPLITS = 4, 1
 SM90_TAPERING_TILES = 8
 #: Mean keys of a split from which it costs less than it gains, and the most splits.
 SM90_SPLIT_KEYS, SM90_MAX_SPLITS = 1024, 8
-#: The greatest score is found before it is scaled, so the scale must be positive, in float32.
-SM90_MIN_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
 SM90_MAX_ROWS = 2**31 - 256
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
-
-# --- Thresholds: shared memory ----------------------------------------------------------------------------------------
-#: Shared memory of a compiled kernel over `_tile_bytes`, with 3xTF32, on AMD, and else: the most of those that took at
-#: least 60 KB (on AMD 38), compiled with triton 3.7.1 for sm_80, sm_89 and gfx942 at widths of 64 to 256.
+#: Shared memory of a compiled kernel over what `_fit` counts, with 3xTF32, on AMD, and else: the most of those that
+#: took at least 60 KB (on AMD 38), compiled with triton 3.7.1 for sm_80, sm_89 and gfx942 at widths of 64 to 256.
 SHARED_MEMORY = {
     "target_attention_single_tile_fwd": (0.64, 0.59, 0.68),
     "target_attention_single_tile_bwd": (1.40, 0.34, 0.88),
@@ -98,7 +85,6 @@ SHARED_MEMORY = {
     "jagged_attention_dkey": (0.75, 0.25, 0.65),
 }
 
-# --- Overrides --------------------------------------------------------------------------------------------------------
 #: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest, and splits of
 #: the keys in the sm90 forward of jagged attention.
 NUM_SMS: int | None = None
@@ -106,28 +92,23 @@ TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
 SM90_SPLITS: int | None = None
 
-#: The reason for the kernels for any GPU in an exported program.
-_EXPORTED = "torch.export, and AOTInductor takes no Gluon"
+#: The reasons for the kernels for any GPU in an exported program, and for jfi.reference.
+_EXPORTED, _PLAIN = "torch.export, and AOTInductor takes no Gluon", "impl='torch' on a GPU: the plain formula"
 
 _caches: list[Callable] = []
 
 
 def cached(function: Callable) -> Callable:
     """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
-    found = cache(function)
-    _caches.append(found)
-    return found
+    _caches.append(cache(function))
+    return _caches[-1]
 
 
 @contextmanager
 def override(**values: object) -> Iterator[None]:
-    """Plan with other thresholds while the context lasts: for tests and measurements; not thread-safe.
+    """Replaces constants of this module, as ``MIN_CHUNK=128``, in the context, for tests and measurements.
 
-    Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
-
-    Args:
-        values: constants of this module by name, such as ``MIN_CHUNK=128``, ``NUM_SMS=2`` or
-            ``TARGET_FAMILY="target_multi_tile"``.
+    Not thread-safe.  The first calls within the context and after it launch slowly, since all caches are cleared.
     """
     constants = globals()
     unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
@@ -148,21 +129,13 @@ def override(**values: object) -> Iterator[None]:
 # --- What a plan is made for ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that a plan depends on, and its name.
+    """The properties of a device that a plan depends on, and its name."""
 
-    Attributes:
-        type: of torch.device.
-        arch: "sm_90" or "gfx942", as compilers name it; "" means a CPU or Triton's interpreter.
-        num_sms: SMs, or compute units of an AMD GPU.
-        shared_memory: bytes that one program may have; None means no limit.
-        name: as its maker writes it.
-    """
-
-    type: str
-    arch: str = ""
-    num_sms: int = 1
-    shared_memory: int | None = None
-    name: str = ""
+    type: str  # of torch.device
+    arch: str = ""  # "sm_90" or "gfx942", as compilers name it; "" means a CPU or Triton's interpreter
+    num_sms: int = 1  # SMs, or compute units of an AMD GPU
+    shared_memory: int | None = None  # bytes that one program may have; None means no limit
+    name: str = ""  # as its maker writes it
 
     @cached_property
     def capability(self) -> tuple[int, int]:
@@ -214,9 +187,9 @@ def device_of(device: torch.device) -> Device:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """The facts about a call that do not depend on its lengths: the first twelve fields are constants of kernels.
+    """The facts about a call that do not depend on its lengths, one object per set of values to cache what follows.
 
-    One object per set of values, so that what follows from it is cached by identity.
+    The first twelve fields are constants of kernels.
     """
 
     num_kv_heads: int  # G
@@ -288,9 +261,8 @@ class AttentionProblem:
 
 @cached
 def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
-    """Returns the problem of these fields in their order, one object for the same values."""
-    problem = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device)
-    dtype = problem.dtype
+    """Interned constructor of AttentionProblem: one object for the same values."""
+    problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
     if problem.width_bytes > MAX_WIDTH_BYTES:
         raise ValueError(
             f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
@@ -319,38 +291,22 @@ class Split(StrEnum):
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
     TAPERING = "tiles that see the most keys first"
-    PYTORCH = "as PyTorch's operators do"
 
 
 @dataclass(frozen=True, eq=False)
 class KernelPlan:
-    """One kernel: its name, tiles, launch options and split of the work.
-
-    Attributes:
-        kernel: name of the kernel.
-        split: how rows are distributed over programs.
-        block_m, block_n: query rows and history rows of a tile.
-        num_warps, num_stages, max_registers: Triton's options.
-        programs_per_sm: programs per SM that ranges or chunks are cut for, or that run at once.
-        options: further compile-time constants of the kernel, by name.
-        num_splits: work tiles that the history rows of a tile are split into; their results are combined.
-    """
+    """One kernel: its name, tiles, launch options and split of the work."""
 
     kernel: str
-    split: Split
-    block_m: int = 0
-    block_n: int = 0
+    split: Split | None = None  # None: a kernel without tiles, or PyTorch's operators
+    block_m: int = 0  # query rows of a tile
+    block_n: int = 0  # history rows of a tile
     num_warps: int = 4
     num_stages: int = 1
     max_registers: int | None = None
-    programs_per_sm: int = 0
-    options: tuple[tuple[str, object], ...] = ()
-    num_splits: int = 1
-
-    @cached_property
-    def constants(self) -> dict[str, object]:
-        """The options by name."""
-        return dict(self.options)
+    programs_per_sm: int = 0  # that ranges or chunks are cut for, or that run at once
+    num_splits: int = 1  # work tiles that the history rows of a tile are split into; their results are combined
+    options: dict[str, object] = field(default_factory=dict)  # further compile-time constants
 
     @cached_property
     def launch(self) -> dict[str, int]:
@@ -365,31 +321,25 @@ class KernelPlan:
         more = f", {self.programs_per_sm} programs per SM" if self.programs_per_sm else ""
         more += f", {self.max_registers} registers" if self.max_registers else ""
         more += f", {self.num_splits} splits of the history rows, then combine" if self.num_splits > 1 else ""
-        more += "".join(f", {name}={value}" for name, value in self.options)
+        more += "".join(f", {name}={value}" for name, value in self.options.items())
         return f"{self.kernel}: {size}{more}; {self.split}"
 
 
-#: KernelPlan(...), one object for the same values: launchers are cached by it.
-_kernel = cached(KernelPlan)
+@cached
+def _kernel(kernel: str, split: Split | None = None, *tiles, num_splits: int = 1, **options) -> KernelPlan:
+    """Returns the plan of a kernel, one object for the same values: launchers are cached by it."""
+    return KernelPlan(kernel, split, *tiles, num_splits=num_splits, options=options)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """The kernels of a call and the reason for them.  Equal decisions are one object.
+    """The kernels of a call and the reason for them.  Equal decisions are one object."""
 
-    Attributes:
-        family: "target_single_tile", "target_multi_tile", "jagged_sm90", "jagged_triton", "digits_registers", "cpu" or
-            "reference".
-        forward, backward: the kernels, in the order of their launches.
-        reason: why this family.
-        problem: what the kernels are compiled for; None where none is.
-    """
-
-    family: str
-    forward: tuple[KernelPlan, ...]
+    family: str  # target_single_tile, target_multi_tile, jagged_sm90, jagged_triton, digits_registers, cpu or reference
+    forward: tuple[KernelPlan, ...]  # in the order of their launches
     backward: tuple[KernelPlan, ...]
-    reason: str
-    problem: AttentionProblem | None = None
+    reason: str  # why this family
+    problem: AttentionProblem | None = None  # what the kernels are compiled for; None where none is
 
     def __repr__(self) -> str:
         lines = [f"{self.family}: {self.reason}"]
@@ -402,49 +352,43 @@ class AttentionPlan:
 
 @cached
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
-    kernels = (_kernel(kernel, Split.PYTORCH),)
+    kernels = (_kernel(kernel),)
     return AttentionPlan(family, kernels, kernels, reason)
 
 
-def _tile_bytes(problem: AttentionProblem, kernel: str, block_m: int, block_n: int, stages: int) -> int:
-    """Returns the bytes of a tile of queries and one of the history, and once more of the looped one by stage.
-
-    Queries count with their gradient, the history as keys and values; a forward loops over a shared history alone.
-    What has no stages, or stages of packed digits, takes as much as with two.
-    """
-    row_bytes = 2 * problem.width_bytes
-    if kernel.endswith(("dkey", "dhistory")):
-        looped = block_m * row_bytes
-    else:
-        looped = block_n * (problem.row_bytes if kernel.endswith("fwd") else row_bytes)
-        stages = 2 if problem.num_words else stages
-    return (block_m + block_n) * row_bytes + max(stages, 2) * looped
-
-
 def _fit(
-    problem: AttentionProblem,
-    kernel: str,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    registers: int | None = None,
+    problem: AttentionProblem, kernel: str, block_m: int, block_n: int, warps: int, stages: int, registers=None
 ) -> tuple[int | None, ...]:
-    """Returns tiles and options that fit a program's shared memory: with fewer stages, then with smaller tiles."""
-    device = problem.device
-    split = problem.dtype == torch.float32 and problem.precision == "tf32x3"
-    factor = SHARED_MEMORY[kernel][1 if device.is_amd else 0 if split else 2]
-    limit = math.inf if device.shared_memory is None else device.shared_memory
-    while factor * _tile_bytes(problem, kernel, block_m, block_n, stages) > limit:
+    """Returns tiles and options that fit a program's shared memory: with fewer stages, then with smaller tiles.
+
+    A tile of queries and one of the history count, and the looped one of them again for each stage, at least twice:
+    queries with their gradient, the history as keys and values.  A forward loops over a shared history alone.
+    """
+    device, row_bytes = problem.device, 2 * problem.width_bytes
+    tf32x3 = problem.dtype == torch.float32 and problem.precision == "tf32x3"
+    factor = SHARED_MEMORY[kernel][1 if device.is_amd else 0 if tf32x3 else 2]
+    loops_queries = kernel.endswith(("dkey", "dhistory"))
+    looped_bytes = problem.row_bytes if kernel.endswith("fwd") else row_bytes
+
+    def fits() -> bool:
+        looped = (block_m if loops_queries else block_n) * looped_bytes
+        buffers = 2 if problem.num_words and not loops_queries else max(stages, 2)  # packed digits have no stages
+        return factor * ((block_m + block_n) * row_bytes + buffers * looped) <= (device.shared_memory or math.inf)
+
+    while not fits() and (stages > 2 or max(block_m, block_n) > 16):
         if stages > 2:
             stages -= 1
-        elif block_m == block_n == 16:
-            break
-        elif block_m == 16 or (block_n > 16 and not kernel.endswith(("dkey", "dhistory"))):
+        elif block_m == 16 or (block_n > 16 and not loops_queries):
             block_n //= 2
         else:
             block_m //= 2
     return block_m, block_n, warps, stages, None if device.is_amd else registers  # AMD's compiler limits none
+
+
+def _fitted(problem: AttentionProblem, kernel: str, split: Split, tiles, programs: int = 0, **options) -> KernelPlan:
+    """Returns the plan of a kernel on tiles that fit; tiles are the arguments of `_fit`."""
+    programs = 0 if split in (Split.SAMPLE, Split.LONGEST_FIRST) else programs
+    return _kernel(kernel, split, *_fit(problem, kernel, *tiles), programs, **options)
 
 
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
@@ -476,16 +420,15 @@ def plan_target_attention(
         num_queries, num_heads, head_dim, num_kv_heads = map(int, (num_queries, num_heads, head_dim, num_kv_heads))
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
+    if impl == "torch" and device.type != "cpu":
+        return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention", _PLAIN)
+    if impl == "torch" and packed:
+        reason = "at most 2^15 events or one sample at a time"
+        return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
     if impl == "torch":
-        if device.type == "cpu":
-            if packed:
-                reason = "at most 2^15 events or one sample at a time"
-                return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
-            dense = cpu_is_dense(num_keys * query_rows, batch)
-            kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
-            return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
-        formula = f"jfi.reference.{'digit' if packed else 'target'}_attention"
-        return _torch_plan("reference", formula, "impl='torch' on a GPU: the plain formula")
+        dense = cpu_is_dense(num_keys * query_rows, batch)
+        kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
+        return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
     sizes = (num_kv_heads, qheads_per_kvhead, head_dim, head_dim if value is None else value.shape[2])
     flags = (value is None, bias is not None, bias_index is not None, value_scale is not None)
     rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
@@ -495,19 +438,17 @@ def plan_target_attention(
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
-        min_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
+        min_scale = DIGIT_TABLE_MIN_SCALE if block_r else MIN_SCALE
         refusal = _EXPORTED if exported else None if scale > min_scale else f"scale is at most {min_scale}"
         return _plan_digits(problem, block_r, num_queries == 1, refusal)
     if fits_single_tile(query_rows):
-        if exported:
-            return _plan_single_tile(problem, False, False, False, False, block_r)
-        whole = max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
+        whole = not exported and max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
         whole = whole and max_seqlen <= PROGRAM_PER_SAMPLE_BYTES // problem.row_bytes
-        tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS
-        ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
-        return _plan_single_tile(
-            problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r
-        )
+        backward = Split.STREAM_K
+        if whole and (table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS):
+            ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
+            backward = Split.LONGEST_FIRST if ordered else Split.SAMPLE
+        return _plan_single_tile(problem, whole, whole and max_seqlen <= SHORT_ROWS, backward, block_r)
     forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
     reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
     if exported:
@@ -515,7 +456,7 @@ def plan_target_attention(
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
-        return _plan_sm90(problem, num_keys <= SM90_SHORT_KEYS[head_dim] * batch, False, Split.TILE_SCHEDULER, 1)
+        return _plan_sm90(problem, _sm90_forward(problem, num_keys, batch), False, Split.TILE_SCHEDULER, 1)
     return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
@@ -528,21 +469,20 @@ def fits_single_tile(query_rows: int) -> bool:
 
 
 def _jagged_refusal(
-    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale: float, aligned: bool
+    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale, aligned
 ) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
     if TARGET_FAMILY not in (None, "jagged_sm90"):
         return f"TARGET_FAMILY is {TARGET_FAMILY}"
-    refusal = sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
+    refusal = _sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
     if refusal is not None or TARGET_FAMILY is not None:
         return refusal
-    least = (JAGGED_QUERY_ROWS_SHARED if problem.shared_kv else JAGGED_QUERY_ROWS)[problem.head_dim]
+    least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
         return f"fewer than {least} query rows per key head"
     tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
-    if tiles < FILLING_TILES_PER_SM * problem.device.num_sms:
-        return f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
-    return None
+    filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
+    return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
 
 
 def cpu_is_dense(scores: int, batch: int) -> bool:
@@ -552,93 +492,74 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
 
 @cached
 def _plan_single_tile(
-    problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
+    problem: AttentionProblem, whole: bool, short: bool, backward_split: Split, block_r: int
 ) -> AttentionPlan:
     """Plans few query rows: one tile of them; every history row is read once."""
-    name, how = "target_attention_single_tile_fwd", Split.STREAM_K
-    block_n, warps, stages, programs = _single_tile_forward(problem)
-    if whole:
-        how, programs = Split.SAMPLE, 0
-        block_n, warps, stages = _per_sample_forward(problem, short) or (block_n, warps, stages)
-    forward = _kernel(name, how, *_fit(problem, name, SINGLE_TILE_ROWS, block_n, warps, stages), programs)
-    name, how = "target_attention_single_tile_bwd", Split.STREAM_K
-    options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
-    *tiles, programs = _single_tile_backward(problem, whole_backward)
-    if whole_backward:
-        how, programs = Split.LONGEST_FIRST if ordered else Split.SAMPLE, 0
-    backward = _kernel(name, how, *_fit(problem, name, SINGLE_TILE_ROWS, *tiles), programs, options)
+    name, split = "target_attention_single_tile", Split.SAMPLE if whole else Split.STREAM_K
+    *tiles, programs = _single_tile_forward(problem, whole, short)
+    forward = _fitted(problem, f"{name}_fwd", split, (SINGLE_TILE_ROWS, *tiles), programs)
+    *tiles, programs = _single_tile_backward(problem, backward_split is not Split.STREAM_K)
+    tiles = (SINGLE_TILE_ROWS, *tiles)
+    backward = _fitted(problem, f"{name}_bwd", backward_split, tiles, programs, BLOCK_R=block_r)
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
     return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
 
 
-# The tiles below are (block_n, warps, stages), and programs per SM where no program handles a whole sample.
-def _single_tile_forward(problem: AttentionProblem) -> tuple[int, ...]:
-    if problem.row_bytes > 1024:
-        return 16, 8 if problem.width_bytes > 1024 else 4, 1, 1
-    if problem.reads_halves_by_id:
-        return (64, 1, 3, 8) if problem.block_d <= 64 else (64, 2, 3, 4)
-    if problem.row_bytes <= 128:
+def _single_tile_forward(problem: AttentionProblem, whole: bool, short: bool) -> tuple[int, ...]:
+    """Returns (block_n, warps, stages, programs per SM unless a program handles a whole sample)."""
+    width, row, shared = problem.width_bytes, problem.row_bytes, problem.shared_kv
+    if whole and width == 512:
+        return 16, 1 if shared else 2, 3, 0
+    if short and width <= 256:
+        return 16, 1, 4, 0
+    if whole and row <= 256:
+        return (32, 1, 4, 0) if row <= 128 else (64, 2, 3, 0)
+    if row > 1024:
+        return 16, 8 if width > 1024 else 4, 1, 1
+    if row <= 128 or (problem.reads_halves_by_id and problem.block_d <= 64):
         return 64, 1, 3, 8
-    if problem.row_bytes <= 256:
+    if row <= 256 or problem.reads_halves_by_id:
         # A step loads the queries again: fewer steps where they are many.
-        return (128, 4, 3, 2) if problem.padded_queries > 4 else (64, 2, 3, 4)
-    return (32, 4, 3, 2) if problem.shared_kv else (32, 2, 3, 3)
-
-
-def _per_sample_forward(problem: AttentionProblem, short: bool) -> tuple[int, ...] | None:
-    """Returns tiles of a program per sample; None for those of stream-K."""
-    if problem.width_bytes == 512:
-        return 16, 1 if problem.shared_kv else 2, 3
-    if short and problem.width_bytes <= 256:
-        return 16, 1, 4
-    if problem.row_bytes <= 256:
-        return (32, 1, 4) if problem.row_bytes <= 128 else (64, 2, 3)
-    return None
+        many = problem.padded_queries > 4 and not problem.reads_halves_by_id
+        return (128, 4, 3, 2) if many else (64, 2, 3, 4)
+    return (32, 4, 3, 2) if shared else (32, 2, 3, 3)
 
 
 def _single_tile_backward(problem: AttentionProblem, whole: bool) -> tuple[int, ...]:
+    """Returns the same of the backward."""
+    width, shared = problem.width_bytes, problem.shared_kv
     if problem.reads_halves_by_id:
         return (32, 1, 3, 8) if problem.block_d <= 64 else (32, 2, 3, 4)
-    if whole and problem.width_bytes == 512:
-        return 16, 2, 3, 0
-    if whole and problem.width_bytes <= 256:
-        return 16, 1, 4, 0
-    if problem.width_bytes > 512:
-        return (16, 8, 1, 1) if problem.width_bytes > 1024 else (16, 4, 1, 1)
-    if problem.width_bytes <= 128 and problem.shared_kv:
-        return 32, 1, 3, 8
-    if problem.width_bytes <= 256:
-        return 32, 2, 3, 4 if problem.row_bytes <= 128 or not problem.shared_kv else 3
-    return 16, 2, 3 if problem.shared_kv else 2, 4
+    if whole and width <= 512:
+        return (16, 2, 3, 0) if width == 512 else (16, 1, 4, 0)
+    if width > 512:
+        return 16, 8 if width > 1024 else 4, 1, 1
+    if width <= 256:
+        return (32, 1, 3, 8) if shared and width <= 128 else (32, 2, 3, 3 if shared else 4)
+    return 16, 2, 3 if shared else 2, 4
 
 
 @cached
 def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Plans many query rows: tiles of them, and chunks of long histories."""
-
-    def fit(kernel: str, tiles: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        return _fit(problem, f"target_attention_multi_tile_{kernel}", *tiles)
-
-    def plan(kernel: str, tiles: tuple[int | None, ...], programs: int, **options: object) -> KernelPlan:
-        how, name = Split.CHUNKS if programs else Split.TILES, f"target_attention_multi_tile_{kernel}"
-        return _kernel(name, how, *tiles, programs, tuple(options.items()))
-
-    num_kv_heads, num_heads = problem.num_kv_heads, problem.num_kv_heads * problem.qheads_per_kvhead
-    history_by_tma = aligned and _by_tma(problem, num_kv_heads)
-    queries_by_tma = history_by_tma and num_kv_heads in (1, num_heads) and _by_tma(problem, num_heads)
-    single = _single_sweep(problem)
-    block_h = power_of_two(problem.qheads_per_kvhead, 1 if problem.qheads_per_kvhead.bit_count() == 1 else 16)
-    wide = _wide_tiles(problem)
-    tiles = fit("fwd", wide or _multi_tile_forward(problem))
-    forward = plan("fwd", tiles, CHUNKED_PROGRAMS_PER_SM, BY_TMA=history_by_tma)
-    tiles = single or fit("dquery", wide or _multi_tile_dquery(problem))
-    dhistory = fit("dhistory", wide or _multi_tile_dhistory(problem))
-    options = {"TILE_ROWS": 0 if single else dhistory[1], "BLOCK_H": block_h, "BY_TMA": history_by_tma}
-    backward = (plan("dquery", tiles, CHUNKED_PROGRAMS_PER_SM, **options),)
-    if not single:
-        backward += (plan("dhistory", dhistory, 0, BLOCK_H=block_h, BY_TMA=queries_by_tma),)
+    name, programs, qheads = "target_attention_multi_tile", CHUNKED_PROGRAMS_PER_SM, problem.qheads_per_kvhead
+    num_kv_heads, num_heads = problem.num_kv_heads, problem.num_kv_heads * qheads
+    by_tma = aligned and _by_tma(problem, num_kv_heads)
+    queries_by_tma = by_tma and num_kv_heads in (1, num_heads) and _by_tma(problem, num_heads)
+    block_h = power_of_two(qheads, 1 if qheads.bit_count() == 1 else 16)
+    tiles, dquery_tiles, dhistory_tiles = _multi_tile_tiles(problem)
+    forward = _fitted(problem, f"{name}_fwd", Split.CHUNKS, tiles, programs, BY_TMA=by_tma)
+    options = {"BLOCK_H": block_h, "BY_TMA": queries_by_tma}
+    backward = (_fitted(problem, f"{name}_dhistory", Split.TILES, dhistory_tiles, **options),)
+    tiles, tile_rows = _fit(problem, f"{name}_dquery", *dquery_tiles), backward[0].block_n
+    # One sweep gives all gradients where its tile takes all query rows.
+    one_sweep = _fit(problem, f"{name}_all", 64, 64, 4, 3 if problem.shared_kv else 2)
+    if one_sweep[0] >= problem.padded_queries and problem.width_bytes <= 256 and problem.dtype.itemsize == 2:
+        tiles, tile_rows, backward = one_sweep, 0, ()
+    options = {"TILE_ROWS": tile_rows, "BLOCK_H": block_h, "BY_TMA": by_tma}
+    backward = (_kernel(f"{name}_dquery", Split.CHUNKS, *tiles, programs, **options), *backward)
     return AttentionPlan("target_multi_tile", (forward,), backward, reason, problem)
 
 
@@ -649,84 +570,59 @@ def _by_tma(problem: AttentionProblem, num_heads: int) -> bool:
     return fits and problem.dtype.itemsize == 2 and problem.device.capability >= (9, 0)
 
 
-# The tiles below are (block_m, block_n, warps, stages), and registers where they are limited.
 def _wide_tiles(problem: AttentionProblem) -> tuple[int, ...] | None:
-    """Returns the tiles of rows above 512 bytes; None for others."""
+    """Returns (block_m, block_n, warps, stages) of rows above 512 bytes; None for others."""
     return (16, 16, 8 if problem.width_bytes > 1024 else 4, 1) if problem.width_bytes > 512 else None
 
 
-def _multi_tile_forward(problem: AttentionProblem) -> tuple[int | None, ...]:
+def _multi_tile_tiles(problem: AttentionProblem) -> tuple[tuple[int, ...], ...]:
+    """Returns (block_m, block_n, warps, stages), and registers where limited, of the three kernels of two sweeps.
+
+    They are the forward, the kernel of dq and that of dk, dv and dbias, which has a program per tile of history rows.
+    """
+    width, shared, queries = problem.width_bytes, problem.shared_kv, problem.padded_queries
+    if wide := _wide_tiles(problem):
+        return wide, wide, wide
     if problem.dtype.itemsize > 2:
-        return min(64, problem.padded_queries), 64, 4, 1
-    if problem.width_bytes > 256:
-        return (64, 64, 4, 2) if problem.shared_kv else (64, 32, 4, 2)
+        dhistory = (64, 32, 4, 2) if width <= 256 else (64, 32, 8, 1)
+        return (min(64, queries), 64, 4, 1), (64, 32, 4, 2 if shared else 1), dhistory
+    if width > 256:
+        if shared:
+            return (64, 64, 4, 2), (64, 32, 4, 3), (32, 64, 4, 2)
+        return (64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)
     # 168 registers let three programs run at once; a bias by head needs more.
-    return 64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168
-
-
-def _single_sweep(problem: AttentionProblem) -> tuple[int | None, ...] | None:
-    """Returns the tiles of a kernel that gives all gradients; None where a tile does not take all query rows."""
-    if problem.padded_queries > 64 or problem.width_bytes > 256 or problem.dtype.itemsize > 2:
-        return None
-    tiles = _fit(problem, "target_attention_multi_tile_all", 64, 64, 4, 3 if problem.shared_kv else 2)
-    return tiles if tiles[0] >= problem.padded_queries else None
-
-
-def _multi_tile_dquery(problem: AttentionProblem) -> tuple[int, ...]:
-    """Returns the tiles of the kernel that gives dq alone."""
-    if problem.dtype.itemsize > 2:
-        return 64, 32, 4, 2 if problem.shared_kv else 1
-    if problem.width_bytes > 256:
-        return 64, 32, 4, 3 if problem.shared_kv else 2
-    if not problem.shared_kv and problem.padded_queries > 64:
-        return 128, 64, 8, 3
-    # 168 registers let three programs run at once.
-    return 64, 64, 4, 2, 168
-
-
-def _multi_tile_dhistory(problem: AttentionProblem) -> tuple[int, ...]:
-    """Returns the tiles of the kernel that gives dk, dv and dbias: a program per tile of history rows."""
-    if problem.dtype.itemsize > 2:
-        return (64, 32, 4, 2) if problem.width_bytes <= 256 else (64, 32, 8, 1)
-    if problem.width_bytes > 256:
-        return (32, 64, 4, 2) if problem.shared_kv else (32, 64, 8, 2)
-    return (32, 64, 4, 3) if problem.shared_kv else (64, 64, 4, 2)
+    forward = (64, 64, 4, 3) if problem.has_bias and problem.qheads_per_kvhead > 1 else (64, 64, 4, 3, 168)
+    dquery = (64, 64, 4, 2, 168) if shared or queries <= 64 else (128, 64, 8, 3)
+    return forward, dquery, (32, 64, 4, 3) if shared else (64, 64, 4, 2)
 
 
 # --- Packed digits ----------------------------------------------------------------------------------------------------
 @cached
 def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refusal: str | None) -> AttentionPlan:
     """Plans packed digits; refusal: why the kernels in registers cannot run, whatever the problem, or None."""
+    block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
     if problem.block_d * problem.dtype.itemsize <= 128:
         block_n, warps = 64, 1
-    else:
-        block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
-    tiles = (SINGLE_TILE_ROWS, block_n, warps, 2)
-    options = ("BLOCK_H", power_of_two(problem.qheads_per_kvhead)), ("BLOCK_R", block_r)
-    name = "target_attention_single_tile_fwd"
-    forward = _kernel(name, Split.STREAM_K, *_fit(problem, name, *tiles), 8)
-    name = "target_attention_single_tile_bwd"
-    backward = _kernel(name, Split.STREAM_K, *_fit(problem, name, *tiles), 8, options)
+    tiles, name, split = (SINGLE_TILE_ROWS, block_n, warps, 2), "target_attention_single_tile", Split.STREAM_K
+    forward = _fitted(problem, f"{name}_fwd", split, tiles, 8)
+    backward = _fitted(problem, f"{name}_bwd", split, tiles, 8, BLOCK_R=block_r)
     most = f"more than {MAX_REGISTER_DIGITS} digits" if problem.head_dim > MAX_REGISTER_DIGITS else None
     refusal = problem.gluon_refusal or most or refusal
     if refusal is not None:
         reason = f"packed digits, decoded element by element: {refusal}"
         return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
     # As many programs of one warp as find registers.
-    block_n, registers, programs = 64, None, 8
-    if problem.num_words > 4:
-        block_n = 32
-    elif not (problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables):
+    block_n, registers, programs = 32 if problem.num_words > 4 else 64, None, 8
+    if not (problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables):
         registers, programs = 168, 12
-    launch = (1, 1, registers, programs)
-    # One dimension of a product of tensor cores.
-    of_table = (("BLOCK_R", max(block_r, 16) if block_r else 0),)
-    forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, SINGLE_TILE_ROWS, block_n, *launch, of_table)
+    name, launch = "digit_attention_registers", (1, 1, registers, programs)
+    rows = max(block_r, 16) if block_r else 0  # one dimension of a product of tensor cores
+    forward = _kernel(f"{name}_fwd", split, SINGLE_TILE_ROWS, block_n, *launch, BLOCK_R=rows)
     # By event the gradient of a bias there is by query row, not summed over the queries.
     if one_query or block_r > 0 or not problem.has_bias:
         # The sums of a table's gradient leave registers for tiles of half as many events.
-        tiles = (SINGLE_TILE_ROWS, 32 if block_r else block_n, *launch)
-        backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
+        block_n = 32 if block_r else block_n
+        backward = _kernel(f"{name}_bwd", split, SINGLE_TILE_ROWS, block_n, *launch, BLOCK_R=rows)
     reason = "packed digits in half precision: decoded in registers"
     return AttentionPlan("digits_registers", (forward,), (backward,), reason, problem)
 
@@ -739,15 +635,15 @@ def plan_jagged_attention(
 
     ``exported`` means on a GPU under torch.export: no address and no size is known.
     """
-    query, key, value, key_offsets, scale = x.query, x.key, x.value, x.key_offsets, x.scale
+    query, key, value = x.query, x.key, x.value
     device = device_of(query.device) if device is None else device
+    if impl == "torch" and device.type != "cpu":
+        return _torch_plan("reference", "jfi.reference.jagged_attention", _PLAIN)
     if impl == "torch":
-        if device.type == "cpu":
-            if refusal := cpu_flash_refusal(x):
-                return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
-            reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
-            return _torch_plan("cpu", "padded flash attention", reason)
-        return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
+        if refusal := cpu_flash_refusal(x):
+            return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
+        reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+        return _torch_plan("cpu", "padded flash attention", reason)
     # A compiler's may be symbols.
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
@@ -755,17 +651,17 @@ def plan_jagged_attention(
     problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), 0, (query.dtype, None), device)
     if exported:
         return _plan_jagged_triton(problem, _EXPORTED)
-    query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
+    query_rows, num_keys = query.shape[0] * num_heads, key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
+    refusal = _sm90_refusal(problem, query_rows, num_keys, x.scale, aligned)
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key together with times or a bias by bucket"
-    if refusal is None and JAGGED_FAMILY != "jagged_triton":
-        batch = key_offsets.shape[0] - 1
-        short = num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
-        work = _sm90_work(problem, _sm90_forward(problem, short), batch, query_rows, num_keys, x.tapers)
-        return _plan_sm90(problem, short, x.table is not None, *work)
-    return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+    if refusal is not None or JAGGED_FAMILY == "jagged_triton":
+        return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+    batch = x.key_offsets.shape[0] - 1
+    tiles = _sm90_forward(problem, num_keys, batch)
+    work = _sm90_work(problem, tiles, batch, query_rows, num_keys, x.tapers)
+    return _plan_sm90(problem, tiles, x.table is not None, *work)
 
 
 def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
@@ -780,8 +676,8 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
         return "it takes no times"
     if x.value_dim != x.query.shape[2]:
         return "keys and values differ in width"
-    if not CPU_FLASH_MIN_SCALE < x.scale <= CPU_FLASH_MAX_SCALE:
-        return f"scale is not above {CPU_FLASH_MIN_SCALE} and at most {CPU_FLASH_MAX_SCALE}"
+    if not MIN_SCALE < x.scale <= CPU_FLASH_MAX_SCALE:
+        return f"scale is not above {MIN_SCALE} and at most {CPU_FLASH_MAX_SCALE}"
     if x.left is None and x.right is None:
         return None
     if x.left is not None or x.right != 0:
@@ -791,16 +687,13 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
-    """Returns why the sm90 kernels do not take such a call; None if they do.
-
-    query_rows counts all (query, head) pairs of the batch.
-    """
+def _sm90_refusal(problem: AttentionProblem, rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+    """Returns why the sm90 kernels do not take a call with so many (query, head) pairs; None if they do."""
     if problem.sm90_refusal is not None:
         return problem.sm90_refusal
-    if not scale > SM90_MIN_SCALE:
-        return f"scale is at most {SM90_MIN_SCALE}"
-    if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
+    if not scale > MIN_SCALE:
+        return f"scale is at most {MIN_SCALE}"
+    if max(rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
         return f"rows · heads are at least {SM90_MAX_ROWS}"
     return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
@@ -814,7 +707,7 @@ def _sm90_work(
     tiles of a sample see unequal numbers of keys.
     """
     samples = max(batch * problem.num_kv_heads, 1)
-    block_m, _, _, programs_per_sm, _ = tiles
+    block_m, _, _, programs_per_sm = tiles
     count = max(ceil_div(ceil_div(query_rows, samples), block_m), 1)  # tiles of a mean sample and key head
     programs = problem.device.num_sms * programs_per_sm
     by_tile = tapers and count > 1 and samples * count <= SM90_TAPERING_TILES * programs
@@ -824,35 +717,35 @@ def _sm90_work(
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 
 
-def _sm90(kernel: str, tiles: tuple[int, ...], work: tuple[Split, int] = (Split.TILE_SCHEDULER, 1)) -> KernelPlan:
-    """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
-
-    ``tiles`` are block_m, block_n, stages, programs per SM and consumers.  Registers are divided evenly among the
-    programs of an SM; the compiler then moves them to the consumers.
-    """
-    block_m, block_n, stages, programs, consumers = tiles
-    split, num_splits = work
-    registers = None if programs == 1 else 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
-    return _kernel(kernel, split, block_m, block_n, 4, stages, registers, programs, num_splits=num_splits)
-
-
-def _sm90_forward(problem: AttentionProblem, short: bool) -> tuple[int, ...]:
+def _sm90_forward(problem: AttentionProblem, num_keys: int, batch: int) -> tuple[int, ...]:
     """Returns the forward's tiles; short histories: smaller ones of keys, more programs to hide a work tile's ends."""
+    short = num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
     if problem.head_dim > 64:
-        return (64, 64, 2, 2, 1) if short else (128, 128, 2, 1, 2)
-    return (64, 64, 2, 3, 1) if short else (64, 128, 2, 2, 1)
+        return (64, 64, 2, 2) if short else (128, 128, 2, 1)
+    return (64, 64, 2, 3) if short else (64, 128, 2, 2)
 
 
 @cached
-def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: Split, num_splits: int) -> AttentionPlan:
+def _plan_sm90(
+    problem: AttentionProblem, tiles: tuple, has_table: bool, split: Split, num_splits: int
+) -> AttentionPlan:
+    """Plans persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
+
+    ``tiles`` are the forward's block_m, block_n, stages and programs per SM; split and num_splits are the forward's.
+    """
+
+    def plan(kernel: str, split: Split, block_m: int, block_n: int, stages: int, programs: int, **splits) -> KernelPlan:
+        registers = {1: None, 2: 128, 3: 80}[programs]  # an equal share, which the compiler moves to the consumers
+        name = f"jagged_attention_sm90_{kernel}"
+        return _kernel(name, split, block_m, block_n, 4, stages, registers, programs, **splits)
+
     if problem.head_dim > 64:
-        dquery = (128, 64, 4, 1, 2)
         # Biases by bucket take registers, which a smaller tile of queries leaves.
-        dkey = (32, 128, 4, 1, 2) if has_table else (64, 128, 2, 1, 2)
+        dquery, dkey = (128, 64, 4, 1), (32, 128, 4, 1) if has_table else (64, 128, 2, 1)
     else:
-        dquery, dkey = (64, 64, 3, 2 if has_table else 3, 1), (64, 64, 2, 2, 1)
-    forward = _sm90("jagged_attention_sm90_fwd", _sm90_forward(problem, short), (split, num_splits))
-    backward = _sm90("jagged_attention_sm90_dquery", dquery), _sm90("jagged_attention_sm90_dkey", dkey)
+        dquery, dkey = (64, 64, 3, 2 if has_table else 3), (64, 64, 2, 2)
+    forward = plan("fwd", split, *tiles, num_splits=num_splits)
+    backward = plan("dquery", Split.TILE_SCHEDULER, *dquery), plan("dkey", Split.TILE_SCHEDULER, *dkey)
     return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
 
 
@@ -866,11 +759,8 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
         backward = (32, 32, 4, 1)  # Blackwell's tensor memory holds no larger ones
     if wide := _wide_tiles(problem):
         forward = backward = wide
-    statistics = _kernel("jagged_attention_statistics", Split.TILES, max(STATISTICS_ELEMENTS // problem.block_e, 1))
-    names, tiles = [f"jagged_attention_{x}" for x in ("fwd", "dquery", "dkey")], (forward, backward, backward)
-    kernels = [
-        _kernel(name, Split.TILE_SCHEDULER, *_fit(problem, name, *some))
-        for name, some in zip(names, tiles, strict=True)
-    ]
-    backward = (statistics, *kernels[1:])
-    return AttentionPlan("jagged_triton", (kernels[0],), backward, f"no sm90 kernels: {refusal}", problem)
+    name, split = "jagged_attention", Split.TILE_SCHEDULER
+    statistics = _kernel(f"{name}_statistics", None, max(STATISTICS_ELEMENTS // problem.block_e, 1))
+    backward = (statistics, *[_fitted(problem, f"{name}_{x}", split, backward) for x in ("dquery", "dkey")])
+    forward = (_fitted(problem, f"{name}_fwd", split, forward),)
+    return AttentionPlan("jagged_triton", forward, backward, f"no sm90 kernels: {refusal}", problem)

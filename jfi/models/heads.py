@@ -56,10 +56,10 @@ class Heads:
         check_type("moments", self.moments, (list, tuple), "a list of means and standard deviations, or None")
         if len(self.moments) != self.count:
             raise ValueError(f"moments must have {self.count} entries, one for each output, got {len(self.moments)}")
-        for place, moment in enumerate(self.moments):
+        for i, moment in enumerate(self.moments):
             is_pair = isinstance(moment, list | tuple) and len(moment) == 2
             if not is_pair or not all(isinstance(x, Real) and math.isfinite(x) for x in moment):
-                raise ValueError(f"moments[{place}] must be a finite mean and deviation, got {shown(moment)}")
+                raise ValueError(f"moments[{i}] must be a finite mean and deviation, got {shown(moment)}")
 
     @property
     def trained(self) -> int:
@@ -97,14 +97,14 @@ class TaskArch(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        found = [expert(features) for expert in self.experts]
+        outputs = [expert(features) for expert in self.experts]
         count = len(self.towers) if self.training else self.count
         towers, gates = self.towers[:count], self.gates[:count]
         if not gates:
-            return torch.cat([tower(found[0]) for tower in towers], dim=1)
-        stacked = torch.stack(found, dim=1)  # [B, experts, first]
+            return torch.cat([tower(outputs[0]) for tower in towers], dim=1)
+        stacked = torch.stack(outputs, dim=1)  # [B, experts, first]
         mixed = [(gate(features).softmax(dim=1).unsqueeze(2) * stacked).sum(dim=1) for gate in gates]
-        return torch.cat([tower(one) for tower, one in zip(towers, mixed, strict=True)], dim=1)
+        return torch.cat([tower(x) for tower, x in zip(towers, mixed, strict=True)], dim=1)
 
 
 class OutputScale(nn.Module):

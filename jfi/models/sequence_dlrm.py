@@ -159,7 +159,7 @@ class SequenceDLRM(nn.Module):
         _check_optional("growing_ids", growing_ids, GrowingIds)
         _check_optional("heads", heads, Heads)
         embedding_dim = dense_arch_layer_sizes[-1]
-        bags, singles = (names_of(one) for one in (embedding_bag_collection, embedding_collection))
+        bags, singles = (names_of(collection) for collection in (embedding_bag_collection, embedding_collection))
         widths = {name: table.embedding_dim for name, _, table in bags + singles}
         bag_keys, keys = ([name for name, *_ in names] for names in (bags, singles))
         # TorchRec's collection has one width for all of its tables.
@@ -296,9 +296,9 @@ class SequenceDLRM(nn.Module):
     def _sharded(self) -> bool:
         """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
-        given = [one for one in collections if one is not None]
+        given = [collection for collection in collections if collection is not None]
         kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
-        return bool(given) and not any(isinstance(one, kinds) for one in given)
+        return bool(given) and not any(isinstance(collection, kinds) for collection in given)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:

@@ -38,9 +38,9 @@ class BackwardPasses(WeakValueDictionary[int, BackwardPass]):
     def current(self, finish: Callable[[list[Any]], None]) -> BackwardPass:
         """Returns the pass in which this is called; at its end, or that of the outermost pass, calls `finish`."""
         number = compat.current_backward()
-        found = self.get(number)
-        if found is None:
-            outer = [one for _, one in sorted(self.items()) if one.recomputes]
-            found = self[number] = BackwardPass(finish, outer[-1] if outer else None)
-            compat.call_after_backward(found)
-        return found
+        current = self.get(number)
+        if current is None:
+            outer = [x for _, x in sorted(self.items()) if x.recomputes]
+            current = self[number] = BackwardPass(finish, outer[-1] if outer else None)
+            compat.call_after_backward(current)
+        return current

@@ -247,7 +247,7 @@ class _Map(nn.Module):
     def recorded(self) -> tuple[Tensor, Tensor, int]:
         """Returns the distinct new ids ascending, how often each occurred, and the most distinct ids of a batch.
 
-        The last one is known if each process has had one batch alone, and else 0. In a process group it is a
+        The third is 0 unless every process recorded exactly one batch. In a process group it is a
         collective, after which every process has the others' marks of known ids.
         """
         ids, counts = torch.unique(self.new_ids[: int(self.num_new)], return_counts=True)
@@ -340,7 +340,7 @@ def _mapped(
     maps: dict[str, tuple[IdMap, SeenIds, Tensor]],
     records: bool,
 ) -> KeyedJaggedTensor:
-    """Returns the batch with rows in the place of raw ids; lengths, offsets and weights are the same tensors."""
+    """Returns the batch with rows instead of raw ids; lengths, offsets and weights are the same tensors."""
     check_ids("ids", ids, list(table_of_key), sharded=True)
     lookups.allow_no_samples(ids)
     by_key = {}

@@ -80,11 +80,11 @@ def attend(
         parts["query_offsets"] = _by_feature(events.target_offsets, num_features)
         parts["key_offsets"] = _by_feature(events.offsets, num_features)
         outputs = []
-        for f, own in enumerate(table.to(query.dtype).chunk(num_features)):
+        for f, feature_table in enumerate(table.to(query.dtype).chunk(num_features)):
             if isinstance(bias, TimeBias):
-                options["time_bias"] = own
+                options["time_bias"] = feature_table
             else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
-                options["position_bias"] = F.pad(own[: MAX_BUCKETS - 1], (0, 0, 1, 0))
+                options["position_bias"] = F.pad(feature_table[: MAX_BUCKETS - 1], (0, 0, 1, 0))
             outputs.append(operator(**{name: part[f] for name, part in parts.items()}, **options))
         attended = outputs[0] if num_features == 1 else torch.cat(outputs)
     else:
@@ -122,7 +122,7 @@ def weights_of_pairs(
     """
     pairs = reference.Pairs(query_offsets, key_offsets, None)
     offsets, rows = pairs.row_offsets(query.size(0)), key[pairs.right, 0]
-    scores = torch.stack([torch.linalg.vecdot(rows, one[pairs.left]) for one in query.unbind(1)], dim=1) * scale
+    scores = torch.stack([torch.linalg.vecdot(rows, head[pairs.left]) for head in query.unbind(1)], dim=1) * scale
     if key_bias is not None:
         scores = scores + key_bias[pairs.right]
     if query_time is not None:

@@ -42,11 +42,11 @@ def input_key(key: str) -> str:
 
 def jagged_of(argument: str, tensors: dict[str, JaggedTensor], key: str) -> JaggedTensor:
     """Returns the jagged tensor of a key; raises if there is none."""
-    found = tensors.get(key)
-    if not isinstance(found, JaggedTensor):
+    tensor = tensors.get(key)
+    if not isinstance(tensor, JaggedTensor):
         require_keys(argument, tensors, [key])
-        raise TypeError(f"{argument}['{key}'] must be a JaggedTensor, got {type(found).__name__}")
-    return found
+        raise TypeError(f"{argument}['{key}'] must be a JaggedTensor, got {type(tensor).__name__}")
+    return tensor
 
 
 def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
@@ -55,7 +55,7 @@ def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
 
 
 def unread(events: JaggedTensor) -> Tensor:
-    """Returns the values of events, for their shape, dtype and device: of rows not read yet a tensor without memory."""
+    """Returns the values of events, for their shape, dtype and device: of rows not read yet a placeholder."""
     return events.rows if isinstance(events, UnreadRows) else events.values()
 
 
@@ -251,10 +251,10 @@ def check_ragged_targets(
     if times.device != device:
         raise ValueError(f"target_times must be on {device} like the targets, got {times.device}")
     for key in dict.fromkeys(feature.sequence_keys[0] for feature in features):
-        name, own = "event_times", event_times
+        name, times_of_key = "event_times", event_times
         if not isinstance(event_times, JaggedTensor):
-            name, own = f"event_times['{key}']", jagged_of("event_times", event_times, key)
-        of_events = _check_times(name, own, key, jagged_of("sequences", sequences, key))
+            name, times_of_key = f"event_times['{key}']", jagged_of("event_times", event_times, key)
+        of_events = _check_times(name, times_of_key, key, jagged_of("sequences", sequences, key))
         if of_events.device != times.device:
             raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events.device}")
         if of_events.dtype != times.dtype:

@@ -87,16 +87,16 @@ def attention(
         operands += by_id
         *numbers, impl = ctx.numbers
         needed = [ctx.needs_input_grad[i] for i in positions]
-        found = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))
+        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))
         for i, need in zip(positions, needed, strict=True):
-            gradients[i] = next(found) if need else None
+            gradients[i] = next(computed) if need else None
         return tuple(gradients)
 
     @cache
     def exported() -> Callable:
-        found = import_module(f"jfi.kernels.{name}.export").forward  # imported when wanted, since it needs Triton
-        found.register_autograd(differentiate, setup_context=save)
-        return found
+        op = import_module(f"jfi.kernels.{name}.export").forward  # imported when wanted, since it needs Triton
+        op.register_autograd(differentiate, setup_context=save)
+        return op
 
     schema = f"({fields}, str impl) -> (Tensor, Tensor)"
     return operator(f"{name}_fwd", forward, fake, save, differentiate, schema, exported)

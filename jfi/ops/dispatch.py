@@ -51,8 +51,8 @@ def operator(
         save, differentiate: as ``setup_context`` and ``backward`` of torch.library.register_autograd; None where the
             operator has no gradient.
         schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
-        exported: returns the operator that takes the place of this one where `is_exported` says so of the first and the
-            last argument; None where there is none.
+        exported: returns the operator used instead where `is_exported` is true of the first and the last argument; None
+            where there is none.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -135,20 +135,20 @@ def public(
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        found = (*args, *kwargs.values())
-        for x in found:
+        arguments = (*args, *kwargs.values())
+        for x in arguments:
             if type(x) is tuple or type(x) is list:
-                found = [y for one in found for y in (one if type(one) in (tuple, list) else (one,))]
+                arguments = [y for x in arguments for y in (x if type(x) in (tuple, list) else (x,))]
                 break
         if torch.compiler.is_compiling():  # a compiler traces the function itself
             if compat.forward_mode_level() >= 0:
                 raise refusal(name)
-            return call_nested(*args, **kwargs) if have_nested(found) else function(*args, **kwargs)
-        if has_torch_function_variadic(*found):
-            if have_nested(found):
+            return call_nested(*args, **kwargs) if have_nested(arguments) else function(*args, **kwargs)
+        if has_torch_function_variadic(*arguments):
+            if have_nested(arguments):
                 return call_nested(*args, **kwargs)
-            return handle_torch_function(call, found, *args, **kwargs)
-        if compat.functorch_transforms_active() or (compat.forward_mode_level() >= 0 and _have_tangents(found)):
+            return handle_torch_function(call, arguments, *args, **kwargs)
+        if compat.functorch_transforms_active() or (compat.forward_mode_level() >= 0 and _have_tangents(arguments)):
             raise refusal(name)
         return function(*args, **kwargs)
 

@@ -93,7 +93,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None, *tables: Tensor) -> Tensor:
-        """Reads the rows; with impl=None returns a tensor without memory in their place."""
+        """Reads the rows; with impl=None returns a zero-stride placeholder of them."""
         _save(ctx, (tables, indices, dtype, impl), None)
         if impl is None:
             return rows_without_memory(tables[0], dtype, indices[0].shape[0])
@@ -227,7 +227,7 @@ def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) ->
 
 
 class _Read(torch.autograd.Function):
-    """Reads rows by id; their gradient is that of the tensor without memory."""
+    """Reads rows by id; their gradient is that of the placeholder."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:

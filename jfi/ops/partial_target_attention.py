@@ -44,8 +44,8 @@ def part_gradients(
         inputs: of the part, as `attend_to_part` took them.
         impl: as `attend_to_part` took it.
     """
-    found = iter(operators.target_attention_bwd(grad, None, *inputs, out, lse, [*needed, False], impl))
-    return [next(found) if need else None for need in needed]
+    gradients = iter(operators.target_attention_bwd(grad, None, *inputs, out, lse, [*needed, False], impl))
+    return [next(gradients) if need else None for need in needed]
 
 
 def pack_part(out: Tensor, lse: Tensor, impl: str) -> Tensor:

@@ -35,8 +35,8 @@ class OwnedIds(NamedTuple):
 
 def takes_ids(sequences: list[OwnedIds], num_ranks: int) -> bool:
     """Returns whether the kernels take these sequences: few ranks and shards, ids on a GPU."""
-    shards = max([num_ranks, *[one.ranks.size(0) for one in sequences]])
-    blocks = sum([one.ids.size(0) // operands.PARTITIONED_IDS + 1 for one in sequences])
+    shards = max([num_ranks, *[sequence.ranks.size(0) for sequence in sequences]])
+    blocks = sum([sequence.ids.size(0) // operands.PARTITIONED_IDS + 1 for sequence in sequences])
     return sequences[0].ids.is_cuda and shards <= operands.MAX_SHARDS and blocks <= operands.MAX_PARTITIONS
 
 
@@ -62,8 +62,8 @@ def partition_ids(
     buffer, slots = torch.empty(num_ranks * num_slots, columns, dtype=torch.int32, device=device), None
     if padding is not None:
         buffer.copy_(padding.expand_as(buffer))
-        slots = torch.empty(sum([one.ids.size(0) for one in sequences]), dtype=torch.int64, device=device)
-    counts = partition([tuple(one) for one in sequences], payload, num_ranks, num_slots, buffer, slots)
+        slots = torch.empty(sum([sequence.ids.size(0) for sequence in sequences]), dtype=torch.int64, device=device)
+    counts = partition([tuple(sequence) for sequence in sequences], payload, num_ranks, num_slots, buffer, slots)
     return buffer, slots, counts.sum(1)
 
 
@@ -71,7 +71,7 @@ def count_samples(sequences: list[OwnedIds], num_ranks: int) -> Tensor:
     """Counts the ids of each sample that every rank owns, [W, samples of all sequences] int32."""
     from jfi.kernels.exchange.partition import count_samples
 
-    return count_samples([tuple(one) for one in sequences], num_ranks)
+    return count_samples([tuple(sequence) for sequence in sequences], num_ranks)
 
 
 def collect(arrived: Tensor, ends: Tensor, padding: Tensor, num_slots: int, capacity: int) -> Tensor:

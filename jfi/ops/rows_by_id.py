@@ -2,7 +2,7 @@
 
     x[s] = Σ_k table_k[indices_k[s]]
 
-In autograd such a history is a tensor without memory, `RowsById.rows`, whose gradient is the gradient of the events'
+In autograd such a history is a zero-stride placeholder, `RowsById.rows`, whose gradient is the gradient of the events'
 rows. That of a table is dense, each row's events summed in a fixed order; `jfi.FusedEmbeddingCollection` gets the
 events' gradients instead and steps the rows.
 """
@@ -21,7 +21,7 @@ from jfi.utils.operands import MAX_TABLES
 
 
 class RowsById(NamedTuple):
-    """Rows of tables by id, in the place of a history.
+    """Rows of tables by id, instead of a history.
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
@@ -122,7 +122,7 @@ def sum_rows(histories: list[RowsById]) -> RowsById:
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
-    """Rows without memory, one after the other."""
+    """Placeholders of rows, one after the other."""
     if _need_gradient(rows):
         return _Join.apply(*rows)
     return rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]))
@@ -148,7 +148,7 @@ def _need_gradient(tensors: Sequence[Tensor]) -> bool:
 
 
 class _Sum(torch.autograd.Function):
-    """Rows without memory of several fields as one; each gets the same gradient."""
+    """Placeholders of several fields as one; each gets the same gradient."""
 
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Rows without memory of several histories as those of one."""
+    """Placeholders of several histories as those of one."""
 
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:

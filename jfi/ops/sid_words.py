@@ -28,12 +28,12 @@ def sid_words(sids: Tensor, num_digits: int, impl: str = "auto") -> Tensor:
         return launch(sids.contiguous(), num_digits)
     bits = _bits_of_bytes().to(sids.device)
     words = [torch.zeros_like(sids, dtype=torch.int32) for _ in range(ceil_div(num_digits + 2, DIGITS_PER_WORD))]
-    for place in range(ceil_div(num_digits, 5)):
-        found = bits[sids >> 8 * place & 255]
-        word, first = divmod(10 * place, 32)
-        words[word] |= found << first
+    for byte in range(ceil_div(num_digits, 5)):
+        digits = bits[sids >> 8 * byte & 255]
+        word, first = divmod(10 * byte, 32)
+        words[word] |= digits << first
         if first > 22:  # its digits go on in the next word
-            words[word + 1] |= found >> 32 - first
+            words[word + 1] |= digits >> 32 - first
     # Behind digit L - 1 the last byte has digits of -1.
     whole, rest = divmod(num_digits, DIGITS_PER_WORD)
     words[whole] &= (1 << 2 * rest) - 1
@@ -41,8 +41,8 @@ def sid_words(sids: Tensor, num_digits: int, impl: str = "auto") -> Tensor:
         word.zero_()
     unknown = sids == _UNKNOWN
     for digit, flag in ((num_digits, ~unknown), (num_digits + 1, unknown)):
-        word, place = divmod(digit, DIGITS_PER_WORD)
-        words[word] |= flag.int() << 2 * place
+        word, position = divmod(digit, DIGITS_PER_WORD)
+        words[word] |= flag.int() << 2 * position
     return torch.stack(words, dim=1)
 
 

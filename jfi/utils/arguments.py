@@ -67,8 +67,8 @@ def check_list_of_sizes(argument: str, value: list[int]) -> None:
     """Raises unless the value is a list of sizes."""
     if not isinstance(value, list | tuple):
         raise TypeError(f"{argument} must be a list of sizes, got {shown(value)}")
-    for place, size in enumerate(value):
-        check_int(f"{argument}[{place}]", size)
+    for i, size in enumerate(value):
+        check_int(f"{argument}[{i}]", size)
 
 
 def check_device(argument: str, value: Any) -> None:

@@ -48,7 +48,7 @@ class TargetAttentionInputs(NamedTuple):
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory; or [N, W] of digits
+    tables: list[Tensor]  # [N, G · D]; key, a zero-stride placeholder, is the sum of their rows; or [N, W] of digits
     indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None

@@ -58,4 +58,4 @@ def test_the_plan_of_an_exported_program_knows_no_length_and_no_address(queries,
         chosen = plan_target_attention(x, "triton", device, exported=True)
         assert chosen.family == family
         assert chosen.forward[0].split in (plan.Split.STREAM_K, plan.Split.CHUNKS)
-        assert not chosen.forward[0].constants.get("BY_TMA")
+        assert not chosen.forward[0].options.get("BY_TMA")

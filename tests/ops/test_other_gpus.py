@@ -75,9 +75,9 @@ def test_one_sweep_has_all_query_rows_in_its_tile_and_tables_of_tiles_have_their
             assert kernel.num_stages >= 1 and (kernel.max_registers is None or not device.is_amd)
         if chosen.family == "target_multi_tile":
             dquery, *dhistory = chosen.backward
-            assert dquery.split is Split.CHUNKS and dquery.constants["TILE_ROWS"] == sum(x.block_n for x in dhistory)
+            assert dquery.split is Split.CHUNKS and dquery.options["TILE_ROWS"] == sum(x.block_n for x in dhistory)
             assert dhistory or dquery.block_m >= chosen.problem.padded_queries
-            assert not dquery.constants["BY_TMA"] or device.capability >= (9, 0)
+            assert not dquery.options["BY_TMA"] or device.capability >= (9, 0)
 
 
 def test_less_shared_memory_means_smaller_tiles():

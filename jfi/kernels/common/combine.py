@@ -5,9 +5,9 @@
 Three ways of splitting leave them:
 
 * stream-K ranges (`jfi.kernels.common.stream_k`): program p leaves that of the sample which began in an earlier range
-  at place 2p, and that of the sample which goes on into a later range at 2p + 1;
+  in slot 2p, and that of the sample which goes on into a later range at 2p + 1;
 * chunks of a sample's rows: the sample that holds row i · chunk - 1 and goes on from there leaves that of its next
-  chunk at place 2i, and that of a first chunk which begins after row i · chunk at 2i + 1;
+  chunk in slot 2i, and that of a first chunk which begins after row i · chunk at 2i + 1;
 * splits of the rows that each tile of queries sees, as many of every tile.
 """
 
@@ -50,10 +50,11 @@ def weighted_sum(maximum, total, acc):
 
 # --- Stream-K ranges and chunks ---------------------------------------------------------------------------------------
 @triton.jit
-def behind_partials(partial_ptr, programs, sample_rows, WIDTH: tl.constexpr):
-    """Behind partial results [2 · programs, rows, WIDTH]: log-sum-exps [2 · programs, rows], split samples [programs].
+def partials_layout(partial_ptr, programs, sample_rows, WIDTH: tl.constexpr):
+    """Returns the pointers behind the partial outputs [2 · programs, rows, WIDTH] of stream-K ranges.
 
-    A range that holds the first rows of a split sample names it there; the others say -1.
+    They are to log-sum-exps [2 · programs, rows] and to the split sample of each program whose range holds its first
+    rows, -1 of others.
     """
     partial_lse_ptr = partial_ptr + (2 * programs * sample_rows).to(tl.int64) * WIDTH
     return partial_lse_ptr, (partial_lse_ptr + 2 * programs * sample_rows).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -75,7 +76,7 @@ def _combine_ranges_kernel(
     """A program per query row and range; those of ranges without the first rows of a split sample end at once."""
     program = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0)
-    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
+    partial_lse_ptr, split_ptr = partials_layout(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
     sample = tl.load(split_ptr + program).to(tl.int64)
     if sample < 0:
         return
@@ -116,7 +117,7 @@ def _combine_ranges(width: int, weighted: bool) -> Launcher:
 
 @triton.jit
 def chunk_partial(low, n, chunk):
-    """The place of the partial result of the chunk that begins at row n, of a sample that begins at row low."""
+    """Returns the slot of the partial result of the chunk that begins at row n, of a sample that begins at row low."""
     return 2 * (low // chunk + (n - low) // chunk) + (n == low).to(tl.int64)
 
 
@@ -139,7 +140,7 @@ def _combine_tiles_kernel(
     if BY_RANGE:
         tile = tl.program_id(0)
         low = tl.program_id(1).to(tl.int64)
-        partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
+        partial_lse_ptr, split_ptr = partials_layout(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
         sample = tl.load(split_ptr + low).to(tl.int64)
         if sample < 0:
             return
@@ -181,7 +182,7 @@ def _combine_tiles(width: int, weighted: bool, by_range: bool) -> Launcher:
 
 
 class RangePartials:
-    """Memory for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
+    """Memory for the partial results of stream-K ranges, one allocation: see `partials_layout`."""
 
     def __init__(self, programs: int, chunk: int, sample_rows: int, width: int, by_tile: bool, device: torch.device):
         """sample_rows: T · H, the query rows of a sample; by_tile: fewer programs combine tiles of them."""

@@ -64,11 +64,11 @@ def flat(kernel: JITFunction, descriptors: int, sizes: Sequence[int], is_float: 
         parameters.append(name)
         arguments.append(f"tl.full((), {name}, tl.{'float32' if floating else 'int32'})")
     constants = list(names)
-    called, own = kernel.fn.__name__, f"{kernel.fn.__name__}_flat"
+    kernel_name, flat_name = kernel.fn.__name__, f"{kernel.fn.__name__}_flat"
     given = ", ".join([*parameters, *[f"{name}: tl.constexpr" for name in constants]])
-    lines = [f"def {own}({given}):\n", f"    {called}({', '.join([*arguments, *constants])})\n"]
-    path = f"<{own}{(descriptors, *sizes, *is_float)}>"
+    lines = [f"def {flat_name}({given}):\n", f"    {kernel_name}({', '.join([*arguments, *constants])})\n"]
+    path = f"<{flat_name}{(descriptors, *sizes, *is_float)}>"
     linecache.cache[path] = sum(map(len, lines)), None, lines, path  # where Triton and Inductor read the source
-    scope = {"__name__": __name__, "tl": tl, called: kernel}
+    scope = {"__name__": __name__, "tl": tl, kernel_name: kernel}
     exec(compile("".join(lines), path, "exec"), scope)
-    return triton.jit(scope[own])
+    return triton.jit(scope[flat_name])

@@ -87,15 +87,15 @@ class Launcher:
                 key.append(x.dtype)
         key = tuple(key)
         usual = not addresses % 16 and max(numbers, default=0) < 2**31
-        found = self.compiled.get(key) if usual else None
-        if found is None:
+        entry = self.compiled.get(key) if usual else None
+        if entry is None:
             self._check(numbers, len(arguments))
             compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
             if usual:
                 constants = (None,) * (len(self.kernel.arg_names) - len(arguments) - len(numbers))
                 self.compiled[key] = compiled, compat.launch_parts(compiled), constants
             return
-        compiled, parts, constants = found
+        compiled, parts, constants = entry
         arguments += numbers
         arguments += constants  # whose values are compiled in
         if compat.is_hooked(knobs.runtime.launch_enter_hook) or compat.is_hooked(knobs.runtime.launch_exit_hook):

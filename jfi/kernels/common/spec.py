@@ -55,7 +55,8 @@ def attention_spec(problem: AttentionProblem, kernel: KernelPlan, more: tuple | 
     values |= {"stages": kernel.num_stages, "num_splits": kernel.num_splits}
     values["program_per_sample"] = kernel.split in (Split.SAMPLE, Split.LONGEST_FIRST)
     values["longest_first"] = kernel.split is Split.LONGEST_FIRST
-    values |= {"block_h": power_of_two(problem.qheads_per_kvhead)} | {name.lower(): x for name, x in kernel.options}
+    values["block_h"] = power_of_two(problem.qheads_per_kvhead)
+    values |= {name.lower(): x for name, x in kernel.options.items()}
     return spec_of(**values, **(more._asdict() if more else {}))
 
 

@@ -38,7 +38,7 @@ SECOND_COUNTER = tl.constexpr(6)
 
 @triton.jit
 def _bucket_bounds(tiles, other_rows, TAPERS: tl.constexpr):
-    """[samples, BUCKETS] twice: tile i of n is in the bucket where n - i is at least the first and below the second.
+    """Returns [samples, BUCKETS] twice, (lo, hi): tile i of n falls in bucket b if lo[b] <= n - i < hi[b].
 
     The work of a tile is that of the rows of the other side that it sees; bucket b has the work from 2^(b/2) - 1 on.
     """
@@ -48,7 +48,7 @@ def _bucket_bounds(tiles, other_rows, TAPERS: tl.constexpr):
 
 @triton.jit
 def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
-    """The least n - i, from 1 to n, of the tiles in the bucket or in one of more work; n + 1 if there is none."""
+    """Returns the smallest n - i of the tiles whose work reaches the bucket's lower bound; n + 1 if there is none."""
     none = tiles[:, None] + 1
     if TAPERS:
         work = tl.exp2(bucket.to(tl.float32) * 0.5) - 1.0
@@ -56,8 +56,8 @@ def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
         least = tl.minimum(tl.ceil(work[None, :] * share[:, None]), none.to(tl.float32)).to(tl.int32)
         least = tl.where((other_rows == 0)[:, None] & (bucket > 0)[None, :], none, least)
     else:
-        own = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
-        least = tl.where(bucket[None, :] <= own[:, None], 1, none)
+        work_bucket = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
+        least = tl.where(bucket[None, :] <= work_bucket[:, None], 1, none)
     least = tl.minimum(tl.maximum(least, 1), none)
     # All work beyond that of the last bucket is in it.
     return tl.where((bucket == BUCKETS)[None, :], none, least)
@@ -134,12 +134,12 @@ def _schedule_kernel(
             before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
         total = tl.sum(count, 0)
         before += total - tl.cumsum(count, 0)
-    own = first + tl.arange(0, SAMPLES)
-    mask = own < batch
-    start = tl.load(offsets_ptr + own, mask=mask, other=0)
-    rows = (tl.load(offsets_ptr + own + 1, mask=mask, other=0) - start).to(tl.int32)
-    other_start = tl.load(other_offsets_ptr + own, mask=mask, other=0)
-    other_rows = (tl.load(other_offsets_ptr + own + 1, mask=mask, other=0) - other_start).to(tl.int32)
+    sample = first + tl.arange(0, SAMPLES)
+    mask = sample < batch
+    start = tl.load(offsets_ptr + sample, mask=mask, other=0)
+    rows = (tl.load(offsets_ptr + sample + 1, mask=mask, other=0) - start).to(tl.int32)
+    other_start = tl.load(other_offsets_ptr + sample, mask=mask, other=0)
+    other_rows = (tl.load(other_offsets_ptr + sample + 1, mask=mask, other=0) - other_start).to(tl.int32)
     tiles = (rows * rows_factor + BLOCK - 1) // BLOCK
     least, most = _bucket_bounds(tiles, other_rows, TAPERS)
     # Within a bucket, in the order of the samples.

@@ -7,14 +7,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jfi.kernels.common.combine import behind_partials
+from jfi.kernels.common.combine import partials_layout
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
 from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, RIGHT, ROWS, UNIT
 
-behind_partials = gluon.jit(behind_partials.fn)
+partials_layout = gluon.jit(partials_layout.fn)
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def digit_attention_registers_bwd_kernel(
     rows = (row, num_rows - row)
     grads = (dq_ptr, dbias_ptr)
     if dq_ptr is not None:
-        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
+        _partial_lse_ptr, split_ptr = partials_layout(partial_ptr, gl.num_programs(0), num_rows, L)
     split = start * 0 - 1
     num_events = gl.load(offsets_ptr + batch).to(gl.int64)
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
@@ -146,8 +146,8 @@ def digit_attention_registers_bwd_kernel(
             if begins & (last == high):
                 tile.store_sums(dq_ptr + first_row * L, dq, rows[1], SPEC)
             else:
-                place = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
-                tile.store_sums(partial_ptr + place * L, dq, rows[1], SPEC)
+                partial_row = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
+                tile.store_sums(partial_ptr + partial_row * L, dq, rows[1], SPEC)
             split = gl.where(begins & (last < high), sample, split)
         sample += 1
         low = high

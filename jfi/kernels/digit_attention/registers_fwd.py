@@ -7,14 +7,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jfi.kernels.common.combine import behind_partials
+from jfi.kernels.common.combine import partials_layout
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
 from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, ROWS, UNIT
 
-behind_partials = gluon.jit(behind_partials.fn)
+partials_layout = gluon.jit(partials_layout.fn)
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def digit_attention_registers_fwd_kernel(
     rows = (row, num_rows - row)
     own_row = gl.arange(0, SPEC.block_m, layout=ROWS)
     row_mask = own_row < rows[1]
-    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
+    partial_lse_ptr, split_ptr = partials_layout(partial_ptr, gl.num_programs(0), num_rows, L)
     split = start * 0 - 1
     num_events = gl.load(offsets_ptr + batch).to(gl.int64)
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
@@ -122,9 +122,9 @@ def digit_attention_registers_fwd_kernel(
             tile.store_sums(out_ptr + first_row * L, out, rows[1], SPEC)
             gl.store(lse_ptr + first_row + own_row, lse, mask=row_mask)
         else:
-            place = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
-            tile.store_sums(partial_ptr + place * L, out, rows[1], SPEC)
-            gl.store(partial_lse_ptr + place + own_row, lse, mask=row_mask)
+            partial_row = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
+            tile.store_sums(partial_ptr + partial_row * L, out, rows[1], SPEC)
+            gl.store(partial_lse_ptr + partial_row + own_row, lse, mask=row_mask)
         split = gl.where(begins & (last < high), sample, split)
         sample += 1
         low = high

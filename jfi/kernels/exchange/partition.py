@@ -37,7 +37,7 @@ def _load_ids(ids_ptr, at, mask, num_rows):
 
 
 @triton.jit
-def _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK: tl.constexpr):
+def _block_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK: tl.constexpr):
     """Loads a block of ids: (positions, mask of ids, ids, number outside); ids behind the last offset are padding."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (at < count) & (at < tl.load(offsets_ptr + batch).to(tl.int64))
@@ -66,13 +66,13 @@ def _count_kernel(
     BLOCK: tl.constexpr,
 ):
     """Counts the ids of a block that each rank owns, [ranks, blocks], and those that are outside. Grid: blocks."""
-    _, mask, ids, outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
+    _, mask, ids, outside = _block_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     if outside_ptr is not None:  # integers: their order does not matter
         tl.atomic_add(outside_ptr, outside.to(tl.int64), mask=outside > 0)
     rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
-    for one in range(NUM_RANKS):
-        found = tl.sum((rank == one).to(tl.int32), 0)
-        tl.store(counts_ptr + one * blocks + first_block + tl.program_id(0), found)
+    for owner in range(NUM_RANKS):
+        num_owned = tl.sum((rank == owner).to(tl.int32), 0)
+        tl.store(counts_ptr + owner * blocks + first_block + tl.program_id(0), num_owned)
 
 
 @triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "num_slots", "first", "num_rows"])
@@ -99,16 +99,17 @@ def _scatter_kernel(
     """
     ids_ptr, offsets_ptr, boundaries_ptr, ranks_ptr, shifts_ptr, payload_ptr = sequence
     counts_ptr, buffer_ptr, slots_ptr = outputs
-    at, mask, ids, _outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
+    at, mask, ids, _outside = _block_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     rank, shard = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
     before = tl.arange(0, BLOCK_B)
     is_before = before < first_block + tl.program_id(0)
     slot = tl.full((BLOCK,), -1, tl.int64)
-    for one in range(NUM_RANKS):
-        base = tl.sum(tl.load(counts_ptr + one * blocks + before, mask=is_before, other=0), 0)
-        own = (rank == one).to(tl.int32)
-        within = base + tl.cumsum(own, 0) - own
-        slot = tl.where((rank == one) & (within < num_slots), within.to(tl.int64) + one * num_slots.to(tl.int64), slot)
+    for owner in range(NUM_RANKS):
+        base = tl.sum(tl.load(counts_ptr + owner * blocks + before, mask=is_before, other=0), 0)
+        is_owned = (rank == owner).to(tl.int32)
+        within = base + tl.cumsum(is_owned, 0) - is_owned
+        fits = (rank == owner) & (within < num_slots)
+        slot = tl.where(fits, within.to(tl.int64) + owner * num_slots.to(tl.int64), slot)
     row = ids + tl.load(shifts_ptr + shard, mask=mask, other=0)
     row = tl.where(ids < 0, -1, row).to(tl.int32)
     tl.store(buffer_ptr + slot * COLUMNS, row, mask=slot >= 0)
@@ -138,15 +139,15 @@ def _count_samples_kernel(
     sample = tl.program_id(0)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    every = tl.arange(0, BLOCK_R)
-    found = tl.zeros((BLOCK_R,), tl.int32)
+    ranks = tl.arange(0, BLOCK_R)
+    num_owned = tl.zeros((BLOCK_R,), tl.int32)
     for n in range(low, high, BLOCK):
         at = n + tl.arange(0, BLOCK)
         mask = at < high
         ids, _outside = _load_ids(ids_ptr, at, mask, num_rows)
         rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
-        found += tl.sum((rank[None, :] == every[:, None]).to(tl.int32), 1)
-    tl.store(counts_ptr + every * samples.to(tl.int64) + first_sample + sample, found, mask=every < NUM_RANKS)
+        num_owned += tl.sum((rank[None, :] == ranks[:, None]).to(tl.int32), 1)
+    tl.store(counts_ptr + ranks * samples.to(tl.int64) + first_sample + sample, num_owned, mask=ranks < NUM_RANKS)
 
 
 @triton.jit(do_not_specialize=["capacity", "num_slots"])
@@ -195,18 +196,18 @@ def partition(
     counts = torch.empty(num_ranks, sum(blocks), dtype=torch.int32, device=buffer.device)
     sizes = {"NUM_RANKS": num_ranks, "BLOCK": operands.PARTITIONED_IDS}
     first_block = 0
-    for own, (ids, offsets, boundaries, ranks, _, num_rows, outside) in zip(blocks, sequences, strict=True):
+    for num_blocks, (ids, offsets, boundaries, ranks, _, num_rows, outside) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_count_kernel, NUM_SHARDS=ranks.size(0), **sizes)
         numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_rows
-        launcher((own, 1, 1), (ids, offsets, boundaries, ranks, counts, outside), numbers)
-        first_block += own
+        launcher((num_blocks, 1, 1), (ids, offsets, boundaries, ranks, counts, outside), numbers)
+        first_block += num_blocks
     sizes |= {"COLUMNS": buffer.size(1), "BLOCK_B": power_of_two(sum(blocks), 16)}
     first_block = first = 0
-    for own, (ids, offsets, *tables, num_rows, _) in zip(blocks, sequences, strict=True):
+    for num_blocks, (ids, offsets, *tables, num_rows, _) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_scatter_kernel, NUM_SHARDS=tables[1].size(0), **sizes)
         numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_slots, first, num_rows
-        launcher((own, 1, 1), ((ids, offsets, *tables, payload), (counts, buffer, slots)), numbers)
-        first_block, first = first_block + own, first + ids.size(0)
+        launcher((num_blocks, 1, 1), ((ids, offsets, *tables, payload), (counts, buffer, slots)), numbers)
+        first_block, first = first_block + num_blocks, first + ids.size(0)
     return counts
 
 

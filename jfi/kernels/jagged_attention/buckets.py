@@ -75,7 +75,7 @@ def load_bucket(biases, rows, bucket, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def bucket_bias(biases, rows, state, key, n, SPEC: tl.constexpr):
-    """The bias [M, N] of the keys from n on, the state behind them and how often rows passed on to another bucket.
+    """The bias [M, N] of the keys from n on, the state after these keys, and the number of changes of bucket.
 
     The bias of a key that is hidden is any finite number.
 
@@ -114,9 +114,9 @@ def add_bucket_sums(biases, sums_ptr, rows, state, passes, ds, key, n, mask, SPE
     for _ in range(passes):
         first = edge // MAX_BUCKETS
         leaves = first > n
-        own = tl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
-        ds -= own
-        tl.store(to + bucket, total + tl.sum(own, 1), mask=leaves & mask)
+        bucket_ds = tl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
+        ds -= bucket_ds
+        tl.store(to + bucket, total + tl.sum(bucket_ds, 1), mask=leaves & mask)
         total = tl.where(leaves, 0.0, total)
         bucket = tl.where(leaves, edge % MAX_BUCKETS, bucket)
         _bias, next_edge = load_bucket(biases, rows, bucket, leaves, SPEC)
@@ -149,22 +149,22 @@ def bucket_edges_kernel(
     high = low + batch
     while tl.max(high - low) > 1:
         middle = (low + high) // 2
-        own = tl.load(query_offsets_ptr + middle) <= query
-        low, high = tl.where(own, middle, low), tl.where(own, high, middle)
+        has_begun = tl.load(query_offsets_ptr + middle) <= query
+        low, high = tl.where(has_begun, middle, low), tl.where(has_begun, high, middle)
     start = tl.load(key_offsets_ptr + low, mask=mask, other=0).to(tl.int64)
     count = (tl.load(key_offsets_ptr + low + 1, mask=mask, other=0) - start).to(tl.int32)
     column = tl.arange(0, COLUMNS)
     exponent = tl.minimum(tl.maximum(column - 1, 0), 62)
     least = tl.full((COLUMNS,), 1, tl.int64) << exponent.to(tl.int64)
-    found = tl.zeros((ROWS, COLUMNS), tl.int32)
+    edge = tl.zeros((ROWS, COLUMNS), tl.int32)
     if BY_TIME or not IS_CAUSAL:
         time = tl.load(query_time_ptr + query, mask=mask, other=0)
         if time.dtype.is_int():
             time = time.to(tl.int64)
-        top = found + count[:, None]
-        while tl.max(tl.max(top - found, 1)) > 0:
-            middle = (found + top) // 2
-            searches = found < top
+        top = edge + count[:, None]
+        while tl.max(tl.max(top - edge, 1)) > 0:
+            middle = (edge + top) // 2
+            searches = edge < top
             at = key_time_ptr + start[:, None] + middle
             key_time = tl.load(at, mask=searches, other=0).to(time.dtype)
             if time.dtype.is_int():  # an age may exceed 64 bits
@@ -172,29 +172,29 @@ def bucket_edges_kernel(
             else:  # the age itself, rounded as in `bucket_of`
                 is_aged = time[:, None] - key_time >= least[None, :].to(time.dtype)
             before = tl.where((column == 0)[None, :], key_time < time[:, None], is_aged) & searches
-            found, top = tl.where(before, middle + 1, found), tl.where(before | (found >= top), top, middle)
+            edge, top = tl.where(before, middle + 1, edge), tl.where(before | (edge >= top), top, middle)
     if IS_CAUSAL:
         end = (query - tl.load(query_offsets_ptr + low + 1, mask=mask, other=0)).to(tl.int32) + 1 + count
         newest = end - 1
     else:
-        end = tl.sum(tl.where((column == 0)[None, :], found, 0), 1)
+        end = tl.sum(tl.where((column == 0)[None, :], edge, 0), 1)
         newest = end
     end = tl.minimum(tl.maximum(end, 0), count)
     begin = tl.maximum(end - max_visible, 0)
     if not BY_TIME:
-        found = (newest[:, None] - tl.minimum(least, 2**30)[None, :].to(tl.int32)) + 1
-    found = tl.minimum(tl.maximum(found, 0), end[:, None])
-    found = tl.where((column == 0)[None, :], end[:, None], found)
+        edge = (newest[:, None] - tl.minimum(least, 2**30)[None, :].to(tl.int32)) + 1
+    edge = tl.minimum(tl.maximum(edge, 0), end[:, None])
+    edge = tl.where((column == 0)[None, :], end[:, None], edge)
     # The bucket of the key before each edge.
     times = (query_time_ptr if BY_TIME else None, key_time_ptr if BY_TIME else None)
-    before = mask[:, None] & (found > 0)
-    bucket = bucket_of(times, query[:, None], end[:, None], start[:, None], found - 1, before, NUM_BUCKETS, IS_CAUSAL)
+    before = mask[:, None] & (edge > 0)
+    bucket = bucket_of(times, query[:, None], end[:, None], start[:, None], edge - 1, before, NUM_BUCKETS, IS_CAUSAL)
     # Never a bucket behind the edge, whatever the times: loops over buckets end because each edge leads to a later one.
     bucket = tl.maximum(bucket, column[None, :])
-    found = found * MAX_BUCKETS + tl.where(before, bucket, 0)
-    found = tl.where((column == NUM_BUCKETS)[None, :], begin[:, None], found)
+    edge = edge * MAX_BUCKETS + tl.where(before, bucket, 0)
+    edge = tl.where((column == NUM_BUCKETS)[None, :], begin[:, None], edge)
     to = edges_ptr + query[:, None] * (NUM_BUCKETS + 1) + column[None, :]
-    tl.store(to, found, mask=mask[:, None] & (column <= NUM_BUCKETS)[None, :])
+    tl.store(to, edge, mask=mask[:, None] & (column <= NUM_BUCKETS)[None, :])
 
 
 @cached

@@ -74,7 +74,7 @@ def visible_rows(own_row, mask, first, shift, work_tile, kv_head, schedule, SPEC
 
 @gluon.jit
 def bucket_behind(edges_ptr, rows, bucket, mask, end, SPEC: gl.constexpr):
-    """The bucket of the newest key before ``end`` of rows whose newest key is in ``bucket``, which it is if that is."""
+    """Returns for each row the bucket of its newest key before ``end``; ``bucket`` is that of its newest key."""
     for i in gl.static_range(6):
         later = bucket + (MAX_BUCKETS >> (i + 1))
         edge = gl.load(

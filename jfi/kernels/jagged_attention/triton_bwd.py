@@ -249,8 +249,8 @@ def jagged_attention_dkey_kernel(
         if dk_ptr is not None:
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
         if dbias_ptr is not None:
-            own = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
-            dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision=SPEC.sum_precision)
+            is_head = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
+            dbias = tl.dot(tl.trans(ds), is_head.to(tl.float32), dbias, input_precision=SPEC.sum_precision)
     if dv_ptr is not None:
         store_head(dv_ptr, dv, n, key_at, mask, kv_head, E, SPEC.block_e, SPEC)
     if dk_ptr is not None:

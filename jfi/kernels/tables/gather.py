@@ -1,4 +1,4 @@
-"""Rows of embedding tables by id, and ids with -1 in the place of those outside of their tables."""
+"""Rows of embedding tables by id, and ids with -1 for those outside of their tables."""
 
 import torch
 import triton

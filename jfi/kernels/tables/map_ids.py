@@ -51,9 +51,9 @@ def map_ids_kernel(
         is_marked = tl.load(known_ptr + position, mask=is_known, other=1)
         tl.store(known_ptr + position, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
         is_new = may_have_row & ~is_known
-        found = tl.sum(is_new.to(tl.int64), 0)
+        num_found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
-        first = tl.atomic_add(num_new_ptr, found, mask=found > 0)
+        first = tl.atomic_add(num_new_ptr, num_found, mask=num_found > 0)
         slot = first + tl.cumsum(is_new.to(tl.int64), 0) - 1
         tl.store(new_ptr + slot, ids, mask=is_new & (slot < num_kept))
         reserved = tl.sum((mask & (ids == NO_ID)).to(tl.int64), 0)

@@ -32,7 +32,7 @@ MAX_GRADS = 8
 MAX_STEPPED_TABLES = 32
 
 
-#: In the place of an optimizer where the sums themselves are wanted.
+#: Instead of an optimizer where the sums themselves are wanted.
 _SUM = RowOptimizer("sum")
 
 
@@ -54,18 +54,18 @@ def _cols(SPEC: tl.constexpr):
 
 
 @triton.jit
-def _places(tables, FIELD: tl.constexpr, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
-    """Returns where each row of a field lies, in elements from the first table's pointer."""
+def _offsets(tables, FIELD: tl.constexpr, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
+    """Returns the offset of each row of a field, in elements from the first table's pointer."""
     FIRST: tl.constexpr = FIELD * SPEC.num_tables
     BYTES: tl.constexpr = tables[FIRST].dtype.element_ty.primitive_bitwidth // 8
     FIRSTS: tl.constexpr = SPEC.firsts
-    place = (row - FIRSTS[0]) * STRIDE
+    offset = (row - FIRSTS[0]) * STRIDE
     for i in tl.static_range(1, SPEC.num_tables):
         distance = (tables[FIRST + i].to(tl.int64) - tables[FIRST].to(tl.int64)) // BYTES
-        place = tl.where(row >= FIRSTS[i], distance + (row - FIRSTS[i]) * STRIDE, place)
+        offset = tl.where(row >= FIRSTS[i], distance + (row - FIRSTS[i]) * STRIDE, offset)
     if SPEC.aligned and (STRIDE * BYTES) % 16 == 0:
-        place = tl.multiple_of(place, 16 // BYTES)
-    return place
+        offset = tl.multiple_of(offset, 16 // BYTES)
+    return offset
 
 
 @triton.jit
@@ -79,34 +79,34 @@ def _load_states(row, mask, tables, SPEC: tl.constexpr):
     cols = _cols(SPEC)[None, :]
     keep = _columns(mask, SPEC)
     row = row.to(tl.int64)
-    at = _places(tables, 0, row, SPEC.width, SPEC)[:, None] + cols
+    at = _offsets(tables, 0, row, SPEC.width, SPEC)[:, None] + cols
     old = 0.0
-    first_at, first, second_at, second, average_at, average, when_at, when = at, 0.0, at, 0.0, at, 0.0, at, 0
+    state1_at, state1, state2_at, state2, ema_at, ema, last_step_at, last_step = at, 0.0, at, 0.0, at, 0.0, at, 0
     if SPEC.name != "sum":
         old = tl.load(tables[0] + at, mask=keep, other=0.0).to(tl.float32)
     if SPEC.name == "rowwise_adagrad":
-        first_at = _places(tables, 1, row, 1, SPEC)
-        first = tl.load(tables[N] + first_at, mask=mask, other=0.0)
+        state1_at = _offsets(tables, 1, row, 1, SPEC)
+        state1 = tl.load(tables[N] + state1_at, mask=mask, other=0.0)
     elif SPEC.name != "sum" and SPEC.name != "sgd":
-        first_at = _places(tables, 1, row, SPEC.width, SPEC)[:, None] + cols
-        first = tl.load(tables[N] + first_at, mask=keep, other=0.0)
+        state1_at = _offsets(tables, 1, row, SPEC.width, SPEC)[:, None] + cols
+        state1 = tl.load(tables[N] + state1_at, mask=keep, other=0.0)
     if SPEC.name == "adam" or SPEC.name == "adamw":
-        second_at = _places(tables, 2, row, SPEC.width, SPEC)[:, None] + cols
-        second = tl.load(tables[2 * N] + second_at, mask=keep, other=0.0)
+        state2_at = _offsets(tables, 2, row, SPEC.width, SPEC)[:, None] + cols
+        state2 = tl.load(tables[2 * N] + state2_at, mask=keep, other=0.0)
     if SPEC.ema_decay > 0:
-        average_at = _places(tables, 3, row, SPEC.width, SPEC)[:, None] + cols
-        average = tl.load(tables[3 * N] + average_at, mask=keep, other=0.0)
+        ema_at = _offsets(tables, 3, row, SPEC.width, SPEC)[:, None] + cols
+        ema = tl.load(tables[3 * N] + ema_at, mask=keep, other=0.0)
     if SPEC.ema_decay > 0 or SPEC.weight_decay > 0:
-        when_at = _places(tables, 4, row, 1, SPEC)
-        when = tl.load(tables[4 * N] + when_at, mask=mask, other=0)
-    return at, old, first_at, first, second_at, second, average_at, average, when_at, when
+        last_step_at = _offsets(tables, 4, row, 1, SPEC)
+        last_step = tl.load(tables[4 * N] + last_step_at, mask=mask, other=0)
+    return at, old, state1_at, state1, state2_at, state2, ema_at, ema, last_step_at, last_step
 
 
 @triton.jit
 def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr):
     """Steps the rows of the mask by their gradients g [rows, BLOCK_D], 0 from column D on."""
     N: tl.constexpr = SPEC.num_tables
-    at, old, first_at, first, second_at, second, average_at, average, when_at, when = states
+    at, old, state1_at, state1, state2_at, state2, ema_at, ema, last_step_at, last_step = states
     learning_rate_ptr, step_ptr, flushed_ptr = schedule
     keep = _columns(mask, SPEC)
     if SPEC.name == "sum":
@@ -116,33 +116,33 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
         new = old
         penalty = 0.0
         if SPEC.weight_decay > 0:
-            missed = tl.where(when == 0, 1, tl.load(step_ptr) - when).to(tl.float32)
+            missed = tl.where(last_step == 0, 1, tl.load(step_ptr) - last_step).to(tl.float32)
             penalty = (missed * (lr * SPEC.weight_decay))[:, None]
         if SPEC.name == "sgd":
             new -= lr * g
         elif SPEC.name == "rowwise_adagrad":
-            first += tl.sum(g * g, 1) / SPEC.width
-            tl.store(tables[N] + first_at, first, mask=mask)
-            root = tl.sqrt(first) + SPEC.eps
+            state1 += tl.sum(g * g, 1) / SPEC.width
+            tl.store(tables[N] + state1_at, state1, mask=mask)
+            root = tl.sqrt(state1) + SPEC.eps
             new -= g * (lr / root)[:, None]
             penalty = tl.where((root > SPEC.eps)[:, None], penalty / root[:, None], 0.0)
         elif SPEC.name == "adagrad":
-            first += g * g
-            tl.store(tables[N] + first_at, first, mask=keep)
-            root = tl.sqrt(first) + SPEC.eps
+            state1 += g * g
+            tl.store(tables[N] + state1_at, state1, mask=keep)
+            root = tl.sqrt(state1) + SPEC.eps
             new -= lr * g / root
             penalty = tl.where(root > SPEC.eps, penalty / root, 0.0)
         else:
-            first += (g - first) * (1.0 - SPEC.beta1)
-            tl.store(tables[N] + first_at, first, mask=keep)
-            second = second * SPEC.beta2 + (1.0 - SPEC.beta2) * g * g
-            tl.store(tables[2 * N] + second_at, second, mask=keep)
+            state1 += (g - state1) * (1.0 - SPEC.beta1)
+            tl.store(tables[N] + state1_at, state1, mask=keep)
+            state2 = state2 * SPEC.beta2 + (1.0 - SPEC.beta2) * g * g
+            tl.store(tables[2 * N] + state2_at, state2, mask=keep)
             # In float64: 1 - beta of the first steps has few digits.
             step = tl.load(step_ptr).to(tl.float64)
             bias1 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta1, tl.float64)))).to(tl.float32)
             bias2 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta2, tl.float64)))).to(tl.float32)
-            root = tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps
-            new -= (lr / bias1) * first / root
+            root = tl.sqrt(state2) / tl.sqrt(bias2) + SPEC.eps
+            new -= (lr / bias1) * state1 / root
             if SPEC.name == "adam":
                 penalty = tl.where(root > SPEC.eps, penalty / root, 0.0)
         if SPEC.weight_decay > 0:
@@ -155,27 +155,27 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
         if SPEC.ema_decay > 0:
             new = new.to(tl.float32)
             step = tl.load(step_ptr)
-            missed = (step - 1 - tl.maximum(when, tl.load(flushed_ptr))).to(tl.float32)
+            missed = (step - 1 - tl.maximum(last_step, tl.load(flushed_ptr))).to(tl.float32)
             decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.ema_decay, tl.float32)))
-            average = tl.where(when[:, None] == 0, old, old + decay[:, None] * (average - old))
-            average = tl.where(step == 1, new, average + (1.0 - SPEC.ema_decay) * (new - average))
-            tl.store(tables[3 * N] + average_at, average, mask=keep)
+            ema = tl.where(last_step[:, None] == 0, old, old + decay[:, None] * (ema - old))
+            ema = tl.where(step == 1, new, ema + (1.0 - SPEC.ema_decay) * (new - ema))
+            tl.store(tables[3 * N] + ema_at, ema, mask=keep)
         if SPEC.ema_decay > 0 or SPEC.weight_decay > 0:
             now = tl.load(step_ptr).to(tl.int32)
-            tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + now, mask=mask)
+            tl.store(tables[4 * N] + last_step_at, tl.zeros(last_step_at.shape, tl.int32) + now, mask=mask)
 
 
 @triton.jit
-def _load_gradients(grads, starts, place, mask, SPEC: tl.constexpr, NUM_GRADS: tl.constexpr):
+def _load_gradients(grads, starts, position, mask, SPEC: tl.constexpr, NUM_GRADS: tl.constexpr):
     """[events, BLOCK_D]: the gradients of events in their own order; gradient k has those from starts[k] on."""
     BYTES: tl.constexpr = grads[0].dtype.element_ty.primitive_bitwidth // 8
     D: tl.constexpr = SPEC.width
-    place = place.to(tl.int64)
-    at = place * D
+    position = position.to(tl.int64)
+    at = position * D
     for i in tl.static_range(1, NUM_GRADS):
         # How far the rows of this gradient lie from the first one's: one load for all.
         distance = (grads[i].to(tl.int64) - grads[0].to(tl.int64)) // BYTES
-        at = tl.where(place >= starts[i - 1], distance + (place - starts[i - 1]) * D, at)
+        at = tl.where(position >= starts[i - 1], distance + (position - starts[i - 1]) * D, at)
     if (D * BYTES) % 16 == 0:
         at = tl.multiple_of(at, 16 // BYTES)
     cols = _cols(SPEC)
@@ -230,11 +230,11 @@ def step_rows_kernel(
         mask = first + at < end
         row = tl.load(rows_ptr + first + at, mask=mask, other=HIGH)
         following = tl.load(rows_ptr + first + at + 1, mask=first + at + 1 < count, other=-1)
-        place = tl.load(order_ptr + first + at, mask=mask, other=0)
+        position = tl.load(order_ptr + first + at, mask=mask, other=0)
         valid = mask & (row >= LOW) & (row < HIGH)
         ends = valid & (row != following)
         states = _load_states(row, ends & (row != head), tables, SPEC)
-        g = _load_gradients(grads, starts, place, valid, SPEC, NUM_GRADS).to(tl.float32)
+        g = _load_gradients(grads, starts, position, valid, SPEC, NUM_GRADS).to(tl.float32)
         goes_on = (at == 0) & (row == open_row)
         g = tl.where(goes_on[:, None], g + total[None, :], g)
         rows = tl.broadcast_to(row[:, None], g.shape)

@@ -27,7 +27,7 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     history_descriptor,
     load_history,
     query_descriptor,
-    query_places,
+    query_positions,
     split_into_chunks,
     sum_heads,
 )
@@ -97,10 +97,10 @@ def target_attention_multi_tile_dquery_kernel(
     tile = program % tiles
     first = tile * SPEC.block_m
     at = first + tl.arange(0, SPEC.block_m)
-    place, q_at = query_places(first, at, kv_head, SPEC)
+    start, q_at = query_positions(first, at, kv_head, SPEC)
     q_mask = at < num_rows
     k_at = tl.arange(0, SPEC.block_n)
-    row = sample * (num_rows * SPEC.num_kv_heads) + place
+    row = sample * (num_rows * SPEC.num_kv_heads) + start
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
     grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, SPEC.block_e)
     lse, delta = load_statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, SPEC)
@@ -137,7 +137,7 @@ def target_attention_multi_tile_dquery_kernel(
         if high - low <= chunk:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
         else:
-            partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + place
+            partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + start
             store_rows(partial_ptr + partial * D, dq, q_at, q_mask, D, D, SPEC.block_d)
 
 
@@ -151,8 +151,8 @@ def _load_queries(
         return desc.load([sample.to(tl.int32), first, kv_head * WIDTH]).reshape(SPEC.block_m, BLOCK_D)
     else:
         at = first + tl.arange(0, SPEC.block_m)
-        place, q_at = query_places(first, at, kv_head, SPEC)
-        return load_rows(ptr + (row + place) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
+        start, q_at = query_positions(first, at, kv_head, SPEC)
+        return load_rows(ptr + (row + start) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows"])
@@ -243,7 +243,7 @@ def backward(
         statistics = lse.new_empty(batch * num_kv_heads * 2 * padded)
         tile_samples = x.offsets.new_empty(history_tiles, dtype=torch.int32)
     descriptors = (None, None, None)
-    if dquery_plan.constants["BY_TMA"]:
+    if dquery_plan.options["BY_TMA"]:
         shared_gradient = dkey if problem.shared_kv else None
         descriptors = tuple(history_descriptor(y, dquery_plan.block_n) for y in (x.key, x.value, shared_gradient))
     history = (x.key, x.value, x.bias, x.offsets)
@@ -256,7 +256,7 @@ def backward(
         kernel = dhistory_plan[0]
         launch = _dhistory_launcher(problem, kernel)
         descriptors = (None, None)
-        if kernel.constants["BY_TMA"]:
+        if kernel.options["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))
         tensors = ((x.query, grad, statistics), (*history, tile_samples), (dkey, dvalue, dbias))
         launch((history_tiles, num_kv_heads, 1), tensors, (batch, num_rows, x.scale), descriptors)

@@ -102,8 +102,8 @@ def load_history(desc, history, n, at, mask, kv_head, SPEC: tl.constexpr, BY_TMA
 
 
 @triton.jit
-def query_places(first, at, kv_head, SPEC: tl.constexpr):
-    """Returns where query rows ``at``, from ``first`` on, lie among a sample's: (a row in 64 bits, distances).
+def query_positions(first, at, kv_head, SPEC: tl.constexpr):
+    """Returns the positions of query rows ``at``, from ``first`` on, in a sample: (a row in 64 bits, distances to it).
 
     With one key head the distances take 32 bits, half the registers that are held for the output through the sweep.
     """

@@ -22,7 +22,7 @@ from jfi.kernels.target_attention.multi_tile_chunks import (
     find_chunk,
     history_descriptor,
     load_history,
-    query_places,
+    query_positions,
     split_into_chunks,
 )
 from jfi.utils.operands import TargetAttentionInputs
@@ -66,11 +66,11 @@ def target_attention_multi_tile_fwd_kernel(
         return
     first = program % tiles * SPEC.block_m
     at = first + tl.arange(0, SPEC.block_m)
-    place, q_at = query_places(first, at, kv_head, SPEC)
+    start, q_at = query_positions(first, at, kv_head, SPEC)
     q_mask = at < num_rows
     k_at = tl.arange(0, SPEC.block_n)
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
-    row = sample * sample_rows + place
+    row = sample * sample_rows + start
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
     maximum, total, acc = no_sums(SPEC.block_m, SPEC.block_e)
     left = tl.minimum(high - n, chunk).to(tl.int32)
@@ -91,7 +91,7 @@ def target_attention_multi_tile_fwd_kernel(
         store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
         tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
     else:
-        partial = chunk_partial(low, n, chunk) * sample_rows + place
+        partial = chunk_partial(low, n, chunk) * sample_rows + start
         store_rows(partial_ptr + partial * E, out, q_at, q_mask, E, E, SPEC.block_e)
         tl.store(partial_lse_ptr + partial + q_at, lse, mask=q_mask)
 
@@ -110,7 +110,7 @@ def forward(
     query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
     partials, grid, numbers = split_into_chunks(x, problem, kernel.block_m, problem.value_dim)
     descriptors = (None, None)
-    if kernel.constants["BY_TMA"]:
+    if kernel.options["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
     launch(_launcher(problem, kernel), grid, tensors, (*numbers, scale), descriptors)

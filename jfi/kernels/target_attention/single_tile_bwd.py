@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.kernels.common.combine import RangePartials, behind_partials
+from jfi.kernels.common.combine import RangePartials, partials_layout
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
@@ -181,7 +181,7 @@ def target_attention_single_tile_bwd_kernel(
         end = start + chunk
         sample, low, high, n, _tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
     if partial_ptr is not None:
-        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, D)
+        _partial_lse_ptr, split_ptr = partials_layout(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, D)
         split = tl.full((), -1, tl.int64)
     while (sample < batch) & (low + sample * WEIGHT < end):
         next_high = high
@@ -203,8 +203,8 @@ def target_attention_single_tile_bwd_kernel(
             if begins & (last == high):
                 store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
             else:
-                place = (2 * program + begins.to(tl.int32)) * sample_rows
-                store_rows(partial_ptr + place * D, dq, q_at, q_mask, D, D, SPEC.block_d)
+                partial_row = (2 * program + begins.to(tl.int32)) * sample_rows
+                store_rows(partial_ptr + partial_row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
             split = tl.where(begins & (last < high), sample, split)
         elif dq_ptr is not None:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
@@ -226,7 +226,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of query, key (key + value where they are shared), value, bias and second.
 
-    Those that are not needed are None, but for one half of a row whose other half needs its gradient.
+    Those that are not needed are None; key and second are computed together.
     """
     needs_query, needs_key, needs_value, needs_bias, needs_second = needed
     needs_key = needs_second = needs_key or needs_second
@@ -241,7 +241,7 @@ def backward(
         if needs_query:
             partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, problem.num_words > 0, device)
     rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
-    sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
+    sums_table = needs_bias and rows[0] > 0 and kernel.options["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
     if kernel.kernel == "digit_attention_registers_bwd":
@@ -265,7 +265,7 @@ def backward(
 
 
 def _sum_dbias(x: TargetAttentionInputs, dbias: Tensor | None, sums_table: bool) -> Tensor | None:
-    """Returns the gradient of the bias from those of the tiles, and of programs or events."""
+    """Sums the gradients of the bias of tiles and of programs or events."""
     if dbias is None:
         return None
     if sums_table:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels import plan
-from jfi.kernels.common.combine import RangePartials, behind_partials
+from jfi.kernels.common.combine import RangePartials, partials_layout
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import launchers_of
@@ -117,7 +117,7 @@ def target_attention_single_tile_fwd_kernel(
         start = program.to(tl.int64) * chunk
         end = start + chunk
         sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
-        partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
+        partial_lse_ptr, split_ptr = partials_layout(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
         split = tl.full((), -1, tl.int64)
         sample, low, high, n, tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
         for _ in range(tiles):
@@ -137,9 +137,9 @@ def target_attention_single_tile_fwd_kernel(
                     store_rows(out_ptr + sample * sample_rows * E, out, q_at, q_mask, E, E, SPEC.block_e)
                     tl.store(lse_ptr + sample * sample_rows + q_at, lse, mask=q_mask)
                 else:
-                    place = (2 * program + begins.to(tl.int32)) * sample_rows
-                    store_rows(partial_ptr + place * E, out, q_at, q_mask, E, E, SPEC.block_e)
-                    tl.store(partial_lse_ptr + place + q_at, lse, mask=q_mask)
+                    partial_row = (2 * program + begins.to(tl.int32)) * sample_rows
+                    store_rows(partial_ptr + partial_row * E, out, q_at, q_mask, E, E, SPEC.block_e)
+                    tl.store(partial_lse_ptr + partial_row + q_at, lse, mask=q_mask)
                 split = tl.where(begins & (last < high), sample, split)
                 maximum, total, acc = _nothing(SPEC)
             n = tl.where(done, high, n + SPEC.block_n)

@@ -1,0 +1,40 @@
+"""The number of lines of each folder of jfi stays within its budget."""
+
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "jfi"
+
+#: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
+BUDGET = {
+    "": 342,
+    "baselines": 380,
+    "cli": 1727,
+    "cpu": 1299,
+    "cuda_graphs": 799,
+    "data": 8889,
+    "distributed": 2417,
+    "events": 2346,
+    "follow": 1640,
+    "history_policies": 1783,
+    "kernels": 8418,
+    "models": 896,
+    "modules": 4904,
+    "ops": 3447,
+    "semantic_ids": 2089,
+    "serving": 7674,
+    "training": 7728,
+    "utils": 2021,
+}
+
+
+def test_no_folder_has_more_lines_than_its_budget():
+    lines = Counter()
+    for path in ROOT.rglob("*.py"):
+        folder = path.relative_to(ROOT).parts[0] if path.parent != ROOT else ""
+        lines[folder] += path.read_text(encoding="utf-8").count("\n")
+    above = [name for name in sorted(lines) if lines[name] > BUDGET.get(name, 0)]
+    text = "; ".join(f"jfi/{name} has {lines[name]} lines, and its budget is {BUDGET.get(name, 0)}" for name in above)
+    advice = "simplify or remove code there; or raise BUDGET in the same commit and give the reason in its message"
+    assert not above, f"{text}: {advice}"
+    assert lines.keys() == BUDGET.keys(), f"remove from BUDGET: {', '.join(BUDGET.keys() - lines.keys())}"
