@@ -146,12 +146,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self.outside_ids[0].on(self.device)
         return self
 
-    def _check_ids(self, features: KeyedJaggedTensor) -> None:
+    def _look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
+        """Checks the ids, and returns the rows by embedding."""
         validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
-        lookups.allow_no_samples(features)
-
-    def look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
-        """Returns by embedding the rows of checked ids."""
         weights, by_key = self._fused.weights, features.to_dict()
         processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1
         if processes > 1 and any([weight.requires_grad for weight in weights.values()]):
@@ -270,8 +267,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
                 gives zeros on a GPU, without a gradient and a step, and `jfi.modules.outside_ids` counts it.
             RuntimeError: in a process group of several, with gradients enabled and tables that require them.
         """
-        self._check_ids(features)
-        return self.look_up(features)
+        return self._look_up(features)
 
     def averaged(self) -> EmbeddingCollection:
         """Returns TorchRec's collection of the same names over the memory of `averages()`, for evaluation."""
@@ -344,10 +340,9 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         Raises:
             ValueError, RuntimeError: as `FusedEmbeddingCollection.forward`.
         """
-        self._check_ids(features)
+        found, by_key, pooled = self._look_up(features), features.to_dict(), []
         if self._is_weighted and features.weights_or_none() is None:
             raise ValueError("features must have weights, since is_weighted is True, got none")
-        found, by_key, pooled = self.look_up(features), features.to_dict(), []
         for embedding, key, table in self._lookups:
             weights = by_key[key].weights() if self._is_weighted else None
             pooled.append(pool(key, found[embedding], weights, table in self._by_mean).to(self._output_dtype))
