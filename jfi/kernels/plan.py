@@ -481,7 +481,8 @@ def plan_target_attention(
             if packed:
                 reason = "at most 2^15 events or one sample at a time"
                 return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
-            dense = cpu_is_dense(num_keys * query_rows, batch)
+            scores = num_keys * query_rows
+            dense = scores == 0 or scores > CPU_DENSE_SCORES * batch
             kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
             return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
         formula = f"jfi.reference.{'digit' if packed else 'target'}_attention"
@@ -564,11 +565,6 @@ def _jagged_refusal(
     if tiles < FILLING_TILES_PER_SM * problem.device.num_sms:
         return f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
     return None
-
-
-def cpu_is_dense(scores: int, batch: int) -> bool:
-    """Returns whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
-    return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
 @cached

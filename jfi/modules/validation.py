@@ -63,7 +63,8 @@ def unread(events: JaggedTensor) -> Tensor:
 def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
     """Checks that all parts are dense tensors on one device, and the lengths integers; returns the `unread` values."""
     values, weights = unread(events), events.weights_or_none()
-    check_dense(name, values)
+    if type(values) is not Tensor or values.is_nested or values.layout is not torch.strided:
+        check_dense(name, values)
     if values.dim() == 0:
         raise ValueError(f"{name} must hold a tensor of at least one dimension, got one of none")
     if weights is not None:
