@@ -14,7 +14,7 @@ product per sample is faster.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
-from jfi.kernels.plan import cpu_is_dense
+from jfi.kernels.plan import CPU_DENSE_SCORES
 from jfi.reference import unpack_digits
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -51,6 +51,9 @@ class _Problem:
         self.value = self.key if value is None else value.to(self.dtype)
         self.is_shared = value is None
         self.bias = None if bias is None else bias.to(self.dtype)
+        # A matrix product per sample rather than sparse products of the whole batch, as `plan` says.
+        scores = self.rows * self.query_rows
+        self.is_dense = scores == 0 or scores > CPU_DENSE_SCORES * self.batch
 
     def group(self, x: Tensor) -> Tensor:
         """[B, T, H, W] -> [B, G, Q, W]."""
@@ -60,9 +63,6 @@ class _Problem:
     def ungroup(self, x: Tensor) -> Tensor:
         """[B, G, Q, W] -> [B, T, H, W]."""
         return x.unflatten(2, (self.num_queries, self.qheads_per_kvhead)).transpose(1, 2).flatten(2, 3).contiguous()
-
-    def is_dense(self) -> bool:
-        return cpu_is_dense(self.rows * self.query_rows, self.batch)
 
 
 class _Pattern:
@@ -74,6 +74,7 @@ class _Pattern:
         self.count = problem.rows * self.rows_per_sample
         # Half as much to write and to read, where that is enough.
         self.index = torch.int32 if self.count * problem.num_heads < 2**31 else torch.int64
+        self.range = partial(torch.arange, dtype=self.index)
         self.offsets = self.starts = problem.offsets.to(self.index)
         self.lengths = self.offsets.diff()
         if self.rows_per_sample > 1:
@@ -81,9 +82,6 @@ class _Pattern:
             self.starts = F.pad(lengths.cumsum(0, dtype=self.index), (1, 0))
         group = self.range(problem.num_kv_heads).repeat_interleave(problem.query_rows)
         self.column = self.positions(problem.num_kv_heads, group)
-
-    def range(self, end: int, step: int = 1) -> Tensor:
-        return torch.arange(0, end, step, dtype=self.index)
 
     @cached_property
     def sample(self) -> Tensor:
@@ -99,11 +97,11 @@ class _Pattern:
 
     def positions(self, width: int, column: Tensor) -> Tensor:
         """[P]: the position of each entry's row in [S · width], at the column [G · Q] that its query has."""
-        entries = self.range(self.count * width, width)
+        entries = self.range(0, self.count * width, width)
         if self.rows_per_sample == 1:
             return entries
         first = self.offsets[:-1, None] * width + column
-        return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
+        return entries.add_((first.flatten() - self.starts[:-1] * width).index_select(0, self.query))
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, G, Q] -> [P]: the entry's query's."""
@@ -150,7 +148,7 @@ class _Pattern:
         count = problem.batch * self.rows_per_sample
         queries = self.range(self.rows_per_sample).view(problem.num_kv_heads, -1)
         positions = torch.cat([queries + i * count for i in range(len(terms))], 1)
-        first = self.range(count, self.rows_per_sample).index_select(0, self.sample)
+        first = self.range(0, count, self.rows_per_sample).index_select(0, self.sample)
         weights = torch.cat([x.unflatten(1, (problem.num_kv_heads, -1)) for x in weights], 2)
         out = F.embedding_bag(
             (first[:, None, None] + positions).flatten(0, 1),
@@ -290,7 +288,7 @@ def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
             out[samples], lse[samples] = forward(part)
         return out, lse
     problem = _Problem(x)
-    out, lse = (_dense_forward if problem.is_dense() else _sparse_forward)(problem)
+    out, lse = (_dense_forward if problem.is_dense else _sparse_forward)(problem)
     return problem.ungroup(out).to(query.dtype), problem.ungroup(lse[..., None])[..., 0]
 
 
@@ -304,7 +302,7 @@ def backward(
     grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
-    work = _dense_backward if problem.is_dense() else _sparse_backward
+    work = _dense_backward if problem.is_dense else _sparse_backward
     dquery, *others = work(problem, grads, deltas, lses, needed[:4])
     dquery = None if dquery is None else problem.ungroup(dquery * x.scale).to(x.query.dtype)
     return dquery, *(None if y is None else y.to(x.query.dtype) for y in others)

@@ -67,7 +67,6 @@ class SequenceArch(nn.Module):
         widths: by key that of its embeddings; those that are not `embedding_dim` wide are projected.
         embedding_dim: width of every entry.
         event_dim: width of the embeddings of events.
-        id_keys: by key of the EmbeddingCollection's output that of the ids where they differ.
         device: of the parameters outside the encoder.
     """
 
@@ -82,11 +81,10 @@ class SequenceArch(nn.Module):
         pooling: AttentionPooling | Literal["mean", "sum", "none"],
         encoder: JaggedEncoder | None,
         user_keys: list[str],
-        id_keys: dict[str, str],
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        self._id_keys, self.user_keys = id_keys, user_keys
+        self.user_keys = user_keys
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
         layers: list[JaggedFeatureInteraction | JaggedPooling] = []
         pooled = features if encoder is None else [feature.encoded() for feature in features]
@@ -169,7 +167,7 @@ class SequenceArch(nn.Module):
     def _events(
         self, embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> dict[str, JaggedTensor]:
-        sequences = _sequences(embeddings, ids, self.features, self._id_keys, self._not_shared, timelines)
+        sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
         return sequences if self.encoder is None else self.encoder(sequences)
 
     def _pool(
@@ -225,12 +223,11 @@ def _sequences(
     embeddings: dict[str, JaggedTensor],
     ids: KeyedJaggedTensor,
     features: list[SequenceFeatureConfig],
-    id_keys: dict[str, str],
     not_shared: str | None,
     timelines: Timelines | None,
 ) -> dict[str, JaggedTensor]:
     """Returns the events with what the biases read; of timelines the U that are not empty by construction."""
-    sequences = lookups.with_event_inputs(embeddings, ids, features, id_keys, "sparse_features")
+    sequences = lookups.with_event_inputs(embeddings, ids, features, "sparse_features")
     if timelines is None:
         return sequences
     if not_shared is not None:

@@ -27,7 +27,6 @@ from jfi.modules import (
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
-    lookups,
     validation,
 )
 from jfi.modules.lookups import names_of
@@ -193,7 +192,7 @@ class SequenceDLRM(nn.Module):
         self.semantic_ids = semantic_ids
         self.growing_ids = growing_ids
         self._user_keys = user_keys or []
-        options = pooling, encoder, self._user_keys, {name: key for name, key, _ in singles}, dense_device
+        options = pooling, encoder, self._user_keys, dense_device
         self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, embedding_dim, event_dim, *options)
         num_entries, biased = self.sequence_arch.num_entries, self.sequence_arch.features
         self._id_keys = [key for _, key, _ in bags + singles]
@@ -265,7 +264,6 @@ class SequenceDLRM(nn.Module):
         self, ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor]]:
         _check_ids(ids, self._id_keys, self._from_times, self._user_keys, self._sharded(), timelines)
-        lookups.allow_no_samples(ids)
         if self.growing_ids is not None:
             ids = self.growing_ids(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)

@@ -148,9 +148,11 @@ def read_events(
             targets = None
     target_offsets = None if candidates is None else candidates[0]
     validation.check_inputs(sequences, groups, targets, target_offsets, target_times is not None)
-    device = sequences[groups[0].sequence_keys[0][0]].offsets().device
+    device, found = sequences[groups[0].sequence_keys[0][0]].offsets().device, []
     with without_autocast(device.type):  # under which cat refuses some dtypes
-        return [_read_group(sequences, group, targets, candidates) for group in groups]
+        for group in groups:
+            found.append(_read_group(sequences, group, targets, candidates))
+    return found
 
 
 @torch.compiler.disable
@@ -186,7 +188,7 @@ def _read_group(
     candidates: _Candidates | None,
 ) -> Events:
     """Reads and concatenates; field by field, so that adding or concatenating fields is one kernel for all features."""
-    feature, firsts = group.features[0], [sequences[key] for key in group.sequence_keys[0]]
+    feature, firsts = group.features[0], list(map(sequences.__getitem__, group.sequence_keys[0]))
     events = Events(firsts[0].offsets(), ())
     if targets is not None:
         if len(group.features) == 1:
@@ -223,7 +225,7 @@ def _read_group(
         _add_candidates(events, group, candidates)
     if isinstance(feature.relative_bias, TimeBias):
         events.times = join([validation.event_input(sequences, one.time_key).values() for one in group.features])
-    if feature.bias is not None and not is_by_pair(feature.bias, events.target_times is not None):
+    if feature.bias is not None and (events.target_times is None or not is_by_pair(feature.bias, True)):
         _add_bias(events, sequences, group, weights, is_padded)
     return events
 
@@ -371,8 +373,7 @@ def position_buckets(offsets: Tensor, num_events: int, bias: PositionBias, is_pa
     ends = torch.searchsorted(offsets, position, right=True, out_int32=True)
     if is_padded:  # rows behind the last sample, which nobody reads
         ends = ends.clamp_(max=offsets.size(0) - 1)
-    ends = offsets.index_select(0, ends)
-    count = ends - position
+    count = offsets.index_select(0, ends) - position
     return floor_log2(count, bias.num_buckets) if bias.buckets is None else bias.buckets(count)
 
 

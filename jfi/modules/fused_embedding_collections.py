@@ -65,6 +65,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 self._tables[config.name].to(torch.bfloat16)
         self._output_dtype = output_dtype
         self._lookups = [(name, key, table.name) for name, key, table in lookups.names_of(self)]
+        self._id_keys = [key for _, key, _ in self._lookups]
         own = optimizer_type, optimizer_kwargs, ema_decay, None, f"{self._attribute}.", stochastic_rounding
         self._fused = FusedTables(self._tables, *own)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
@@ -146,12 +147,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self.outside_ids[0].on(self.device)
         return self
 
-    def _check_ids(self, features: KeyedJaggedTensor) -> None:
-        validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
-        lookups.allow_no_samples(features)
-
-    def look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
-        """Returns by embedding the rows of checked ids."""
+    def _look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
+        """Checks the ids, and returns the rows by embedding."""
+        validation.check_ids("features", features, self._id_keys, sharded=True)
         weights, by_key = self._fused.weights, features.to_dict()
         processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1
         if processes > 1 and any([weight.requires_grad for weight in weights.values()]):
@@ -159,10 +157,10 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
-        reads = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in self._lookups]
-        tables, found = [table for *_, table in self._lookups], {}
+        reads, found = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in self._lookups], {}
         ids = bounded(by_key, reads, self.outside_ids[0].counts)
-        handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
+        by_table = zip(self.outside_ids[0].tables, ids, strict=True)
+        handles = self._fused.gradient_handles(list(by_table), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
             parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
             found[embedding] = TableRows(weights[table].detach(), own, handle, *parts)
@@ -270,8 +268,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
                 gives zeros on a GPU, without a gradient and a step, and `jfi.modules.outside_ids` counts it.
             RuntimeError: in a process group of several, with gradients enabled and tables that require them.
         """
-        self._check_ids(features)
-        return self.look_up(features)
+        return self._look_up(features)
 
     def averaged(self) -> EmbeddingCollection:
         """Returns TorchRec's collection of the same names over the memory of `averages()`, for evaluation."""
@@ -344,18 +341,18 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         Raises:
             ValueError, RuntimeError: as `FusedEmbeddingCollection.forward`.
         """
-        self._check_ids(features)
+        found, by_key, pooled = self._look_up(features), features.to_dict(), []
         if self._is_weighted and features.weights_or_none() is None:
             raise ValueError("features must have weights, since is_weighted is True, got none")
-        found, by_key, pooled = self.look_up(features), features.to_dict(), []
         for embedding, key, table in self._lookups:
             weights = by_key[key].weights() if self._is_weighted else None
             pooled.append(pool(key, found[embedding], weights, table in self._by_mean).to(self._output_dtype))
-        keys = [key for _, key, _ in self._lookups]
         return KeyedTensor(
             keys=self._embedding_names,
             length_per_key=self._lengths_per_embedding,
-            values=process_pooled_embeddings(pooled, reorder_inverse_indices(features.inverse_indices_or_none(), keys)),
+            values=process_pooled_embeddings(
+                pooled, reorder_inverse_indices(features.inverse_indices_or_none(), self._id_keys)
+            ),
         )
 
     def averaged(self) -> EmbeddingBagCollection:

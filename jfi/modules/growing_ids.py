@@ -10,7 +10,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_modules import LRU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules import lookups
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import check_ids, require_keys
 from jfi.ops.map_ids import map_ids
@@ -342,7 +341,6 @@ def _mapped(
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows instead of raw ids; lengths, offsets and weights are the same tensors."""
     check_ids("ids", ids, list(table_of_key), sharded=True)
-    lookups.allow_no_samples(ids)
     by_key = {}
     for key, own in ids.to_dict().items():
         values = own.values()

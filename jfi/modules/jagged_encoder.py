@@ -309,11 +309,11 @@ def _by_key(
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
         by_key = as_dict(sequences, "sequences must be a JaggedTensor or a dict of them, an embedding a row")
-        return lookups.with_event_inputs(by_key, ids, features, {})
+        return lookups.with_event_inputs(by_key, ids, features)
     read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")
-    return lookups.with_event_inputs({features[0].sequence_keys[0]: sequences}, ids, features, {})
+    return lookups.with_event_inputs({features[0].sequence_keys[0]: sequences}, ids, features)
 
 
 @torch.fx.wrap

@@ -4,14 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, stacked_attention, validation
 from jfi.modules.events import read_events
 from jfi.modules.feature_modules import FeatureModules
-from jfi.modules.fused_embedding_collections import FusedEmbeddingCollection
-from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     SequenceFeatureConfig,
@@ -21,7 +18,7 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.utils.arguments import check_device, check_type, shown
+from jfi.utils.arguments import check_device, check_module, check_type, shown
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
@@ -55,9 +52,9 @@ class JaggedFeatureInteraction(nn.Module):
         embedding_dim: width of each feature's output, and of every input embedding whose width is not given.
         num_heads: heads, a divisor of `embedding_dim`.
         num_queries: queries per target (the paper's T), each with a separate projection.
-        embedding_collection: an EmbeddingCollection, of torchrec or torchrec.quant, or a
-            ManagedCollisionEmbeddingCollection that looks up the histories. With it, `forward` takes ids in a
-            KeyedJaggedTensor; without it, the output of an EmbeddingCollection, and the layer has no tables.
+        embedding_collection: a module that looks up the histories, such as an EmbeddingCollection. With it, `forward`
+            takes ids in a KeyedJaggedTensor and calls it; without it, the output of an EmbeddingCollection, and the
+            layer has no tables.
         project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, or the
             projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
             With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
@@ -127,7 +124,7 @@ class JaggedFeatureInteraction(nn.Module):
         num_heads: int = 1,
         num_queries: int = 1,
         *,
-        embedding_collection: EmbeddingCollectionInterface | None = None,
+        embedding_collection: nn.Module | None = None,
         project_history: bool | None = None,
         sequence_dim: int | None = None,
         target_dim: int | None = None,
@@ -148,15 +145,8 @@ class JaggedFeatureInteraction(nn.Module):
                 )
         check_type("project_history", project_history, bool | None, "a bool or None")
         check_device("device", device)
-        #: The key of the ids by the key of the collection's output.
-        self._id_keys: dict[str, str] = {}
-        self.outside_ids: tuple[OutsideIds, ...] = ()
         if embedding_collection is not None:
-            self._id_keys = lookups.check_collection(embedding_collection, features, sequence_dim)
-        if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
-            names = lookups.names_of(embedding_collection)
-            self._lookups = [(name, key, table.name) for name, key, table in names]
-            self.outside_ids = (OutsideIds([table for *_, table in self._lookups]),)
+            check_module("embedding_collection", embedding_collection)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
@@ -220,9 +210,8 @@ class JaggedFeatureInteraction(nn.Module):
 
         Raises:
             ValueError, TypeError: a missing key, a wrong width or dtype, histories of several dtypes in one group of
-                features, fields that are not aligned, different numbers of samples, a bucket id out of range, variable
-                batch sizes for a collection that is not sharded. The contents of lengths, weights and ids are checked
-                on the CPU only; on a GPU that would synchronize.
+                features, fields that are not aligned, different numbers of samples, a bucket id out of range. The
+                contents of lengths, weights and ids are checked on the CPU only; on a GPU that would synchronize.
         """
         sequences = self._embed(sequences, targets, ids)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
@@ -337,25 +326,17 @@ class JaggedFeatureInteraction(nn.Module):
         """Returns the embeddings of the histories, looked up if the layer has a collection; targets must be given."""
         if targets is None:
             raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
-        collection = self.embedding_collection
-        if collection is None:
-            return sequences if ids is None else lookups.with_event_inputs(sequences, ids, self.features, self._id_keys)
+        if self.embedding_collection is None:
+            return sequences if ids is None else lookups.with_event_inputs(sequences, ids, self.features)
         if not (ids is None or isinstance(ids, torch.fx.Proxy)):
             raise TypeError(
                 f"ids must be None where sequences are the ids that embedding_collection looks up, got {shown(ids)}"
             )
-        ids = sequences
-        # DistributedModelParallel puts a module of another class in the collection's place.
-        sharded = not isinstance(collection, lookups.Collections)
-        validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
-        lookups.allow_no_samples(ids)
-        if type(collection) is FusedEmbeddingCollection and lookups.is_unobserved(collection, ids):
-            embeddings = collection.look_up(ids)  # without a second check of the ids
-        elif lookups.is_read_by_id(collection, ids):
-            embeddings = lookups.look_up(collection, self._lookups, ids, self.outside_ids[0])
-        else:
-            embeddings = collection(ids)
-        return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys, "sequences")
+        if not isinstance(sequences, KeyedJaggedTensor | torch.fx.Proxy):
+            raise TypeError(f"sequences must be a KeyedJaggedTensor of ids, got {type(sequences).__name__}")
+        lookups.allow_no_samples(sequences)
+        embeddings = self.embedding_collection(sequences)
+        return lookups.with_event_inputs(embeddings, sequences, self.features, "sequences")
 
     def extra_repr(self) -> str:
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}

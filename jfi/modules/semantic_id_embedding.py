@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules import lookups, validation
+from jfi.modules import validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.table_rows import DigitRows, bounded, parts_of
 from jfi.ops.checks import check_dense, may_read
@@ -192,7 +192,6 @@ class SemanticIDEmbedding(nn.Module):
                 beyond its codebook, which is not counted.
         """
         validation.check_ids("features", features, self.feature_names, sharded=True)
-        lookups.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
         if self.catalogue is not None:
             reads = [(key, "the catalogue", self.catalogue.size(0)) for key in self.feature_names]

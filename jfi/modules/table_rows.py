@@ -331,10 +331,10 @@ def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], 
 
     A look-up is its key, what it reads in the words of a message, and the number of rows there.
     """
-    ids, sizes = [], []
+    ids, sizes, are_read = [], [], True
     for key, rows_of, size in reads:
         own = by_key[key].values()
-        check_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths())
+        are_read = check_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths()) and are_read
         ids.append(own)
         sizes.append(size)
-    return bound_ids(ids, sizes, counts)
+    return ids if are_read else bound_ids(ids, sizes, counts)

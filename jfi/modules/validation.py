@@ -62,7 +62,8 @@ def unread(events: JaggedTensor) -> Tensor:
 def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
     """Checks that all parts are dense tensors on one device, and the lengths integers; returns the `unread` values."""
     values, weights = unread(events), events.weights_or_none()
-    check_dense(name, values)
+    if type(values) is not Tensor or values.is_nested or values.layout is not torch.strided:
+        check_dense(name, values)
     if values.dim() == 0:
         raise ValueError(f"{name} must hold a tensor of at least one dimension, got one of none")
     if weights is not None:
@@ -85,7 +86,10 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
 
 @torch.fx.wrap
 def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
-    """Checks the ids that embedding collections are about to read, where these would fail less clearly."""
+    """Checks the ids that embedding collections are about to read, where these would fail less clearly.
+
+    As `lookups.allow_no_samples` it lets them read a batch of no samples.
+    """
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
     require_keys(argument, ids.keys(), needed)
@@ -110,6 +114,8 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
             f"{argument} must have one batch size for all keys, got {ids.stride_per_key()}: variable batch sizes (VBE) "
             "need a collection that is sharded, by DistributedModelParallel"
         )
+    if ids.stride() == 0:
+        ids._jt_dict = {key: ids[key] for key in ids.keys()}  # noqa: SIM118 - no dict
 
 
 def check_inputs(

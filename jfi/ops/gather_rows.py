@@ -111,8 +111,10 @@ def rows_without_memory(like: Tensor, dtype: torch.dtype, count: int) -> Tensor:
 
 def check_indices(
     name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None, padded: bool = True
-) -> None:
+) -> bool:
     """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
+
+    Returns whether they were read, and so none is outside of the table.
 
     Args:
         name: of the indices, for the message.
@@ -125,8 +127,8 @@ def check_indices(
     Raises:
         ValueError: an index is out of range.
     """
-    if not may_read(indices) or not indices.numel():
-        return
+    if not may_read(indices):
+        return False
     least, count = -1 if padded else 0, indices.shape[0]
     if lengths is not None:
         least, count = 0, min(count, int(lengths.sum()))
@@ -135,11 +137,12 @@ def check_indices(
             got = int(padding[padding != -1][0])
             raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
     if not count:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(indices))
+        return True
+    low, high = map(int, torch.aminmax(indices))
     if low < least or high >= num_rows:
         got = low if low < least else high
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
+    return True
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None) -> list[Tensor]:
@@ -211,8 +214,8 @@ def gather_bounded(
     tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, impl: str = "auto"
 ) -> Tensor:
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
-    impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
-    tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
+    impl = "torch" if "torch" in map(partial(check_impl, impl), tables) else "triton"
+    tables, indices = list(map(Tensor.contiguous, tables)), list(map(Tensor.contiguous, indices))
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():
         return _gather_rows(tables, indices, dtype, impl)

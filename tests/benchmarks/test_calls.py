@@ -7,9 +7,9 @@ from benchmarks.calls import count_calls, embedding_collections, one_forward
 #: By embedding collection the most calls and files of one forward, and moves from file to file; one version of Python
 #: counts a comprehension as a call, another does not.
 LIMITS = {
-    "EmbeddingCollection": (81, 12, 29),
-    "FusedEmbeddingCollection": (123, 16, 49),
-    "embeddings": (70, 11, 25),
+    "EmbeddingCollection": (60, 11, 22),
+    "FusedEmbeddingCollection": (95, 15, 38),
+    "embeddings": (57, 10, 21),
 }
 
 

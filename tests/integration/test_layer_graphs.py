@@ -85,7 +85,7 @@ def test_a_managed_collision_collection_inside():
     assert pooled.shape == (3, D) and all(parameter.grad is not None for parameter in inner.parameters())
 
 
-def test_variable_batch_sizes_are_named():
+def test_variable_batch_sizes_are_refused():
     ids = KeyedJaggedTensor(
         keys=KEYS,
         values=torch.tensor([1, 2, 3, 4, 5]),
@@ -93,7 +93,7 @@ def test_variable_batch_sizes_are_named():
         stride_per_key_per_rank=[[1], [3]],
         inverse_indices=(KEYS, torch.tensor([[0, 0, 0], [0, 1, 2]])),
     )
-    with pytest.raises(ValueError, match="VBE"):
+    with pytest.raises(ValueError, match="must be aligned with 'history_item'"):
         layer_over(collection())(ids, {"item": torch.randn(3, D)})
 
 

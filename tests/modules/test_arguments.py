@@ -400,17 +400,12 @@ def feature(**options):
     return [SequenceFeatureConfig("taste", ["history"], ["item"], **options)]
 
 
-def by_id(features):
-    return layer(embedding_collection=EmbeddingCollection(tables=[ITEMS]))(features, dense_targets())
-
-
 def bag(features, **options):
     return FusedEmbeddingBagCollection([BAGS], *SGD, **options)(features)
 
 
 #: What takes ids, by the name of the argument.
 READERS = [
-    ("sequences", by_id),
     ("features", FusedEmbeddingCollection([ITEMS], *SGD)),
     ("features", bag),
     ("features", SemanticIDEmbedding(CODEC, D, ["history"])),

@@ -91,19 +91,6 @@ def test_construction(arguments, error, message):
         JaggedFeatureInteraction(**{"features": [taste()], "embedding_dim": EMBEDDING_DIM, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("width", "feature_name", "message"),
-    [
-        (16, "history", "embedding_collection must be embedding_dim=8 wide, got 16"),
-        (8, "histroy", "embedding_collection must hold the key 'history', got none of that name; nearest: ['histroy']"),
-    ],
-)
-def test_an_embedding_collection_that_does_not_fit(width, feature_name, message):
-    table = EmbeddingConfig(name="item_table", embedding_dim=width, num_embeddings=10, feature_names=[feature_name])
-    with pytest.raises(ValueError, match=re.escape(message)):
-        JaggedFeatureInteraction([taste()], EMBEDDING_DIM, embedding_collection=EmbeddingCollection(tables=[table]))
-
-
 IDS = KeyedJaggedTensor(keys=["histroy"], values=torch.arange(9), lengths=torch.tensor(LENGTHS))
 
 
@@ -146,18 +133,11 @@ def test_ids_without_a_collection():
         JaggedFeatureInteraction([taste()], EMBEDDING_DIM)(IDS, {})
 
 
-@pytest.mark.parametrize(
-    ("sequences", "error", "message"),
-    [
-        (IDS, ValueError, "sequences must hold the key 'history', got none of that name; nearest: ['histroy']"),
-        ({}, TypeError, "sequences must be a KeyedJaggedTensor of ids, got dict"),
-    ],
-)
-def test_ids_that_do_not_fit_the_collection(sequences, error, message):
+def test_no_ids_for_the_collection():
     table = EmbeddingConfig(name="item_table", embedding_dim=8, num_embeddings=10, feature_names=["history"])
     layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, embedding_collection=EmbeddingCollection(tables=[table]))
-    with pytest.raises(error, match=re.escape(message)):
-        layer(sequences, {})
+    with pytest.raises(TypeError, match="sequences must be a KeyedJaggedTensor of ids, got dict"):
+        layer({}, {})
 
 
 def test_bucket_ids_absent_from_the_ids(target):

@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import FusedEmbeddingCollection, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import JaggedFeatureInteraction, TableRows, lookups
+from jfi.modules import JaggedFeatureInteraction, TableRows
 
 WIDTH, LR = 8, 0.5
 LENGTHS = [3, 0, 17, 1]
@@ -126,31 +126,6 @@ def compare(case, collection, device, reads, step) -> None:
 def test_tables_that_step_their_rows(case, device, reads):
     collection = FusedEmbeddingCollection(configs(), torch.optim.SGD, {"lr": LR}, device=device)
     compare(case, collection, device, reads, lambda own: {name: x.weight for name, x in own.embeddings.items()})
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_tables_with_dense_gradients(case, device, reads, monkeypatch):
-    """TorchRec's own collection, which is read by id on a GPU; here wherever the test runs."""
-    monkeypatch.setattr(lookups, "is_read_by_id", lambda *_: True)
-
-    def step(collection):
-        found = {}
-        for name, one in collection.embeddings.items():
-            gradient = torch.zeros_like(one.weight) if one.weight.grad is None else one.weight.grad
-            found[name] = one.weight.detach() - LR * gradient
-        return found
-
-    compare(case, EmbeddingCollection(tables=configs(), device=device), device, reads, step)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the collection looks up")
-def test_a_collection_of_torchrec_is_read_by_id_on_a_gpu(device, reads):
-    layer = JaggedFeatureInteraction(
-        [feature()], WIDTH, embedding_collection=EmbeddingCollection(tables=configs(), device=device), device=device
-    )
-    assert lookups.is_read_by_id(layer.embedding_collection, batch(device))
-    layer(batch(device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
-    assert not reads
 
 
 @pytest.mark.parametrize("case", ["two fields", "one table", "buckets", "several queries"])

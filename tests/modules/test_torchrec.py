@@ -231,23 +231,6 @@ def test_a_managed_collision_collection(targets):
         pooled.sum().backward()
         assert pooled.shape == (len(LENGTHS), EMBEDDING_DIM)
         assert all(x.grad is not None for x in layer.attention.parameters())
-    wide = [replace(table, feature_names=["histroy"]) for table in tables[:1]]
-    managed = ManagedCollisionEmbeddingCollection(
-        EmbeddingCollection(tables=wide), ManagedCollisionCollection({"table_history": modules["table_history"]}, wide)
-    )
-    with pytest.raises(ValueError, match="embedding_collection must hold the key 'history'"):
-        JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, embedding_collection=managed)
-
-
-def test_variable_batch_sizes_need_a_sharded_collection(targets):
-    collection = EmbeddingCollection(tables=two_tables())
-    layer = JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, 2, embedding_collection=collection)
-    ids = KeyedJaggedTensor(
-        ["history", "rating"], torch.arange(5), lengths=torch.tensor([2, 1, 2]), stride_per_key_per_rank=[[2], [1]]
-    )
-    message = r"sequences must have one batch size for all keys, got \[2, 1\]: variable batch sizes \(VBE\)"
-    with pytest.raises(ValueError, match=message):
-        layer(ids, targets)
 
 
 def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):
