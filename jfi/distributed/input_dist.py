@@ -34,7 +34,6 @@ class SortedIds(NamedTuple):
     ranks: Tensor | None  # [S] int64: the owners, ascending, W of padding; None if the first sums[0] are for one rank
     order: Tensor | None  # [S] int64: the index in the batch of each sorted event; None: its own
     sizes: list[int]  # events of each sequence, with padding if there is any
-    positions: list[Tensor] | None = None  # with `dedup`, see `unique_by_table`
 
 
 @dataclass
@@ -50,7 +49,7 @@ class GroupInput(Multistreamable):
             memory, then the payload.
         offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
-        order, positions: see `SortedIds`.
+        order: see `SortedIds`.
         slots: of a batch of fixed shapes, [S] int64, where an event is among those that were sent; -1 is padding.
     """
 
@@ -61,11 +60,10 @@ class GroupInput(Multistreamable):
     offsets: Tensor | None
     sizes: list[int]
     order: Tensor | None = None
-    positions: list[Tensor] | None = None
     slots: Tensor | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.columns, self.offsets, self.order, self.slots, *(self.positions or ())):
+        for tensor in (*self.columns, self.offsets, self.order, self.slots):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -125,7 +123,7 @@ class _InFlightIds(Awaitable[InputDistOutput]):
                     work.wait()
             columns = tuple([columns[:, index].contiguous() for index in range(columns.size(1))])
             offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            groups.append(GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order, ids.positions))
+            groups.append(GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order))
         return InputDistOutput(groups, self._by_key)
 
 
@@ -157,15 +155,13 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 
 @torch.no_grad()
 def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> SortedIds:
-    """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
+    """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU.
 
     Where jagged tensors may be padded (`jfi.utils.context`), the padding comes last.
     """
     sequences = [by_key[key] for key in group.keys]
     is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)
-    ids_of, positions, located = bounded_ids(group, by_key), None, []
-    if group.dedup:
-        ids_of, positions = unique_by_table(ids_of, [sharding.table for sharding in group.shardings])
+    ids_of, located = bounded_ids(group, by_key), []
     sizes = [ids.size(0) for ids in ids_of]
     for ids, sharding, sequence in zip(ids_of, group.shardings, sequences, strict=True):
         ranks, rows = sharding.locate(ids)
@@ -180,34 +176,15 @@ def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks:
     if num_ranks == 1 and not (is_padded and len(sequences) > 1):
         sums = sequences[0].offsets()[-1:].long() if is_padded else torch.full((1,), rows.size(0), device=rows.device)
         counts = None if lengths is None else lengths.to(torch.int32).unsqueeze(0)
-        return SortedIds(columns, sums, counts, None, None, sizes, positions)
+        return SortedIds(columns, sums, counts, None, None, sizes)
     ranks, order = torch.sort(ranks, stable=True)
     columns, ranks = columns.index_select(0, order), ranks.long()
     if lengths is None:
-        return SortedIds(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes, positions)
+        return SortedIds(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes)
     # Ascending, since events are sorted by owner and come by sample.
     samples = _samples(sequences, lengths, is_padded).index_select(0, order)
     counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
     return SortedIds(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
-
-
-def unique_by_table(ids: list[Tensor], tables: list[str]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns each id once by table, and of each sequence which of its table's unique ids each event has, [S] int64.
-
-    The first sequence of a table has its unique ids, the others none.
-
-    Example:
-        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ["item", "item"])
-        ([tensor([4, 7]), tensor([], dtype=torch.int64)], [tensor([0, 1]), tensor([1, 0, 0])])
-    """
-    unique, positions = list(ids), list(ids)
-    for table in dict.fromkeys(tables):
-        members = [index for index, other in enumerate(tables) if other == table]
-        rows, inverse = torch.unique(_joined([ids[index] for index in members]), return_inverse=True)
-        for index, part in zip(members, inverse.split([ids[index].size(0) for index in members]), strict=True):
-            unique[index], positions[index] = rows, part
-            rows = rows[:0]
-    return unique, positions
 
 
 def _samples(sequences: list[JaggedTensor], lengths: Tensor, is_padded: bool) -> Tensor:

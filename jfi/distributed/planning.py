@@ -173,7 +173,6 @@ class TableGroup:
         weight_keys: of each feature the key whose weights it reads, that of its first field.
         fields: of each sequence the keys of the ids that are payload of its events.
         field_shardings: those of the tables of these ids, which every rank can read.
-        dedup: whether a fetched row is sent once to each rank, however many of its events have it.
         outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
             rank reads these tables itself.
     """
@@ -185,7 +184,6 @@ class TableGroup:
     weight_keys: tuple[str, ...] = ()
     fields: tuple[tuple[str, ...], ...] = ()
     field_shardings: tuple[RowSharding, ...] = ()
-    dedup: bool = False
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -228,7 +226,6 @@ def plan_tables(
     feature_groups: list[FeatureGroup],
     replicate_below: int,
     first_rank: int = 0,
-    dedup: bool = False,
 ) -> tuple[list[RowSharding], list[TableGroup], TableGroup]:
     """Returns the path of each embedding of a collection's tables.
 
@@ -238,7 +235,6 @@ def plan_tables(
             every layer reads together, from the same tables, travel together.
         replicate_below: tables of at most so many rows are replicated, read whole by every rank.
         first_rank: of all processes, the first one of the group that the plan is for.
-        dedup: whether a row that is fetched travels once to each rank.
 
     Returns:
         The sharding of each table, the groups of ids that go to owner ranks, and the ids of replicated tables.
@@ -284,15 +280,15 @@ def plan_tables(
             )
         )
 
-    def without_features(embeddings: list[str], dedup: bool) -> TableGroup:
+    def without_features(embeddings: list[str]) -> TableGroup:
         keys = tuple([key_of[embedding] for embedding in embeddings])
         tables = tuple([shardings[table_of[embedding]] for embedding in embeddings])
-        return TableGroup(keys, tables, tuple(embeddings), dedup=dedup)
+        return TableGroup(keys, tables, tuple(embeddings))
 
     histories = {name for group in groups for name in group.embeddings}
     fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
-    groups += [without_features(fetched, dedup)] if fetched else []
-    local = without_features([e for e, table in table_of.items() if table in replicated], False)
+    groups += [without_features(fetched)] if fetched else []
+    local = without_features([e for e, table in table_of.items() if table in replicated])
     return list(shardings.values()), groups, local
 
 

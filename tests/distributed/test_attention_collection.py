@@ -449,7 +449,7 @@ def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
     def build_sharded(**fused_params):
         collection = EmbeddingCollection(tables=tables_of(20))
         apply_optimizer_in_backward(kind, collection.parameters(), dict(options))
-        sharder = AttentionCollectionSharder(None, fused_params, replicate_below=0)
+        sharder = AttentionCollectionSharder(build(CASES["plain"]), fused_params, replicate_below=0)
         own = {"t": row_wise()}
         sharding = construct_module_sharding_plan(collection, own, sharder, 1, 1, "cpu")
         plan, on = ShardingPlan({"": sharding}), torch.device("cpu")
