@@ -219,7 +219,7 @@ def sharded_collections(model: nn.Module) -> list[ShardedTables]:
     """Returns the sharded collections of a model.
 
     Raises:
-        ValueError: it has none, another sharded module, or one whose sharder has `dedup`.
+        ValueError: it has none, or another sharded module.
     """
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
     if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
@@ -227,6 +227,4 @@ def sharded_collections(model: nn.Module) -> list[ShardedTables]:
         raise ValueError(
             "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
         )
-    if any(group.dedup for collection in sharded for group in collection.groups):
-        raise ValueError("the sharders of model must have dedup=False for captured steps, whose shapes are fixed")
     return sharded

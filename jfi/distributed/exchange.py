@@ -84,6 +84,14 @@ class Exchange(NamedTuple):
         return arrived
 
 
+def start_gather(own: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """Begins to gather the numbers [n] of every rank; returns them, [W, n], and the work to wait for."""
+    if pg.size() == 1:
+        return own.unsqueeze(0), None
+    gathered = own.new_empty(pg.size(), own.size(0))
+    return gathered, dist.all_gather_into_tensor(gathered.view(-1), own, group=pg, async_op=True)
+
+
 def gradient_scale(pg: dist.ProcessGroup) -> float:
     """Returns the factor of a table's gradient, a sum over ranks: of the rest DistributedDataParallel takes means."""
     return 1 / pg.size() if get_gradient_division() else 1.0

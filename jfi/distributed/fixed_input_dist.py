@@ -1,8 +1,8 @@
 """The input dist in fixed shapes, as a CUDA graph: nothing waits for the host.
 
-Every pair of ranks has slots for as many ids as one of them may have for the other, with padding in empty ones. At its
-owner, what has arrived is moved together, as if the exact numbers had been sent. The host reads the counts of a batch
-when its step comes, long after they arrived, and finds whether the capacities hold all of it.
+Every pair of ranks has slots for as many ids as one of them may have for the other, by the capacities of the batches
+before. The host reads the counts of a batch when its step comes, long after they arrived, and finds whether the
+capacities hold all of it.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.cuda_graphs.captured_step import CudaGraphs, StagingBlock
 from jfi.cuda_graphs.static_batch import Described, describe
-from jfi.distributed.exchange import Exchange
 from jfi.distributed.fixed_shapes import DistributedBuffers, FixedShapes
-from jfi.distributed.input_dist import SortedIds, check_ids, counts_for_owners, payload_of, sort_by_owner
-from jfi.distributed.planning import TableGroup
-from jfi.ops import partition_ids as kernels
+from jfi.distributed.input_dist import collect, count_samples, counts_for_owners, partition, start_events
 from jfi.utils.context import padded_to_capacity
-from jfi.utils.operands import MAX_SHARDS
 
 #: Batches that are on their way while a step runs.
 AHEAD = 2
@@ -57,7 +52,6 @@ class FixedInputDist:
         # Made here, since a capture copies nothing from the host.
         self._shape = torch.tensor(shapes.shape_vector(shapes.reference), device=device)
         self._shapes = self._shape.new_zeros(size, self._shape.size(0) + size * len(shapes.groups))
-        self._owners = [torch.tensor(group.owner_ranks, device=device) for group in shapes.groups]
         self._padding = [torch.tensor([group.padding], dtype=torch.int32, device=device) for group in shapes.groups]
         self._slots = []
         for _ in range(AHEAD + 1):
@@ -132,7 +126,8 @@ class FixedInputDist:
             batch = self._buffers.raw.batch(block[: self._buffers.raw.size])
             by_key = agreed.ids_by_key(describe(batch))
             for group, padding, (slots, _) in zip(agreed.groups, self._padding, self._by_group, strict=True):
-                parts.append(partition(group, by_key, size, slots, padding))
+                buffer, sums, index = partition(group, by_key, size, slots, None if group.features else padding)
+                parts.append((buffer, sums, count_samples(group, by_key, size) if index is None else index))
             self._shapes.copy_(agreed.gather(self._shape, [sums for _, sums, _ in parts]))
             arrived = [self._send(number, buffer, index) for number, (buffer, _, index) in enumerate(parts)]
             self._buffers.fill(block, arrived)
@@ -140,18 +135,14 @@ class FixedInputDist:
     def _send(self, number: int, buffer: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Sends a group's partitioned events to their owners; returns what arrives, see `DistributedBatch`."""
         agreed, group, padding = self._agreed, self._agreed.groups[number], self._padding[number]
-        pg, size, owners = agreed.pg, agreed.pg.size(), group.owner_ranks
-        slots, capacity = self._by_group[number]
+        (slots, capacity), size = self._by_group[number], agreed.pg.size()
+        arrived, work = start_events(group, buffer, slots, agreed.pg)
+        if work is not None:
+            work.wait()
         if not group.features:
-            arrived = Exchange(pg, [slots] * size, [slots] * size).send(buffer.view(-1))
             return arrived.view(size, slots), index
-        is_owner = pg.rank() in owners
-        if len(owners) < size:
-            buffer = buffer.view(size, slots, -1).index_select(0, self._owners[number]).flatten(0, 1)
-        sent, received = [slots if rank in owners else 0 for rank in range(size)], [slots if is_owner else 0] * size
-        arrived = Exchange(pg, sent, received).send(buffer)
-        lengths = group.to_owners(pg, agreed.samples).send(counts_for_owners(group, index))
-        if is_owner:
+        lengths = group.to_owners(agreed.pg, agreed.samples).send(counts_for_owners(group, index))
+        if arrived.size(0):
             columns = collect(arrived, lengths, padding, size, capacity)
         else:
             columns = padding.view(-1, 1).expand(-1, capacity)
@@ -171,70 +162,3 @@ class InFlightBatch(NamedTuple):
         if self.slot.filled is not None:
             self.slot.filled.synchronize()
         return self.slot.shapes.tolist()
-
-
-def partition(
-    group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, slots: int, padding: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts the events of a table group, which may be padded, into equally many slots for each of W owner ranks.
-
-    Nothing synchronizes with a GPU. Empty slots are `padding` [1, K] int32, or anything if attention reads the events.
-
-    Returns:
-        By owner the events in the order of the batch, [W · slots, K] int32. The number of events for each owner, [W]
-        int64, more than its slots if they do not hold them. The events of each sample for each owner, [W, sequences ·
-        B] int32, if attention reads them; else the slot of each event of the batch, [S] int64, -1 for padding.
-    """
-    sequences = [by_key[key] for key in group.keys]
-    device = sequences[0].values().device
-    outside = group.outside.on(device)
-    owned = [
-        kernels.OwnedIds(
-            sequence.values(), sequence.offsets(), *sharding.tensors(device), sharding.num_rows, outside[number:]
-        )
-        for number, (sequence, sharding) in enumerate(zip(sequences, group.shardings, strict=True))
-    ]
-    if not kernels.takes_ids(owned, num_ranks):
-        return _partition_sorted(sort_by_owner(group, by_key, num_ranks), slots, padding)
-    check_ids(group, by_key)
-    payload = payload_of(group, by_key, sequences)
-    payload = torch.stack(payload, 1) if payload else None
-    padding = None if group.features else padding
-    buffer, where, sums = kernels.partition_ids(owned, payload, num_ranks, slots, padding)
-    return buffer, sums, kernels.count_samples(owned, num_ranks) if group.features else where
-
-
-def _partition_sorted(ids: SortedIds, slots: int, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `partition` of sorted events, where the kernels do not take them."""
-    size, index = ids.sums.size(0), torch.arange(ids.columns.size(0), device=ids.columns.device)
-    end = size * slots  # the slot of padding and of events that have none
-    if ids.ranks is None:
-        where = torch.where(index < ids.sums.clamp(max=slots), index, end)
-    else:
-        within = index - pad(ids.sums.cumsum(0), (1, 0))[ids.ranks]
-        where = torch.where((ids.ranks < size) & (within < slots), ids.ranks * slots + within, end)
-    buffer = padding.repeat(end + 1, 1).index_copy_(0, where, ids.columns)[:-1]
-    if ids.counts is not None:
-        return buffer, ids.sums, ids.counts
-    where = torch.where(where == end, -1, where)
-    if ids.order is not None:
-        where = torch.empty_like(where).index_copy_(0, ids.order, where)
-    return buffer, ids.sums, where
-
-
-def collect(arrived: Tensor, lengths: Tensor, padding: Tensor, num_ranks: int, capacity: int) -> Tensor:
-    """Moves the events of W ranks together, followed by `padding` [1, K]: [K, capacity] int32.
-
-    Args:
-        arrived: [W · slots, K] int32: those of each rank in its first slots.
-        lengths: [W · n] int32: events by rank, sequence and sample.
-    """
-    slots = arrived.size(0) // num_ranks
-    ends = lengths.view(num_ranks, -1).sum(1).cumsum(0)
-    if arrived.is_cuda and num_ranks <= MAX_SHARDS:
-        return kernels.collect(arrived, ends, padding, slots, capacity)
-    index = torch.arange(capacity, device=ends.device)
-    source = torch.searchsorted(ends, index, right=True).clamp_(max=num_ranks - 1)
-    within = index - pad(ends[:-1], (1, 0))[source]
-    columns = arrived.index_select(0, (source * slots + within).clamp_(0, num_ranks * slots - 1))
-    return torch.where((index < ends[-1]).unsqueeze(1), columns, padding).t().contiguous()

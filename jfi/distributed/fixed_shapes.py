@@ -24,8 +24,8 @@ from jfi.cuda_graphs.static_batch import (
     describe,
     to_device,
 )
-from jfi.distributed.exchange import Exchange, PeerMemory
-from jfi.distributed.input_dist import GroupInput, InputDistOutput, check_keys
+from jfi.distributed.exchange import Exchange, PeerMemory, start_gather
+from jfi.distributed.input_dist import GroupInput, InputDistOutput, check_keys, count_samples
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import lookups
 from jfi.ops.gather_rows import bound_ids
@@ -76,10 +76,8 @@ class FixedShapes:
         self.stream = torch.cuda.Stream(device, priority=INPUT_DIST) if device.type == "cuda" else None
         self.padding = {key: -1 for collection in collections for key in collection.local.keys}
         self.reference = describe(reference)
-        by_key, size, sums = self.ids_by_key(self.reference), pg.size(), []
-        for group in self.groups:
-            owners = [s.locate(by_key[key].values())[0] for key, s in zip(group.keys, group.shardings, strict=True)]
-            sums.append(torch.bincount(torch.cat(owners), minlength=size))
+        by_key = self.ids_by_key(self.reference)
+        sums = [count_samples(group, by_key, pg.size()).sum(1) for group in self.groups]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         with self.on_stream():
@@ -108,11 +106,9 @@ class FixedShapes:
 
     def gather(self, shape: Tensor, sums: list[Tensor]) -> Tensor:
         """Returns of every rank its `shape_vector` and its events for each rank by group, [W, n] int64."""
-        own, size = torch.cat([shape, *sums]), self.pg.size()
-        if size == 1:
-            return own.unsqueeze(0)
-        gathered = own.new_empty(size, own.size(0))
-        dist.all_gather_into_tensor(gathered.view(-1), own, group=self.pg)
+        gathered, work = start_gather(torch.cat([shape, *sums]), self.pg)
+        if work is not None:
+            work.wait()
         return gathered
 
     def agree(self, shapes: list[list[int]]) -> tuple[int, ...] | str:

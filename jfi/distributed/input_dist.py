@@ -1,12 +1,13 @@
 """The input dist: the ids of a batch go to the ranks that own their rows.
 
-An event is a row of int32 columns: its row's position in the owner's memory, then its payload. All events of a table
-group travel in one all-to-all, sorted by owner rank, of equal owners in the order of the batch. So an owner's events of
-a sample keep their order, and samples without an event there have a length of 0.
+An event is a row of int32 columns: its row's position in the owner's memory, then its payload. All ranks gather how
+many events each has for each owner; then the events of a table group travel in one all-to-all, with equally many slots
+for every pair of ranks. At its owner, what has arrived is moved together, as if the exact numbers had been sent. So an
+owner's events of a sample keep their order, and samples without an event there have a length of 0.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,25 +17,18 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.distributed.exchange import Exchange
+from jfi.distributed.exchange import Exchange, start_gather
 from jfi.distributed.planning import TableGroup
 from jfi.modules import KeyBias, PositionBias, lookups
 from jfi.modules.events import position_buckets
 from jfi.modules.validation import require_keys
+from jfi.ops import partition_ids as kernels
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.utils.context import padding_state
+from jfi.utils.operands import MAX_SHARDS
 
-
-class SortedIds(NamedTuple):
-    """The events of a table group on this rank, sorted by owner rank."""
-
-    columns: Tensor  # [S, K] int32: the row's position in the owner's memory, then the payload
-    sums: Tensor  # [W] int64, events for each owner
-    counts: Tensor | None  # [W, sequences * B] int32, events of each sample for each owner, if attention reads them
-    ranks: Tensor | None  # [S] int64: the owners, ascending, W of padding; None if the first sums[0] are for one rank
-    order: Tensor | None  # [S] int64: the index in the batch of each sorted event; None: its own
-    sizes: list[int]  # events of each sequence, with padding if there is any
-    positions: list[Tensor] | None = None  # with `dedup`, see `unique_by_table`
+#: The columns of events begin at multiples of so many int32, as kernels load them best.
+_ALIGNMENT = 64
 
 
 @dataclass
@@ -50,8 +44,8 @@ class GroupInput(Multistreamable):
             memory, then the payload.
         offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
-        order, positions: see `SortedIds`.
-        slots: of a batch of fixed shapes, [S] int64, where an event is among those that were sent; -1 is padding.
+        slots: [S] int64, where each event of the batch is among those that `events` sends; -1 is padding. None if their
+            rows cannot be fetched.
     """
 
     group: TableGroup
@@ -60,12 +54,10 @@ class GroupInput(Multistreamable):
     columns: tuple[Tensor, ...]
     offsets: Tensor | None
     sizes: list[int]
-    order: Tensor | None = None
-    positions: list[Tensor] | None = None
     slots: Tensor | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.columns, self.offsets, self.order, self.slots, *(self.positions or ())):
+        for tensor in (*self.columns, self.offsets, self.slots):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -83,32 +75,41 @@ class InputDistOutput(Multistreamable):
 
 
 class InputDist(Awaitable[Awaitable[InputDistOutput]]):
-    """Sorts the ids of a batch by owner and sends every owner its number of them; waiting for it sends the ids."""
+    """Gathers how many ids of a batch each rank has for each owner; waiting for it sends the ids."""
 
     def __init__(self, groups: list[TableGroup], ids: KeyedJaggedTensor, pg: dist.ProcessGroup) -> None:
         super().__init__()
         lookups.allow_no_samples(ids)
         self._groups, self._pg, self._by_key = groups, pg, ids.to_dict()
-        size = pg.size()
         for group in groups:
             check_keys(group, self._by_key)
-        self._sorted = [sort_by_owner(group, self._by_key, size) for group in groups]
-        batch = torch.full((size,), ids.stride(), device=ids.device())
-        self._counts = torch.stack([batch, *[ids.sums for ids in self._sorted]], 1)  # [W, 1 + groups]
-        self._arriving, self._work = Exchange(pg, [1] * size, [1] * size).start(self._counts)
+        self._counts = [count_samples(group, self._by_key, pg.size()) for group in groups]
+        batch = torch.full((1,), ids.stride(), device=ids.device())
+        own = torch.cat([batch, *[counts.sum(1) for counts in self._counts]])
+        self._gathered, self._work = start_gather(own, pg)
 
     def _wait_impl(self) -> "_InFlightIds":
         if self._work is not None:
             self._work.wait()
-        # One synchronization, while the batch before computes.
-        counts, others = torch.stack([self._counts, self._arriving]).cpu().transpose(1, 2).tolist()
-        samples, arriving = others[0], []
-        for group, ids, sent, received in zip(self._groups, self._sorted, counts[1:], others[1:], strict=True):
-            events, queries, lengths = Exchange(self._pg, sent, received), None, (None, None)
+        pg, rank, size, arriving = self._pg, self._pg.rank(), self._pg.size(), []
+        shapes = self._gathered.cpu().tolist()  # one synchronization, while the batch before computes
+        samples = [row[0] for row in shapes]
+        for number, (group, counts) in enumerate(zip(self._groups, self._counts, strict=True)):
+            columns = slice(1 + number * size, 1 + (number + 1) * size)
+            to_rank, sums = [row[columns] for row in shapes], self._gathered[:, columns]
+            slots, padding = max(1, *map(max, to_rank)), counts.new_full((1, len(group.padding)), -1)
+            buffer, _, index = partition(group, self._by_key, size, slots, padding)
+            # Rows travel without empty slots.
+            starts = sums[rank].cumsum(0) - sums[rank]
+            index = torch.where(index < 0, -1, index % slots + starts[index // slots])
+            events = Exchange(pg, to_rank[rank], [row[rank] for row in to_rank])
+            queries, lengths = None, (None, None)
             if group.features:
-                queries = group.to_owners(self._pg, samples)
-                lengths = queries.start(counts_for_owners(group, ids.counts))
-            arriving.append((group, events, queries, ids, events.start(ids.columns), lengths))
+                queries = group.to_owners(pg, samples)
+                lengths = queries.start(counts_for_owners(group, counts))
+            sizes = [self._by_key[key].values().size(0) for key in group.keys]
+            own = GroupInput(group, events, queries, (), None, sizes, index)
+            arriving.append((own, start_events(group, buffer, slots, pg), sums[:, rank], padding, lengths))
         return _InFlightIds(arriving, self._by_key)
 
 
@@ -118,15 +119,30 @@ class _InFlightIds(Awaitable[InputDistOutput]):
         self._arriving, self._by_key = arriving, by_key
 
     def _wait_impl(self) -> InputDistOutput:
-        groups = []
-        for group, events, queries, ids, (columns, first), (lengths, second) in self._arriving:
+        for group, (arrived, first), counts, padding, (lengths, second) in self._arriving:
             for work in (first, second):
                 if work is not None:
                     work.wait()
-            columns = tuple([columns[:, index].contiguous() for index in range(columns.size(1))])
-            offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            groups.append(GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order, ids.positions))
-        return InputDistOutput(groups, self._by_key)
+            received = group.events.received
+            capacity = -(-sum(received) // _ALIGNMENT) * _ALIGNMENT
+            columns = collect(arrived, counts, padding, len(received), capacity)
+            group.columns = columns[:, : sum(received)].unbind(0)
+            group.offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return InputDistOutput([group for group, *_ in self._arriving], self._by_key)
+
+
+def start_events(group: TableGroup, buffer: Tensor, slots: int, pg: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """Begins to send a group's partitioned events to its owner ranks.
+
+    Returns:
+        What arrives, [W · slots, K] int32, or [0, K] on a rank that owns none of the rows, and the work to wait for.
+    """
+    size = pg.size()
+    owners = group.owner_ranks if group.features else list(range(size))
+    if len(owners) < size:
+        buffer = torch.cat([buffer[rank * slots : (rank + 1) * slots] for rank in owners])
+    sent, received = [slots if rank in owners else 0 for rank in range(size)], slots if pg.rank() in owners else 0
+    return Exchange(pg, sent, [received] * size).start(buffer)
 
 
 def counts_for_owners(group: TableGroup, counts: Tensor) -> Tensor:
@@ -156,78 +172,95 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 
 
 @torch.no_grad()
-def sort_by_owner(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> SortedIds:
-    """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
+def partition(
+    group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, slots: int, padding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Puts the events of a table group, which may be padded, into equally many slots for each of W owner ranks.
 
-    Where jagged tensors may be padded (`jfi.utils.context`), the padding comes last.
+    Nothing synchronizes with a GPU. Empty slots are `padding` [1, K] int32, or anything without it.
+
+    Returns:
+        By owner the events in the order of the batch, [W · slots, K] int32. The number of events for each owner, [W]
+        int64, more than its slots if they do not hold them. With `padding`, the slot of each event of the batch, [S]
+        int64, -1 for padding.
     """
     sequences = [by_key[key] for key in group.keys]
-    is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)
-    ids_of, positions, located = bounded_ids(group, by_key), None, []
-    if group.dedup:
-        ids_of, positions = unique_by_table(ids_of, [sharding.table for sharding in group.shardings])
-    sizes = [ids.size(0) for ids in ids_of]
-    for ids, sharding, sequence in zip(ids_of, group.shardings, sequences, strict=True):
-        ranks, rows = sharding.locate(ids)
-        if is_padded and (num_ranks > 1 or len(sequences) > 1):
-            index = torch.arange(ids.size(0), device=ids.device)
-            dtype = torch.uint8 if num_ranks < 256 else torch.int16
-            ranks = torch.where(index < sequence.offsets()[-1], ranks.to(dtype), num_ranks)
-        located.append((ranks, rows))
-    ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
-    columns = torch.stack([rows, *payload_of(group, by_key, sequences)], 1)
-    lengths = _joined([x.lengths() for x in sequences]) if group.features else None
-    if num_ranks == 1 and not (is_padded and len(sequences) > 1):
-        sums = sequences[0].offsets()[-1:].long() if is_padded else torch.full((1,), rows.size(0), device=rows.device)
-        counts = None if lengths is None else lengths.to(torch.int32).unsqueeze(0)
-        return SortedIds(columns, sums, counts, None, None, sizes, positions)
-    ranks, order = torch.sort(ranks, stable=True)
-    columns, ranks = columns.index_select(0, order), ranks.long()
-    if lengths is None:
-        return SortedIds(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes, positions)
-    # Ascending, since events are sorted by owner and come by sample.
-    samples = _samples(sequences, lengths, is_padded).index_select(0, order)
-    counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
-    return SortedIds(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
+    owned = _owned_ids(group, by_key, group.outside.on(sequences[0].values().device))
+    if kernels.takes_ids(owned, num_ranks):
+        check_ids(group, by_key)
+        payload = payload_of(group, by_key, sequences)
+        stacked = torch.stack(payload, 1) if payload else None
+        buffer, where, sums = kernels.partition_ids(owned, stacked, num_ranks, slots, padding)
+        return buffer, sums, where
+    ranks, rows = _located(group, by_key, bounded_ids(group, by_key), num_ranks)
+    columns, end = torch.stack([rows, *payload_of(group, by_key, sequences)], 1), num_ranks * slots
+    ascending, order = torch.sort(ranks.short(), stable=True)  # of few bits, by which sorting is fast
+    starts = torch.searchsorted(ascending, torch.arange(num_ranks + 1, dtype=torch.int16, device=ranks.device))
+    within = torch.arange(ranks.size(0), device=ranks.device) - starts[ascending.long()]
+    within = torch.empty_like(within).index_copy_(0, order, within)
+    is_sent = (ranks < num_ranks) & (within < slots)
+    where = torch.where(is_sent, ranks * slots + within, end)  # the last slot is for all that are not sent
+    buffer = columns.new_zeros(end + 1, columns.size(1)) if padding is None else padding.repeat(end + 1, 1)
+    buffer = buffer.index_copy_(0, where, columns)[:-1]
+    return buffer, starts.diff(), None if padding is None else torch.where(is_sent, where, -1)
 
 
-def unique_by_table(ids: list[Tensor], tables: list[str]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns each id once by table, and of each sequence which of its table's unique ids each event has, [S] int64.
+@torch.no_grad()
+def count_samples(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int) -> Tensor:
+    """Counts the events of each sample for each of W owner ranks, [W, sequences · B] int32."""
+    owned = _owned_ids(group, by_key, None)
+    if kernels.takes_ids(owned, num_ranks):
+        return kernels.count_samples(owned, num_ranks)
+    ranks, _ = _located(group, by_key, [one.ids for one in owned], num_ranks)
+    samples, first = [], 0
+    for one in owned:
+        index = torch.arange(one.ids.size(0), dtype=one.offsets.dtype, device=ranks.device)
+        samples.append(torch.searchsorted(one.offsets[1:].contiguous(), index, right=True) + first)
+        first += one.offsets.size(0) - 1
+    where = torch.where(ranks < num_ranks, ranks * first + _joined(samples), num_ranks * first)
+    counts = torch.zeros(num_ranks * first + 1, dtype=torch.int32, device=ranks.device)
+    return counts.index_add_(0, where, torch.ones_like(where, dtype=torch.int32))[:-1].view(num_ranks, first)
 
-    The first sequence of a table has its unique ids, the others none.
 
-    Example:
-        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ["item", "item"])
-        ([tensor([4, 7]), tensor([], dtype=torch.int64)], [tensor([0, 1]), tensor([1, 0, 0])])
+def collect(arrived: Tensor, counts: Tensor, padding: Tensor, num_ranks: int, capacity: int) -> Tensor:
+    """Moves the events of W ranks together, followed by `padding` [1, K]: [K, capacity] int32.
+
+    Args:
+        arrived: [W · slots, K] int32: those of each rank in its first slots.
+        counts: [W · n]: the numbers of events, by rank.
     """
-    unique, positions = list(ids), list(ids)
-    for table in dict.fromkeys(tables):
-        members = [index for index, other in enumerate(tables) if other == table]
-        rows, inverse = torch.unique(_joined([ids[index] for index in members]), return_inverse=True)
-        for index, part in zip(members, inverse.split([ids[index].size(0) for index in members]), strict=True):
-            unique[index], positions[index] = rows, part
-            rows = rows[:0]
-    return unique, positions
+    slots = arrived.size(0) // num_ranks
+    ends = counts.view(num_ranks, -1).sum(1).cumsum(0)
+    if arrived.is_cuda and num_ranks <= MAX_SHARDS:
+        return kernels.collect(arrived, ends, padding, slots, capacity)
+    index = torch.arange(capacity, device=ends.device)
+    source = torch.searchsorted(ends, index, right=True).clamp_(max=num_ranks - 1)
+    within = index - pad(ends[:-1], (1, 0))[source]
+    columns = arrived.index_select(0, (source * slots + within).clamp_(0, num_ranks * slots - 1))
+    return torch.where((index < ends[-1]).unsqueeze(1), columns, padding).t().contiguous()
 
 
-def _samples(sequences: list[JaggedTensor], lengths: Tensor, is_padded: bool) -> Tensor:
-    """Returns the sample of each event [S] int64, numbered through all sequences; of padding any number."""
-    if not is_padded:
-        samples = torch.arange(lengths.size(0), device=lengths.device)
-        count = sum([x.values().size(0) for x in sequences])
-        return torch.repeat_interleave(samples, lengths, output_size=count)
-    found, first = [], 0
-    for sequence in sequences:
-        offsets = sequence.offsets()
-        index = torch.arange(sequence.values().size(0), device=lengths.device, dtype=offsets.dtype)
-        found.append(torch.searchsorted(offsets[1:].contiguous(), index, right=True) + first)
-        first += sequence.lengths().size(0)
-    return _joined(found)
+def _owned_ids(group: TableGroup, by_key: dict[str, JaggedTensor], outside: Tensor | None) -> list[kernels.OwnedIds]:
+    """Returns the ids of each sequence; those outside of their tables are counted in `outside`, if it is given."""
+    owned = []
+    for number, (key, sharding) in enumerate(zip(group.keys, group.shardings, strict=True)):
+        ids, counts = by_key[key].values(), None if outside is None else outside[number:]
+        tables = sharding.tensors(ids.device)
+        owned.append(kernels.OwnedIds(ids, by_key[key].offsets(), *tables, sharding.num_rows, counts))
+    return owned
 
 
-def _run_lengths(ascending: Tensor, count: int) -> Tensor:
-    """Counts how often each number from 0 to count - 1 occurs in ascending numbers: [count]."""
-    return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device)).diff()
+def _located(
+    group: TableGroup, by_key: dict[str, JaggedTensor], ids_of: list[Tensor], num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the owner rank of each event [S] int64, W of padding, and its row's position there [S] int32."""
+    located = []
+    for key, sharding, ids in zip(group.keys, group.shardings, ids_of, strict=True):
+        ranks, rows = sharding.locate(ids)
+        is_event = torch.arange(ids.size(0), device=ids.device) < by_key[key].offsets()[-1]
+        located.append((torch.where(is_event, ranks.long(), num_ranks), rows))
+    ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
+    return ranks, rows
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -27,23 +27,16 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: GroupInput) -> Tensor:
         ctx.arrived = arrived
         rows = gather_bounded((memory,), (arrived.columns[0],), handle.dtype)
-        rows = arrived.events.back.send(rows)
-        if arrived.slots is not None:
-            return rows.index_select(0, arrived.slots.clamp(min=0))
-        return rows if arrived.order is None else torch.empty_like(rows).index_copy_(0, arrived.order, rows)
+        return arrived.events.back.send(rows).index_select(0, arrived.slots.clamp(min=0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        events, slots, order = ctx.arrived.events, ctx.arrived.slots, ctx.arrived.order
-        grad = grad * gradient_scale(events.pg)
-        if slots is not None:  # the gradients of padding, whose slot is -1, go to an extra last row
-            count = sum(events.sent)
-            sent = grad.new_zeros(count + 1, grad.size(1))
-            grad = sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
-        elif order is not None:
-            grad = grad.index_select(0, order)
-        return events.send(grad), None, None
+        events = ctx.arrived.events
+        grad, count = grad * gradient_scale(events.pg), sum(events.sent)
+        sent = grad.new_zeros(count + 1, grad.size(1))  # the last row is for padding, whose slot is -1
+        sent.index_copy_(0, ctx.arrived.slots.remainder(count + 1), grad)
+        return events.send(sent[:count]), None, None
 
 
 class Replicate(torch.autograd.Function):

@@ -40,7 +40,7 @@ class RowSharding:
     Example:
         >>> sharding = RowSharding("item", 10, [0, 6], [2, 0], [100, 0])
         >>> sharding.locate(torch.tensor([7, 1, 6]))
-        (tensor([0, 2, 0], dtype=torch.uint8), tensor([  1, 101,   0], dtype=torch.int32))
+        (tensor([0, 2, 0], dtype=torch.int16), tensor([  1, 101,   0], dtype=torch.int32))
         >>> sharding.owned_by(2), sharding.owned_by(1)
         ((range(0, 6), range(100, 106)), (range(0, 0), range(0, 0)))
     """
@@ -49,8 +49,6 @@ class RowSharding:
         self, table: str, num_rows: int, first_rows: list[int], ranks: list[int], positions: list[int]
     ) -> None:
         self.table, self.num_rows, self.ranks, self._first_rows = table, num_rows, ranks, first_rows
-        # A dtype of few bits, by which sorting is fast.
-        self._rank_dtype = torch.uint8 if max(ranks, default=0) < 256 else torch.int16
         self._shifts = [position - first for position, first in zip(positions, first_rows, strict=True)]
         rows = [range(*bounds) for bounds in zip(first_rows, [*first_rows[1:], num_rows], strict=True)]
         self._owned = {
@@ -67,18 +65,18 @@ class RowSharding:
         """Returns the first row of each shard but the first, their ranks, and the shifts from rows to positions."""
         if device not in self._tensors:
             boundaries = torch.tensor(self._first_rows[1:], dtype=torch.int64, device=device)
-            ranks = torch.tensor(self.ranks, dtype=self._rank_dtype, device=device)
+            ranks = torch.tensor(self.ranks, dtype=torch.int16, device=device)
             self._tensors[device] = boundaries, ranks, torch.tensor(self._shifts, dtype=torch.int64, device=device)
         return self._tensors[device]
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the owner ranks [S] of ids [S], uint8 or int16, and the rows' positions in their memory [S], int32.
+        """Returns the owner ranks [S] of ids [S], int16, and the rows' positions in their memory [S], int32.
 
         An id outside of the table belongs to the first shard's owner, at position -1, which is a missing row there.
         """
         ids = reference.bound_ids(ids, self.num_rows).long()
         if len(self.ranks) == 1:
-            ranks, positions = torch.full_like(ids, self.ranks[0], dtype=self._rank_dtype), ids + self._shifts[0]
+            ranks, positions = torch.full_like(ids, self.ranks[0], dtype=torch.int16), ids + self._shifts[0]
         else:
             boundaries, ranks, shifts = self.tensors(ids.device)
             shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
@@ -173,7 +171,6 @@ class TableGroup:
         weight_keys: of each feature the key whose weights it reads, that of its first field.
         fields: of each sequence the keys of the ids that are payload of its events.
         field_shardings: those of the tables of these ids, which every rank can read.
-        dedup: whether a fetched row is sent once to each rank, however many of its events have it.
         outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
             rank reads these tables itself.
     """
@@ -185,7 +182,6 @@ class TableGroup:
     weight_keys: tuple[str, ...] = ()
     fields: tuple[tuple[str, ...], ...] = ()
     field_shardings: tuple[RowSharding, ...] = ()
-    dedup: bool = False
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -228,7 +224,6 @@ def plan_tables(
     feature_groups: list[FeatureGroup],
     replicate_below: int,
     first_rank: int = 0,
-    dedup: bool = False,
 ) -> tuple[list[RowSharding], list[TableGroup], TableGroup]:
     """Returns the path of each embedding of a collection's tables.
 
@@ -238,7 +233,6 @@ def plan_tables(
             every layer reads together, from the same tables, travel together.
         replicate_below: tables of at most so many rows are replicated, read whole by every rank.
         first_rank: of all processes, the first one of the group that the plan is for.
-        dedup: whether a row that is fetched travels once to each rank.
 
     Returns:
         The sharding of each table, the groups of ids that go to owner ranks, and the ids of replicated tables.
@@ -284,15 +278,15 @@ def plan_tables(
             )
         )
 
-    def without_features(embeddings: list[str], dedup: bool) -> TableGroup:
+    def without_features(embeddings: list[str]) -> TableGroup:
         keys = tuple([key_of[embedding] for embedding in embeddings])
         tables = tuple([shardings[table_of[embedding]] for embedding in embeddings])
-        return TableGroup(keys, tables, tuple(embeddings), dedup=dedup)
+        return TableGroup(keys, tables, tuple(embeddings))
 
     histories = {name for group in groups for name in group.embeddings}
     fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
-    groups += [without_features(fetched, dedup)] if fetched else []
-    local = without_features([e for e, table in table_of.items() if table in replicated], False)
+    groups += [without_features(fetched)] if fetched else []
+    local = without_features([e for e, table in table_of.items() if table in replicated])
     return list(shardings.values()), groups, local
 
 

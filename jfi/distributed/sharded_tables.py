@@ -48,7 +48,6 @@ class ShardedTables(nn.Module):
         model: nn.Module | None,
         replicate_below: int,
         dtype: torch.dtype | None,
-        dedup: bool,
     ) -> None:
         pooled = isinstance(module, EmbeddingBagCollection)
         if pooled:
@@ -71,7 +70,7 @@ class ShardedTables(nn.Module):
         self.pg = pg
         # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
         features = feature_groups_of(model, module)
-        self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first, dedup)
+        self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first)
         self._replicated = [sharding for sharding in self._shardings if sharding.num_rows <= replicate_below]
         self._dtype = dtype
         #: The counts of this rank's ids outside of their tables.
@@ -151,15 +150,10 @@ class ShardedTables(nn.Module):
         self, found: dict[str, JaggedTensor], arrived: GroupInput, handle: Tensor, by_key: dict[str, JaggedTensor]
     ) -> None:
         """Adds the rows of a group whose rows are fetched."""
-        group, memory, unique = arrived.group, self.local_shard.memory, {}
-        fetched = fetch_rows(handle, memory, arrived)
-        for index, (embedding, key) in enumerate(zip(group.embeddings, group.keys, strict=True)):
+        group, fetched = arrived.group, fetch_rows(handle, self.local_shard.memory, arrived)
+        for embedding, key, rows in zip(group.embeddings, group.keys, fetched, strict=True):
             ids = by_key[key]
-            if arrived.positions is None:
-                found[embedding] = JaggedTensor(fetched[index], None, ids.lengths_or_none(), ids.offsets_or_none())
-            else:  # the first sequence of a table has its unique rows
-                rows = unique.setdefault(group.shardings[index].table, fetched[index].to(memory.dtype))
-                found[embedding] = _rows_by_id(rows, arrived.positions[index], rows.dtype, ids)
+            found[embedding] = JaggedTensor(rows, None, ids.lengths_or_none(), ids.offsets_or_none())
 
     def _add_histories(
         self,

@@ -72,13 +72,11 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
 
     Args:
         model: the model, or another module that contains the layers which read the collection. Their features are those
-            whose histories attention goes to, found by name. None fetches all rows.
+            whose histories attention goes to, found by name.
         fused_params: as of TorchRec's sharder.
         replicate_below: tables of at most so many rows are summed up on every rank in each step.
         dtype: of queries, partial outputs and fetched rows, and of the rows as attention reads them; None for that of
             the tables.
-        dedup: whether a row that is fetched for several events of a rank travels to it once, and its gradient is summed
-            before it is sent back. Its keys come out as `TableRows`, and steps cannot be captured.
 
     Raises:
         TypeError: `model` is no module.
@@ -98,19 +96,18 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: nn.Module,
         fused_params: dict[str, Any] | None = None,
         *,
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
-        dedup: bool = False,
     ) -> None:
         super().__init__(fused_params)
-        must = "an nn.Module with the JaggedFeatureInteraction that reads the collection, or None"
-        check_type("model", model, nn.Module | None, must)
-        if model is not None and not any(isinstance(one, JaggedFeatureInteraction) for one in model.modules()):
+        must = "an nn.Module with the JaggedFeatureInteraction that reads the collection"
+        check_type("model", model, nn.Module, must)
+        if not any(isinstance(one, JaggedFeatureInteraction) for one in model.modules()):
             raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
-        self._options = model, replicate_below, dtype, dedup
+        self._options = model, replicate_below, dtype
 
 
 class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
@@ -143,4 +140,4 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(fused_params)
-        self._options = None, replicate_below, dtype, False
+        self._options = None, replicate_below, dtype

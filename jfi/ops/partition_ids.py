@@ -1,6 +1,6 @@
 """Ids of sequences by owner rank, in a buffer with equally many slots for each rank: Triton alone.
 
-The formulas are those of `jfi.distributed.fixed_input_dist`, with a stable sort by rank, at 4 times the kernels.
+The formulas are those of `jfi.distributed.input_dist`, with a stable sort by rank, at 4 times the kernels.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def partition_ids(
         payload: [S of all, K - 1] int32, of each id.
         num_ranks: W.
         num_slots: N; ids beyond them are left out.
-        padding: [1, 1] int32, written to empty slots, where K is 1: then the slots of the ids are returned too.
+        padding: [1, K] int32, written to empty slots: then the slots of the ids are returned too.
 
     Returns:
         The buffer [W · N, K] int32, whose column 0 is the row's position in its owner's memory. With `padding`, the

@@ -272,8 +272,6 @@ class ShardingConfig:
             sends queries to the processes that own the rows, and partial outputs back; `auto` takes the one that sends
             fewer bytes, if attention is possible, and prints its choice.
         replicate_below: with `attention`, every process reads tables of at most this many rows whole.
-        dedup: whether a row that several events of a process' samples use is sent to it once, and its gradient is
-            summed before it is sent back.
         communication: dtype in which embeddings and their gradients are sent.
         group_size: null shards each table over all processes. With a number, which must divide the number of processes,
             each group of that many processes has all tables and learns from its own samples.
@@ -286,7 +284,6 @@ class ShardingConfig:
     cache_load_factor: float = 0.2
     exchange: Literal["rows", "attention", "auto"] = "rows"
     replicate_below: int = 100_000
-    dedup: bool = False
     communication: Literal["float32", "bfloat16"] = "float32"
     group_size: int | None = None
     sync_every: int = 1

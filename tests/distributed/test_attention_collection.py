@@ -270,11 +270,12 @@ def test_no_row_of_a_history_is_sent(found):
     _, columns, _ = make_batch(case, 3)
     own = parts[1] - parts[0]
     ids, _, lengths = columns["taste_item"]
-    events = ids[: int(lengths[:own].sum())]
-    targets = columns["item"][0]
+    count, targets = int(lengths[:own].sum()), columns["item"][0]
     asked, given = int((targets[:own] >= 25).sum()), int((targets[own:] < 25).sum())
-    # Batch size and counts of both routes, lengths, two columns of each event, one of each target.
-    away = 8 * 3 + 4 * own + 8 * int((events >= 25).sum()) + 4 * asked
+    # Lengths, then slots of two columns for events and of one for targets: the most that a rank has for an owner.
+    ranks = (ids[:count], ids[count:]), (targets[:own], targets[own:])
+    slots = [max(int(x.sum()) for one in parts for x in (one < 25, one >= 25)) for parts in ranks]
+    away = 4 * own + 8 * slots[0] + 4 * slots[1]
     rows = 4 * 8 * (asked + given)  # gradients of what was asked for, rows that were given
     shape = SequenceShape(0, 8, heads=2)
     both = by_attention(shape, 2, itemsize=4).total - 4
@@ -449,7 +450,7 @@ def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
     def build_sharded(**fused_params):
         collection = EmbeddingCollection(tables=tables_of(20))
         apply_optimizer_in_backward(kind, collection.parameters(), dict(options))
-        sharder = AttentionCollectionSharder(None, fused_params, replicate_below=0)
+        sharder = AttentionCollectionSharder(build(CASES["plain"]), fused_params, replicate_below=0)
         own = {"t": row_wise()}
         sharding = construct_module_sharding_plan(collection, own, sharder, 1, 1, "cpu")
         plan, on = ShardingPlan({"": sharding}), torch.device("cpu")

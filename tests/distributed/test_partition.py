@@ -8,7 +8,7 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import KeyBias, SequenceFeatureConfig
-from jfi.distributed.fixed_input_dist import partition
+from jfi.distributed.input_dist import count_samples, partition
 from jfi.distributed.planning import TableGroup, row_shardings
 from jfi.ops import partition_ids as kernels
 from jfi.utils.context import padded_to_capacity
@@ -58,10 +58,11 @@ def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
         before = group.outside.on(device).clone()
         with as_on_a_gpu(device), padded_to_capacity(frozenset()):
-            found.append(partition(group, by_key, RANKS, 100, padding))
+            found.append((*partition(group, by_key, RANKS, 100, padding), count_samples(group, by_key, RANKS)))
         counts.append((group.outside.counts - before).tolist())
-    (buffer, sums, index), (kernel_buffer, *others) = found
-    assert torch.equal(sums, others[0]) and torch.equal(index, others[1])
+    (buffer, *expected), (kernel_buffer, *others) = found
+    assert all(map(torch.equal, expected, others))
+    sums = expected[0]
     ids, places = [], []
     for rank, count in enumerate(sums.tolist()):
         filled = slice(rank * 100, rank * 100 + count)
@@ -75,8 +76,9 @@ def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
 
 @pytest.mark.parametrize("room", [0, 7])
 @pytest.mark.parametrize("most", [3, 100])
+@pytest.mark.parametrize("has_slots", [True, False])
 @pytest.mark.parametrize("name", GROUPS)
-def test_kernels_have_the_places_of_the_formulas(name, most, room, device, monkeypatch):
+def test_kernels_have_the_places_of_the_formulas(name, has_slots, most, room, device, monkeypatch):
     group = GROUPS[name]
     by_key = ids_of(group, room, device)
     padding = torch.full((1, 2 if group.features else 1), -1, dtype=torch.int32, device=device)
@@ -84,10 +86,12 @@ def test_kernels_have_the_places_of_the_formulas(name, most, room, device, monke
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
         with padded_to_capacity(frozenset()):
-            found.append(partition(group, by_key, RANKS, most, padding))
-    (buffer, sums, index), (kernel_buffer, *others) = found
-    assert torch.equal(sums, others[0]) and torch.equal(index, others[1]) and all(sums.tolist())
-    assert (index.dtype == torch.int32) == bool(group.features)  # counts, or slots
-    for rank, count in enumerate(sums.tolist()):  # places left are of no use to attention, and not written
-        filled = slice(rank * most, rank * most + (min(count, most) if group.features else most))
+            parts = partition(group, by_key, RANKS, most, padding if has_slots else None)
+            found.append((*parts, count_samples(group, by_key, RANKS)))
+    (buffer, sums, index, counts), (kernel_buffer, *others) = found
+    assert torch.equal(sums, others[0]) and torch.equal(counts, others[2]) and all(sums.tolist())
+    assert torch.equal(index, others[1]) if has_slots else index is None and others[1] is None
+    assert torch.equal(counts.sum(1), sums) and counts.dtype == others[2].dtype == torch.int32
+    for rank, count in enumerate(sums.tolist()):  # empty slots are not written without padding
+        filled = slice(rank * most, rank * most + (most if has_slots else min(count, most)))
         assert torch.equal(buffer[filled], kernel_buffer[filled])

@@ -119,14 +119,14 @@ def losses(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.slow
 def test_losses_over_63_steps(folder):
-    """Row-wise, table-wise, table-row-wise, rows, unique rows, and captured steps, against one process."""
+    """Row-wise, table-wise, table-row-wise, rows, and captured steps, against one process."""
 
     def long(name: str, sharding: dict, **training: object) -> Config:
         return configured(folder, f"long-{name}", **sharding).with_training(epochs=3, **training)
 
     train(long("alone", {}))
     ways = {"row_wise": REMOTE, "table_wise": RUNS["table_wise"], "table_row_wise": RUNS["table_row_wise"]}
-    ways |= {"rows": {}, "rows-table_wise": {"type": "table_wise"}, "dedup": {"dedup": True}}
+    ways |= {"rows": {}, "rows-table_wise": {"type": "table_wise"}}
     jobs = [job(folder, long(name, sharding)) for name, sharding in ways.items()]
     jobs.append(job(folder, long("captured", REMOTE, cuda_graph="always"), stand_in=True))
     in_two_processes(folder, jobs)
@@ -178,8 +178,6 @@ def test_auto_takes_what_sends_fewer_bytes(folder, schema):
     config = configured(folder, "auto", exchange="auto", replicate_below=10)
     assert chosen(folder, schema, config)[0] == "attention"
     assert chosen(folder, schema, config, events=3)[0] == "rows"
-    name, why = chosen(folder, schema, configured(folder, "dedup", exchange="auto", dedup=True))
-    assert name == "rows" and "sharding.dedup" in why
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,6 @@ def test_auto_takes_what_sends_fewer_bytes(folder, schema):
         ({"replicate_below": 0}, "events of feature"),
         ({"type": "column_wise", "replicate_below": 10}, "sharding.type is 'column_wise'"),
         ({"compute_kernel": "fused_uvm_caching"}, "device memory"),
-        ({"dedup": True}, "sharding.dedup is true"),
         ({"exchange": "rows", "type": "table_row_wise"}, "needs sharding.exchange: attention"),
     ],
 )

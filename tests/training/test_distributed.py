@@ -421,11 +421,6 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
             {"compute_kernel": "fused_uvm_caching"},
             r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused without a GPU",
         ),
-        (
-            {},
-            {"dedup": True, "type": "column_wise"},
-            r"sharding\.type: got 'column_wise', must not divide rows with sharding\.dedup",
-        ),
         ({}, {"group_size": 3}, r"sharding\.group_size: got 3, must divide the number of processes, 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Launched runs whose processes exchange unique rows, send bfloat16, or are groups that average their tables."""
+"""Launched runs whose processes send bfloat16, or are groups that average their tables."""
 
 import dataclasses
 from pathlib import Path
@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from launched import assert_same_metrics, environment, free_port, in_two_processes, job, tiny, write_tables
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from worker import without_pictures
 
-from jfi.distributed import AttentionCollectionSharder
-from jfi.modules.table_rows import TableRows
 from jfi.training import Config, train
 from jfi.training.distributed.processes import join_world
 from jfi.training.loop.trainer import Trainer
@@ -25,8 +19,7 @@ from jfi.training.run.shared_data import load_shared
 
 STEPS, STOP_AT = 21, 7
 SETTINGS = {
-    "dedup": {"dedup": True},
-    "halves": {"dedup": True, "communication": "bfloat16"},
+    "halves": {"communication": "bfloat16"},
     "groups": {"group_size": 1},
     "groups-rarely": {"group_size": 1, "sync_every": 10},
     "stopped": {"group_size": 1},
@@ -68,24 +61,18 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
 
 
-@pytest.mark.slow
-def test_unique_rows_have_the_losses_of_one_process(folder, outcomes):
-    assert_same_metrics(folder / "dedup", folder / "alone", steps=STEPS)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_exchange_unique_rows_and_average(folder):
+def test_two_gpus_send_halves_and_average(folder):
     def on_gpu(name: str, **sharding: object) -> Config:
         return configured(folder, f"gpu-{name}", **sharding).with_training(device="cuda")
 
     train(on_gpu("alone"))
     configs = {name: on_gpu(name, **settings) for name, settings in SETTINGS.items() if name != "stopped"}
     outcomes = in_two_processes(folder, [job(folder, config) for config in configs.values()])
-    assert_same_metrics(folder / "gpu-dedup", folder / "gpu-alone", rounding=5e-5, steps=STEPS)
     plain = losses(folder, "gpu-alone")
     assert losses(folder, "gpu-halves") == pytest.approx(plain, abs=0.02)
     assert losses(folder, "gpu-groups") == pytest.approx(plain, abs=0.1)
-    for place in (2, 3):
+    for place in (1, 2):
         assert outcomes[0][place]["sums"] == outcomes[1][place]["sums"]
 
 
@@ -146,44 +133,8 @@ def one_launched(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_unique_rows_are_those_of_every_event(one_launched, kind):
-    """Values and the tables after a step, beside TorchRec's collection; events are rows of their table by id."""
-    tables = [
-        EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=8, feature_names=["item", "history"]),
-        EmbeddingConfig(name="rating", num_embeddings=4, embedding_dim=8, feature_names=["rating"]),
-    ]
-    ids = KeyedJaggedTensor(
-        ["user", "rating", "history", "item"],
-        torch.tensor([7, 7, 7, 1, 3, 1, 4, 4, 0, 4, 2, 8]),
-        lengths=torch.tensor([1, 1, 1, 0, 3, 0, 0, 3, 0, 1, 1, 1]),
-    )
-    found = {}
-    with join_world("cpu"):
-        for sharder in (EmbeddingCollectionSharder(), AttentionCollectionSharder(None, replicate_below=0, dedup=True)):
-            model = torch.nn.ModuleDict({"rows": EmbeddingCollection(tables, device=torch.device("meta"))})
-            constraints = {table.name: ParameterConstraints(sharding_types=[kind]) for table in tables}
-            topology = Topology(world_size=1, compute_device="cpu")
-            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-            plan = planner.plan(model, [sharder])
-            sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
-            state = sharded.state_dict()
-            for place, table in enumerate(state.values()):
-                weight = table.local_shards()[0].tensor
-                weight.copy_(torch.sin(torch.arange(weight.numel()).view_as(weight) + place))
-            rows = dict(sharded.module["rows"](ids).items())
-            by_id = [isinstance(one, TableRows) for one in rows.values()]
-            assert by_id == [isinstance(sharder, AttentionCollectionSharder)] * 3
-            values = {key: one.values() for key, one in rows.items()}
-            torch.cat([values[key] * (1 + place) for place, key in enumerate(sorted(values))]).square().sum().backward()
-            lengths = {key: one.lengths() for key, one in rows.items()}
-            found[type(sharder)] = values, lengths, [one.local_shards()[0].tensor for one in state.values()]
-    for ours, theirs in zip(*found.values(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_unique_rows_are_pipelined(folder, alone, one_launched):
-    config = configured(folder, "pipelined", dedup=True)
+def test_ids_of_owner_ranks_are_pipelined(folder, alone, one_launched):
+    config = configured(folder, "pipelined", exchange="attention", replicate_below=10)
     with join_world("cpu") as world:
         dataset = load_shared(config.data, world)
         trainer = Trainer(config, dataset, world)

@@ -81,8 +81,6 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
         return "sharding.type is 'column_wise'"
     if sharding.compute_kernel == "fused_uvm_caching":
         return "sharding.compute_kernel is 'fused_uvm_caching', and attention reads rows in device memory"
-    if sharding.dedup:
-        return "sharding.dedup is true, which is for rows that travel"
     bags = model.embedding_bag_collection
     widths = {} if bags is None else {table.name: table.embedding_dim for table in bags.embedding_bag_configs()}
     if len({*widths.values()}) > 1:

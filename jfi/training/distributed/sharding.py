@@ -68,10 +68,6 @@ def check_sharded(config: Config, world: World) -> None:
         raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
-    if config.sharding.dedup and config.sharding.type == "column_wise":
-        raise ConfigError("sharding.type: got 'column_wise', must not divide rows with sharding.dedup")
-    if config.sharding.dedup and kernel == "fused_uvm_caching":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.dedup")
     size = config.sharding.group_size
     if size is not None and world.size % size:
         raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
@@ -144,23 +140,17 @@ def shard_model(
     return sharded, CombinedOptimizer([sharded.fused_optimizer, others]), groups
 
 
-def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> list[ModuleSharder]:
-    """The sharders of both collections, which send rows as the config says.
-
-    Args:
-        sharding: the section `sharding`.
-        fused_params: of TorchRec's sharders.
-    """
+def sharders_of(sharding: ShardingConfig) -> list[ModuleSharder]:
+    """Returns TorchRec's sharders of both collections, which send rows in the config's dtype."""
     codecs = None
     if sharding.communication == "bfloat16":
         # Not by TorchRec's get_qcomm_codecs_registry, which sends float16 in silence on CPUs.
         half = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
         codecs = {operation.name: get_qcomm_codecs(half) for operation in CommOp}
-    bags = EmbeddingBagCollectionSharder(fused_params, codecs)
-    if not sharding.dedup:
-        return [bags, EmbeddingCollectionSharder(fused_params, codecs)]
-    half = torch.bfloat16 if sharding.communication == "bfloat16" else None
-    return [bags, AttentionCollectionSharder(None, fused_params, replicate_below=0, dtype=half, dedup=True)]
+    return [
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
+    ]
 
 
 def _plan(
@@ -200,7 +190,6 @@ def _constraints(
     table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool, attention: bool
 ) -> ParameterConstraints:
     bags = isinstance(table, EmbeddingBagConfig)
-    attention = attention or (sharding.dedup and not bags)  # either has rows in device memory
     types = _TYPES if sharding.type == "auto" else [sharding.type]
     if attention and sharding.type == "auto":
         types = ["table_wise", "row_wise"]
