@@ -32,6 +32,17 @@ class _Batch(NamedTuple):
     grads: tuple[Tensor | None, ...]
 
 
+def _refusal(name: str) -> Callable[..., None]:
+    """Returns the setter of an attribute that nothing but the constructor of TorchRec's class sets."""
+
+    def refuse(self: "FusedTables", _: object) -> None:
+        if "defaults" in self.__dict__:
+            advice = "use load_state_dict(), or param_groups[0]['lr'] = 0.01"
+            raise AttributeError(f"{name} of a fused collection's optimizer cannot be replaced: {advice}")
+
+    return refuse
+
+
 class FusedTables(FusedOptimizer):
     """The optimizer of the tables of one collection; a step is made in the backward pass.
 
@@ -79,8 +90,7 @@ class FusedTables(FusedOptimizer):
         self._running = BackwardPasses()
         self._finished: list[_Batch] = []
         self._deferring = False
-        #: By table the rows that no step changes, [N] bool.
-        self.frozen: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}  # by table the rows that no step changes, [N] bool
         #: Marks of the rows that steps change, see `track_changes`; None without them.
         self.changed: ChangedRows | None = None
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
@@ -89,8 +99,7 @@ class FusedTables(FusedOptimizer):
         self.allocate_states()
         super().__init__(self.params, self.state, self.param_groups)
 
-    #: A GradScaler looks for it first.
-    _step_supports_amp_scaling = property(ScalerCheck.refuse)
+    _step_supports_amp_scaling = property(ScalerCheck.refuse)  # a GradScaler looks for it first
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
@@ -110,9 +119,7 @@ class FusedTables(FusedOptimizer):
     def params(self) -> dict[str, nn.Parameter]:
         return {f"{self._prefix}{name}.weight": weight for name, weight in self.weights.items()}
 
-    @params.setter
-    def params(self, params: object) -> None:
-        self._refuse_assignment("params")
+    params = params.setter(_refusal("params"))
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -127,27 +134,16 @@ class FusedTables(FusedOptimizer):
                 found[weight] = {"step": self.steps, **states}
         return found
 
-    @state.setter
-    def state(self, state: object) -> None:
-        self._refuse_assignment("state")
-
-    def _refuse_assignment(self, name: str) -> None:
-        if "defaults" in self.__dict__:  # not by the constructor of TorchRec's class
-            advice = "use load_state_dict(), or param_groups[0]['lr'] = 0.01"
-            raise AttributeError(f"{name} of a fused collection's optimizer cannot be replaced: {advice}")
+    state = state.setter(_refusal("state"))
 
     @property
     def param_groups(self) -> tuple[ParameterGroup]:
         self.group.options["params"] = list(self.weights.values())
         return (self.group,)
 
-    @param_groups.setter
-    def param_groups(self, groups: object) -> None:
-        self._refuse_assignment("param_groups")
+    param_groups = param_groups.setter(_refusal("param_groups"))
 
-    def add_param_group(self, param_group: object) -> None:
-        """Raises: all tables of a collection are one group."""
-        self._refuse_assignment("param_groups")
+    add_param_group = _refusal("param_groups")
 
     def rounds_stochastically(self, weight: Tensor) -> bool:
         """Returns whether new values of a weight are rounded stochastically."""

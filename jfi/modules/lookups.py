@@ -1,4 +1,4 @@
-"""What a layer needs beside a look-up: names of the embeddings, and what else its features read of the ids.
+"""Helpers of a layer beside its look-up: names of the embeddings, and what else its features read of the ids.
 
 Call these functions through the module (`lookups.allow_no_samples`): torch.fx.wrap patches this module's globals, so
 that TorchRec's tracers would trace into a function that is imported by name.

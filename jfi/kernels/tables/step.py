@@ -31,7 +31,6 @@ MAX_GRADS = 8
 #: Tables that a launch takes; the rows of more are stepped by several launches.
 MAX_STEPPED_TABLES = 32
 
-
 #: Instead of an optimizer where the sums themselves are wanted.
 _SUM = RowOptimizer("sum")
 
