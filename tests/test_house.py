@@ -19,7 +19,7 @@ BUDGET = {
     "history_policies": 1783,
     "kernels": 7731,
     "models": 887,
-    "modules": 4613,
+    "modules": 4610,
     "ops": 2780,
     "semantic_ids": 2076,
     "serving": 7675,

@@ -34,11 +34,11 @@ class _Batch(NamedTuple):
 
 def _refusal(name: str) -> Callable[..., None]:
     """Returns the setter of an attribute that nothing but the constructor of TorchRec's class sets."""
+    text = f"{name} of a fused collection's optimizer cannot be replaced; use load_state_dict or param_groups[0]['lr']"
 
     def refuse(self: "FusedTables", _: object) -> None:
         if "defaults" in self.__dict__:
-            advice = "use load_state_dict(), or param_groups[0]['lr'] = 0.01"
-            raise AttributeError(f"{name} of a fused collection's optimizer cannot be replaced: {advice}")
+            raise AttributeError(text)
 
     return refuse
 
@@ -80,16 +80,14 @@ class FusedTables(FusedOptimizer):
         self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], ema_decay)
         known = {name: one.default for name, one in signature(optimizer_type).parameters.items()} | options
         averages = ("average",) if ema_decay is not None else ()
-        #: The names of a table's states in their order.
         self._names = (*sums, *averages, *(("stepped_at",) if averages or options["weight_decay"] else ()))
         self.group = ParameterGroup(options, {name: known[name] for name in known if name not in ("params", "lr")})
         self.steps, self._flushed_at = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
         self._tables, self._prefix, self.stochastic_rounding = tables, prefix, stochastic_rounding
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: Running backward passes with their look-ups, and those of finished ones that are not stepped yet.
-        self._running = BackwardPasses()
+        self._running, self._deferring = BackwardPasses(), False
         self._finished: list[_Batch] = []
-        self._deferring = False
         self.frozen: dict[str, Tensor] = {}  # by table the rows that no step changes, [N] bool
         #: Marks of the rows that steps change, see `track_changes`; None without them.
         self.changed: ChangedRows | None = None
@@ -142,7 +140,6 @@ class FusedTables(FusedOptimizer):
         return (self.group,)
 
     param_groups = param_groups.setter(_refusal("param_groups"))
-
     add_param_group = _refusal("param_groups")
 
     def rounds_stochastically(self, weight: Tensor) -> bool:
