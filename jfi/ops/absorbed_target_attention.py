@@ -113,8 +113,9 @@ def compose(
     The attention is that of queries [F · B, T, H, D_x], in the dtype of the history, to raw events, and returns outputs
     of this shape.
     """
+    dtype = _product_dtype(history, weights[0])
     with without_autocast(history.device.type):
-        w_qk, b_qk, w_vo = absorb(weights[:5], num_heads, _product_dtype(history, weights[0]))
+        w_qk, b_qk, w_vo = absorb(weights[:5], num_heads, dtype)
         num_queries, width = weights[0].shape[1] // weights[2].shape[1], weights[2].shape[2]
         query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, width)
         return affine(weights[5], attention(query).reshape(target.shape[0], -1, w_vo.shape[1]), w_vo.mT)

@@ -38,8 +38,6 @@ PyTorch:
     torch.nested._internal.nested_tensor.NestedTensor._maybe_min_seqlen    likewise, for results
     torch.nn.Module._forward_hooks               sees hooks: tables with hooks would be read past them
     torch.nn.Module._forward_pre_hooks           likewise
-    torch.nn.Module._backward_hooks              likewise
-    torch.nn.Module._backward_pre_hooks          likewise
     torch.nn.Module._modules                     modules named like attributes of nn.ModuleDict: a feature "type"
     torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
     torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture
@@ -58,8 +56,6 @@ TorchRec:
     torchrec.modules.embedding_modules.EmbeddingBagCollection._is_weighted    FusedEmbeddingBagCollection
     torchrec.modules.embedding_modules.EmbeddingBagCollection._embedding_names    likewise
     torchrec.modules.embedding_modules.EmbeddingBagCollection._lengths_per_embedding    likewise
-    torchrec.modules.mc_embedding_modules.ManagedCollisionEmbeddingCollection._embedding_collection    its tables:
-        checks of a layer's features
     torchrec.distributed.types.LazyAwaitable._wait_async    waits once, for all that read the awaitable: sharded tables
     torchrec.distributed.embedding.ShardedEmbeddingCollection._lookups    local tables: their fused optimizers
     torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup._emb_modules    likewise

@@ -64,8 +64,6 @@ def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
     [
         ({"auc": 0.981}, False, "auc of epoch 1 is 0.9810: above 0.98 an input"),
         ({"auc": 0.7, "auc_buy": 0.99}, False, "auc_buy of epoch 1 is 0.9900"),
-        ({"auc": math.nan, "auc_like": math.nan, "auc_buy": 0.99}, False, "auc_buy of epoch 1 is 0.9900"),
-        ({"auc": math.nan}, False, None),
         ({"auc": 0.98, "user_auc": 1.0}, False, None),
         ({"auc": 0.999}, True, None),
         ({"auc": float("nan")}, False, "auc is NaN"),
@@ -74,6 +72,12 @@ def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
 def test_an_auc_near_1_or_none_is_warned_of(metrics, is_implicit, warns):
     found = Progress(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc", is_implicit)
     assert [line.startswith(f"warning: the validation {warns}") for line in found] == [True] * (warns is not None)
+
+
+def test_a_label_without_an_auc_hides_no_other_one():
+    metrics = {"auc": math.nan, "auc_like": math.nan, "auc_buy": 0.99}
+    found = Progress(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc")
+    assert "auc is NaN" in found[0] and "auc_buy of epoch 1 is 0.9900" in found[1]
 
 
 @pytest.mark.parametrize(
