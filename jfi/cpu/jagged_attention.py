@@ -101,7 +101,7 @@ def backward(
     if dlse is not None or cpu_flash_refusal(x) is not None:
         results = [None if y is None else torch.zeros_like(y, dtype=lse.dtype) for y in inputs]  # sums over chunks
         attention_chunks.backward(x, grad, dlse, out, lse, results)
-        return tuple(None if y is None else x.to(y.dtype) for x, y in zip(results, inputs, strict=True))
+        return tuple(None if y is None else result.to(y.dtype) for result, y in zip(results, inputs, strict=True))
     dquery, dkey, dvalue, *_ = results = [None if y is None else torch.zeros_like(y) for y in inputs]
     for queries, keys, flash in _batches(x):
         grads = queries.take(grad)

@@ -14,7 +14,7 @@ product per sample is faster.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
-from jfi.kernels.plan import CPU_DENSE_SCORES
+from jfi.kernels.plan import cpu_is_dense
 from jfi.reference import unpack_digits
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -51,9 +51,7 @@ class _Problem:
         self.value = self.key if value is None else value.to(self.dtype)
         self.is_shared = value is None
         self.bias = None if bias is None else bias.to(self.dtype)
-        # A matrix product per sample rather than sparse products of the whole batch, as `plan` says.
-        scores = self.rows * self.query_rows
-        self.is_dense = scores == 0 or scores > CPU_DENSE_SCORES * self.batch
+        self.is_dense = cpu_is_dense(self.rows * self.query_rows, self.batch)
 
     def group(self, x: Tensor) -> Tensor:
         """[B, T, H, W] -> [B, G, Q, W]."""
@@ -74,7 +72,6 @@ class _Pattern:
         self.count = problem.rows * self.rows_per_sample
         # Half as much to write and to read, where that is enough.
         self.index = torch.int32 if self.count * problem.num_heads < 2**31 else torch.int64
-        self.range = partial(torch.arange, dtype=self.index)
         self.offsets = self.starts = problem.offsets.to(self.index)
         self.lengths = self.offsets.diff()
         if self.rows_per_sample > 1:
@@ -82,6 +79,9 @@ class _Pattern:
             self.starts = F.pad(lengths.cumsum(0, dtype=self.index), (1, 0))
         group = self.range(problem.num_kv_heads).repeat_interleave(problem.query_rows)
         self.column = self.positions(problem.num_kv_heads, group)
+
+    def range(self, end: int, step: int = 1) -> Tensor:
+        return torch.arange(0, end, step, dtype=self.index)
 
     @cached_property
     def sample(self) -> Tensor:
@@ -97,11 +97,11 @@ class _Pattern:
 
     def positions(self, width: int, column: Tensor) -> Tensor:
         """[P]: the position of each entry's row in [S · width], at the column [G · Q] that its query has."""
-        entries = self.range(0, self.count * width, width)
+        entries = self.range(self.count * width, width)
         if self.rows_per_sample == 1:
             return entries
         first = self.offsets[:-1, None] * width + column
-        return entries.add_((first.flatten() - self.starts[:-1] * width).index_select(0, self.query))
+        return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, G, Q] -> [P]: the entry's query's."""
@@ -148,7 +148,7 @@ class _Pattern:
         count = problem.batch * self.rows_per_sample
         queries = self.range(self.rows_per_sample).view(problem.num_kv_heads, -1)
         positions = torch.cat([queries + i * count for i in range(len(terms))], 1)
-        first = self.range(0, count, self.rows_per_sample).index_select(0, self.sample)
+        first = self.range(count, self.rows_per_sample).index_select(0, self.sample)
         weights = torch.cat([x.unflatten(1, (problem.num_kv_heads, -1)) for x in weights], 2)
         out = F.embedding_bag(
             (first[:, None, None] + positions).flatten(0, 1),

@@ -40,7 +40,7 @@ class BackwardPasses(WeakValueDictionary[int, BackwardPass]):
         number = compat.current_backward()
         current = self.get(number)
         if current is None:
-            outer = [x for _, x in sorted(self.items()) if x.recomputes]
+            outer = [other for _, other in sorted(self.items()) if other.recomputes]
             current = self[number] = BackwardPass(finish, outer[-1] if outer else None)
             compat.call_after_backward(current)
         return current

@@ -148,11 +148,9 @@ def read_events(
             targets = None
     target_offsets = None if candidates is None else candidates[0]
     validation.check_inputs(sequences, groups, targets, target_offsets, target_times is not None)
-    device, found = sequences[groups[0].sequence_keys[0][0]].offsets().device, []
+    device = sequences[groups[0].sequence_keys[0][0]].offsets().device
     with without_autocast(device.type):  # under which cat refuses some dtypes
-        for group in groups:
-            found.append(_read_group(sequences, group, targets, candidates))
-    return found
+        return [_read_group(sequences, group, targets, candidates) for group in groups]
 
 
 @torch.compiler.disable
@@ -188,7 +186,7 @@ def _read_group(
     candidates: _Candidates | None,
 ) -> Events:
     """Reads and concatenates; field by field, so that adding or concatenating fields is one kernel for all features."""
-    feature, firsts = group.features[0], list(map(sequences.__getitem__, group.sequence_keys[0]))
+    feature, firsts = group.features[0], [sequences[key] for key in group.sequence_keys[0]]
     events = Events(firsts[0].offsets(), ())
     if targets is not None:
         if len(group.features) == 1:
@@ -225,7 +223,7 @@ def _read_group(
         _add_candidates(events, group, candidates)
     if isinstance(feature.relative_bias, TimeBias):
         events.times = join([validation.event_input(sequences, one.time_key).values() for one in group.features])
-    if feature.bias is not None and (events.target_times is None or not is_by_pair(feature.bias, True)):
+    if feature.bias is not None and not is_by_pair(feature.bias, events.target_times is not None):
         _add_bias(events, sequences, group, weights, is_padded)
     return events
 

@@ -18,6 +18,7 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
+from jfi.utils import compat
 from jfi.utils.arguments import check_device, check_module, check_type, shown
 from jfi.utils.context import not_scriptable
 
@@ -334,7 +335,7 @@ class JaggedFeatureInteraction(nn.Module):
             )
         if not isinstance(sequences, KeyedJaggedTensor | torch.fx.Proxy):
             raise TypeError(f"sequences must be a KeyedJaggedTensor of ids, got {type(sequences).__name__}")
-        lookups.allow_no_samples(sequences)
+        compat.allow_no_samples(sequences)
         embeddings = self.embedding_collection(sequences)
         return lookups.with_event_inputs(embeddings, sequences, self.features, "sequences")
 

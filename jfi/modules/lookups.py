@@ -1,6 +1,6 @@
 """Helpers of a layer beside its look-up: names of the embeddings, and what else its features read of the ids.
 
-Call these functions through the module (`lookups.allow_no_samples`): torch.fx.wrap patches this module's globals, so
+Call these functions through the module (`lookups.with_event_inputs`): torch.fx.wrap patches this module's globals, so
 that TorchRec's tracers would trace into a function that is imported by name.
 """
 
@@ -33,17 +33,6 @@ def names_of(
     tables = collection.embedding_bag_configs() if is_bag else collection.embedding_configs()
     by_table = zip(tables, get_embedding_names_by_table(tables), strict=True)
     return [(name, key, table) for table, own in by_table for name, key in zip(own, table.feature_names, strict=True)]
-
-
-@torch.fx.wrap
-def allow_no_samples(ids: KeyedJaggedTensor) -> None:
-    """Lets collections that are not sharded look up a batch of no samples.
-
-    KeyedJaggedTensor.to_dict, which they begin with, fails at stride 0, so its cache is filled here.
-    """
-    if ids.stride() == 0:
-        keys = ids.keys()
-        ids._jt_dict = {key: ids[key] for key in keys}
 
 
 @torch.fx.wrap

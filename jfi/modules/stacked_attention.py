@@ -46,8 +46,7 @@ from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
 from jfi.modules.table_rows import join, join_words
 from jfi.ops import digit_attention, target_attention
-from jfi.ops.absorb_weights import absorb, affine
-from jfi.ops.absorbed_target_attention import attend_absorbed, compose
+from jfi.ops.absorbed_target_attention import absorb, affine, attend_absorbed, compose
 from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.

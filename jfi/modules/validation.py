@@ -21,6 +21,7 @@ from jfi.modules.sequence_configs import (
 )
 from jfi.modules.table_rows import UnreadRows
 from jfi.ops.checks import FLOATING, check_dense, may_read
+from jfi.utils import compat
 from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int, check_type
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -62,8 +63,7 @@ def unread(events: JaggedTensor) -> Tensor:
 def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
     """Checks that all parts are dense tensors on one device, and the lengths integers; returns the `unread` values."""
     values, weights = unread(events), events.weights_or_none()
-    if type(values) is not Tensor or values.is_nested or values.layout is not torch.strided:
-        check_dense(name, values)
+    check_dense(name, values)
     if values.dim() == 0:
         raise ValueError(f"{name} must hold a tensor of at least one dimension, got one of none")
     if weights is not None:
@@ -88,7 +88,7 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
 def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
     """Checks the ids that embedding collections are about to read, where these would fail less clearly.
 
-    As `lookups.allow_no_samples` it lets them read a batch of no samples.
+    They may then look up a batch of no samples, see `jfi.utils.compat.allow_no_samples`.
     """
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
@@ -114,8 +114,7 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
             f"{argument} must have one batch size for all keys, got {ids.stride_per_key()}: variable batch sizes (VBE) "
             "need a collection that is sharded, by DistributedModelParallel"
         )
-    if ids.stride() == 0:
-        ids._jt_dict = {key: ids[key] for key in ids.keys()}  # noqa: SIM118 - no dict
+    compat.allow_no_samples(ids)
 
 
 def check_inputs(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from jfi.ops.dispatch import PLAIN
-from jfi.utils import compat
 from jfi.utils.arguments import check_ascending
 from jfi.utils.context import interprets, is_traced
 
@@ -53,7 +52,7 @@ def may_read(offsets: Tensor) -> bool:
         return False
     if not (offsets.device.type in _READABLE or _validates_on_gpu.get()):
         return False
-    return not (compat.is_in_torch_dispatch_mode() or torch.jit.is_tracing())
+    return not is_traced()
 
 
 def check_floating(**tensors: Tensor | None) -> None:

@@ -138,7 +138,7 @@ def check_indices(
             raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
     if not count:
         return True
-    low, high = map(int, torch.aminmax(indices))
+    low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < least or high >= num_rows:
         got = low if low < least else high
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
@@ -214,8 +214,8 @@ def gather_bounded(
     tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, impl: str = "auto"
 ) -> Tensor:
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
-    impl = "torch" if "torch" in map(partial(check_impl, impl), tables) else "triton"
-    tables, indices = list(map(Tensor.contiguous, tables)), list(map(Tensor.contiguous, indices))
+    impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
+    tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():
         return _gather_rows(tables, indices, dtype, impl)

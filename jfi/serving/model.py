@@ -31,7 +31,7 @@ from jfi.modules import (
 )
 from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
-from jfi.ops.absorb_weights import absorb, affine
+from jfi.ops.absorbed_target_attention import absorb, affine
 from jfi.serving.attention import Segments, attend, padded
 from jfi.utils.arguments import module_name
 

@@ -133,3 +133,14 @@ def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, argument
     """Launches a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
     run, function, packed_metadata = parts
     run(*grid, stream, function, packed_metadata, None, None, None, *arguments)
+
+
+@torch.fx.wrap
+def allow_no_samples(ids: Any) -> None:
+    """Lets embedding collections that are not sharded look up a batch of no samples.
+
+    `ids` are a KeyedJaggedTensor, whose to_dict, with which they begin, fails at stride 0: its cache is filled here.
+    """
+    if ids.stride() == 0:
+        keys = ids.keys()
+        ids._jt_dict = {key: ids[key] for key in keys}

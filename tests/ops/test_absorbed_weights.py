@@ -5,7 +5,7 @@ import torch
 from ops.budget import check
 
 from jfi.kernels import absorbed_weights, plan
-from jfi.ops.absorb_weights import absorb, absorb_in_kernel, weight_gradients
+from jfi.ops.absorbed_target_attention import absorb, absorb_in_kernel, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
 

@@ -20,6 +20,7 @@ from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import Progress
 from jfi.training.run.saved_run import load_run
 from jfi.training.run.warm_start import check_warm_start
+from jfi.training.start import _check_before_reading
 
 ITEMS = "embedding_collection.embeddings.item_id.weight"
 
@@ -157,6 +158,8 @@ def test_a_time_of_the_config_is_not_called_that_of_the_old_run(old, tmp_path, c
     assert (
         settled.optimizer.embeddings.weight_decay == load_config(old / "config.yaml").optimizer.embeddings.weight_decay
     )
+    launched = _check_before_reading(config, World(launched=True))
+    assert launched.optimizer.embeddings.weight_decay == 0, "sharded tables have none"
     Trainer(config, load_dataset(config.data), World(), str(old))
     line = "training.rows_after: 60 of 160 training samples are newer than 1970-01-01T01:39:00+00:00; older rows are"
     assert line in capsys.readouterr().out
