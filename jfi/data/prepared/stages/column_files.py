@@ -26,12 +26,14 @@ class ColumnWriter:
     def __init__(self, folder: Path, types: Mapping[str, np.dtype | type]) -> None:
         self._folder = folder
         self._types = {name: np.dtype(kind) for name, kind in types.items()}
-        self._files = {name: open(folder / file_name(i), "wb") for i, name in enumerate(types)}  # noqa: SIM115
+        self._paths = {name: folder / file_name(i) for i, name in enumerate(types)}
         self._lengths, self._ends = dict.fromkeys(types, 0), dict.fromkeys(types, 0)
 
     def append(self, name: str, values: np.ndarray) -> None:
         """Appends values, which are cast to the column's type."""
-        self._files[name].write(np.ascontiguousarray(values, self._types[name]).data)
+        # Opened for each block: what an error interrupts leaves no file open.
+        with open(self._paths[name], "ab" if self._lengths[name] else "wb") as file:
+            file.write(np.ascontiguousarray(values, self._types[name]).data)
         self._lengths[name] += len(values)
 
     def append_offsets(self, name: str, lengths: np.ndarray) -> None:
@@ -43,9 +45,7 @@ class ColumnWriter:
         self._ends[name] = int(ends[-1])
 
     def close(self) -> None:
-        """Closes the files, and then writes the list of columns."""
-        for file in self._files.values():
-            file.close()
+        """Writes the list of columns."""
         index = {name: (kind.str, self._lengths[name]) for name, kind in self._types.items()}
         (self._folder / _INDEX).write_text(json.dumps(index))
 
