@@ -30,7 +30,7 @@ from benchmarks.problem import DTYPES, Shape, log_normal, order, random
 from benchmarks.run import TOLERANCE, Missing, Rates, summary
 from jfi import FusedEmbeddingCollection
 from jfi.ops import target_attention
-from jfi.ops.rows_by_id import RowsById
+from jfi.tables.rows_by_id import RowsById
 
 SETS = 2  # of ids and queries; a table is several times larger than any cache
 LEARNING_RATE, EPS = 0.1, 1e-8

@@ -27,7 +27,7 @@ from jfi.cuda_graphs.static_batch import (
 from jfi.distributed.exchange import Exchange, PeerMemory, start_gather
 from jfi.distributed.input_dist import GroupInput, InputDistOutput, check_keys, count_samples
 from jfi.distributed.sharded_tables import ShardedTables
-from jfi.ops.gather_rows import bound_ids
+from jfi.tables.gather_rows import bound_ids
 from jfi.utils import compat
 
 #: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of the input dist,

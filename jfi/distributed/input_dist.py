@@ -23,7 +23,7 @@ from jfi.modules import KeyBias, PositionBias
 from jfi.modules.events import position_buckets
 from jfi.modules.validation import require_keys
 from jfi.ops import partition_ids as kernels
-from jfi.ops.gather_rows import bound_ids, check_indices
+from jfi.tables.gather_rows import bound_ids, check_indices
 from jfi.utils import compat
 from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_SHARDS

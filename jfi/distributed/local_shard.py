@@ -10,8 +10,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jfi.modules.fused_tables import FusedTables
-from jfi.ops.step_rows import rounding_seed
+from jfi.tables.fused_tables import FusedTables
+from jfi.tables.step_rows import rounding_seed
 
 _OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: torch.optim.SGD,
@@ -24,7 +24,7 @@ class LocalShard(FusedTables):
     """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
     Their memory and that of the optimizer's states is FBGEMM's, which TorchRec saves and loads; only the steps are
-    `jfi.ops.step_rows`. Rows in half precision are rounded as the fused parameter `stochastic_rounding` says.
+    `jfi.tables.step_rows`. Rows in half precision are rounded as the fused parameter `stochastic_rounding` says.
 
     Args:
         lookups: TorchRec's of a collection.
@@ -33,7 +33,7 @@ class LocalShard(FusedTables):
 
     Raises:
         ValueError: tables of several data types, optimizers or poolings, or with an optimizer, or options of it, that
-            `jfi.ops.step_rows` has not.
+            `jfi.tables.step_rows` has not.
     """
 
     def __init__(self, lookups: list[nn.Module], tables: list[str], steps: Tensor) -> None:

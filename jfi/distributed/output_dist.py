@@ -7,7 +7,7 @@ from torch import Tensor
 from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.distributed.planning import RowSharding
-from jfi.ops.gather_rows import gather_bounded
+from jfi.tables.gather_rows import gather_bounded
 from jfi.utils.context import once_differentiable
 
 

@@ -21,8 +21,8 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from jfi import reference
 from jfi.distributed.exchange import Exchange, PeerMemory
 from jfi.modules import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
-from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import FeatureGroup
+from jfi.tables.id_counts import OutsideIds
 
 
 class RowSharding:

@@ -19,7 +19,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.modules import SequenceFeatureConfig, WeightBias
-from jfi.modules.table_rows import RemoteAttention, join
 from jfi.modules.validation import event_input, unread
 from jfi.ops.checks import may_read
 from jfi.ops.partial_target_attention import (
@@ -31,8 +30,9 @@ from jfi.ops.partial_target_attention import (
     part_gradients,
     unpack_gradient,
 )
-from jfi.ops.rows_by_id import RowsById, SavedTables
 from jfi.ops.target_attention import prepare_target_attention
+from jfi.tables.rows_by_id import RowsById, SavedTables
+from jfi.tables.table_rows import RemoteAttention, join
 from jfi.utils.context import once_differentiable
 from jfi.utils.operands import TargetAttentionInputs
 

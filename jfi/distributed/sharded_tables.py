@@ -24,8 +24,8 @@ from jfi.distributed.planning import feature_groups_of, plan_tables, row_wise_sh
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import lookups
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
-from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
+from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
+from jfi.tables.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
 
 
 class ShardedTables(nn.Module):

@@ -83,7 +83,7 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
             histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
             read differently. At the first batch: tables of several data types or
-            optimizers, or of one that `jfi.ops.step_rows` has not.
+            optimizers, or of one that `jfi.tables.step_rows` has not.
 
     Example:
         >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
@@ -123,7 +123,7 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
 
     Raises:
         ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths or poolings. At
-            the first batch: tables of several data types or optimizers, or of one that `jfi.ops.step_rows` has not.
+            the first batch: tables of several data types or optimizers, or of one that `jfi.tables.step_rows` has not.
 
     Example:
         >>> FetchedBagsSharder().sharding_types("cuda")

@@ -22,7 +22,7 @@ from jfi.modules import (
 )
 from jfi.modules.events import as_dict
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import DigitRows, own_rows, parts_of
+from jfi.tables.table_rows import DigitRows, own_rows, parts_of
 from jfi.utils.arguments import MAX_LAYERS, check_int, module_name
 from jfi.utils.context import padding_state
 from jfi.utils.jagged import Timelines

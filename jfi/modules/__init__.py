@@ -1,13 +1,6 @@
 """Layers over TorchRec's jagged tensors."""
 
 import jfi.utils.lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
-from jfi.modules.fused_embedding_collections import (
-    FusedEmbeddingBagCollection,
-    FusedEmbeddingCollection,
-    defer_steps,
-)
-from jfi.modules.growing_ids import GrowingIds, GrowingTable
-from jfi.modules.id_counts import outside_ids
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_pooling import JaggedPooling
@@ -19,7 +12,14 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import TableRows
+from jfi.tables.fused_embedding_collections import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    defer_steps,
+)
+from jfi.tables.growing_ids import GrowingIds, GrowingTable
+from jfi.tables.id_counts import outside_ids
+from jfi.tables.table_rows import TableRows
 
 __all__ = [
     "FusedEmbeddingBagCollection",

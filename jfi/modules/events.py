@@ -26,7 +26,10 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import (
+from jfi.ops.target_attention import table_bias
+from jfi.tables.gather_rows import bound_ids, read_rows
+from jfi.tables.rows_by_id import RowsById, join_rows, sum_rows
+from jfi.tables.table_rows import (
     DigitRows,
     RemoteAttention,
     RemoteRows,
@@ -36,9 +39,6 @@ from jfi.modules.table_rows import (
     join,
     own_rows,
 )
-from jfi.ops.gather_rows import bound_ids, read_rows
-from jfi.ops.rows_by_id import RowsById, join_rows, sum_rows
-from jfi.ops.target_attention import table_bias
 from jfi.utils.context import padding_state, without_autocast
 
 

@@ -38,8 +38,8 @@ from jfi.modules.sequence_configs import (
     describe,
     reset_bias,
 )
-from jfi.modules.table_rows import parts_of
 from jfi.ops import jagged_attention
+from jfi.tables.table_rows import parts_of
 from jfi.utils.arguments import check_device, check_number, check_type
 from jfi.utils.context import not_scriptable
 

@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.events import as_dict
 from jfi.modules.sequence_configs import KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.modules.table_rows import RemoteRows, parts_of, with_weights
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
+from jfi.tables.table_rows import RemoteRows, parts_of, with_weights
 from jfi.utils.arguments import check_type
 
 

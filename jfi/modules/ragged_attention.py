@@ -18,8 +18,8 @@ from torch import Tensor
 from jfi import reference
 from jfi.modules.events import Events, is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
-from jfi.modules.table_rows import join_words
 from jfi.ops import jagged_attention
+from jfi.tables.table_rows import join_words
 from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_BUCKETS
 

@@ -44,9 +44,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
-from jfi.modules.table_rows import join, join_words
 from jfi.ops import digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import absorb, affine, attend_absorbed, compose
+from jfi.tables.table_rows import join, join_words
 from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.

@@ -19,8 +19,8 @@ from jfi.modules.sequence_configs import (
     WeightBias,
     has_own_buckets,
 )
-from jfi.modules.table_rows import UnreadRows
 from jfi.ops.checks import FLOATING, check_dense, may_read
+from jfi.tables.table_rows import UnreadRows
 from jfi.utils import compat
 from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int, check_type
 

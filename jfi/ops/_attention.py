@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jfi.ops.dispatch import aligned, operator
-from jfi.ops.rows_by_id import SavedTables
+from jfi.tables.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 _SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}

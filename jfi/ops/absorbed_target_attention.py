@@ -32,9 +32,9 @@ from torch import Tensor
 
 from jfi.ops.checks import check_impl
 from jfi.ops.dispatch import PLAIN, operators, refusal
-from jfi.ops.gather_rows import read_rows
-from jfi.ops.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.ops.target_attention import fits_single_tile, table_bias, target_attention
+from jfi.tables.gather_rows import read_rows
+from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.utils import compat
 from jfi.utils.context import is_traced, once_differentiable, without_autocast
 

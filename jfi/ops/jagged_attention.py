@@ -40,8 +40,8 @@ from jfi.ops.checks import (
 )
 from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
-from jfi.ops.gather_rows import read_rows
-from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
+from jfi.tables.gather_rows import read_rows
+from jfi.tables.rows_by_id import RowsById, rows_by_head, rows_by_id
 from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 

@@ -23,7 +23,6 @@ from torch.export import ExportedProgram
 from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
-from jfi.modules.changed_rows import ChangedRows
 from jfi.serving import artifact
 from jfi.serving.counters import LogCounters
 from jfi.serving.export import Export
@@ -43,6 +42,7 @@ from jfi.serving.published import (
 )
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
+from jfi.tables.changed_rows import ChangedRows
 from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
 from jfi.utils.writer_lock import LockedError, acquire, release

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import CLICKS, IMPLICIT, LABELED, first_rows, load, random_row
+from random_tables import CLICKS, IMPLICIT, LABELED, first_rows, load, random_row
 
 from jfi.baselines.features import Features
 from jfi.baselines.samples import Samples

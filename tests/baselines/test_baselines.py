@@ -10,7 +10,7 @@ import commands
 import numpy as np
 import pytest
 import torch
-from tables import IMPLICIT, first_rows, load, random_row
+from random_tables import IMPLICIT, first_rows, load, random_row
 
 from jfi.baselines import run_baselines
 from jfi.baselines.features import Features

@@ -45,9 +45,9 @@ from jfi.distributed import (
 from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
-from jfi.modules.table_rows import RemoteRows
 from jfi.ops import checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
+from jfi.tables.table_rows import RemoteRows
 from jfi.utils.operands import TargetAttentionInputs
 
 #: Rows of the tables of bags.

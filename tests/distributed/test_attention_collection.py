@@ -49,8 +49,8 @@ from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_
 from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import outside_ids
 from jfi.modules.sequence_configs import FeatureGroup, group_features
-from jfi.modules.table_rows import with_weights
 from jfi.ops.partial_target_attention import combine_parts, pack_part
+from jfi.tables.table_rows import with_weights
 from jfi.training.distributed.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"

@@ -12,10 +12,10 @@ from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfi
 from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
-from jfi.modules.table_rows import DigitRows
 from jfi.ops import checks
 from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA
 from jfi.semantic_ids.packing import pack_trits
+from jfi.tables.table_rows import DigitRows
 from jfi.utils.context import padded_to_capacity
 from jfi.utils.jagged import Timelines
 

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import events, table_rows, validation
+from jfi.modules import events, validation
 from jfi.modules.sequence_configs import FeatureGroup
+from jfi.tables import table_rows
 from jfi.utils import compat
 
 from .conftest import EMBEDDING_DIM, LENGTHS

@@ -12,8 +12,9 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import stacked_attention, table_rows
+from jfi.modules import stacked_attention
 from jfi.ops.dispatch import operators
+from jfi.tables import table_rows
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 

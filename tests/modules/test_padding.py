@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.modules import PositionBias
 from jfi.modules.events import position_buckets
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import own_rows
+from jfi.tables.table_rows import own_rows
 from jfi.utils.context import padded_to_capacity, padding_state
 
 #: In an order that has empty samples in front, behind and between.

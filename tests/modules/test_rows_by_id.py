@@ -31,7 +31,7 @@ def kernels(device, monkeypatch):
 @pytest.fixture
 def reads(monkeypatch):
     """The calls that read rows of a history into memory."""
-    module, calls = importlib.import_module("jfi.ops.gather_rows"), []
+    module, calls = importlib.import_module("jfi.tables.gather_rows"), []
     read = module.gather_bounded
     monkeypatch.setattr(module, "gather_bounded", lambda *args, **options: calls.append(args) or read(*args, **options))
     return calls

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from jfi.ops.absorbed_target_attention import attend_absorbed
-from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id
+from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id
 
 
 def absorbed_target_attention(

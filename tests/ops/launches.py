@@ -16,13 +16,13 @@ from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import execute as jagged_attention
 from jfi.kernels.jagged_attention.buckets import bucket_edges
 from jfi.kernels.plan import H200, AttentionPlan, Device, plan_jagged_attention, plan_target_attention
-from jfi.kernels.tables import step as tables_step
-from jfi.kernels.tables.gather import bound_ids, gather_rows
-from jfi.kernels.tables.map_ids import map_ids
 from jfi.kernels.target_attention import execute as target_attention
 from jfi.kernels.target_attention import partials_message
-from jfi.ops.step_rows import RowOptimizer, sort_rows
 from jfi.table1 import kernels as table1
+from jfi.tables.kernels import step as tables_step
+from jfi.tables.kernels.gather import bound_ids, gather_rows
+from jfi.tables.kernels.map_ids import map_ids
+from jfi.tables.step_rows import RowOptimizer, sort_rows
 from jfi.utils.operands import IdMap, JaggedAttentionInputs, SeenIds, TargetAttentionInputs
 
 HALF = torch.float16

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jfi.ops.step_rows import RowOptimizer
+from jfi.tables.step_rows import RowOptimizer
 
 CLASSES = {
     "sgd": (torch.optim.SGD, ()),

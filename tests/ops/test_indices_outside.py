@@ -8,8 +8,8 @@ from torch import nn
 import jfi
 import jfi.reference
 from jfi.ops import digit_attention, gather_rows, jagged_attention, target_attention
-from jfi.ops.gather_rows import bound_ids
 from jfi.semantic_ids import pack_words
+from jfi.tables.gather_rows import bound_ids
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 WIDTH, ROWS = 8, 5

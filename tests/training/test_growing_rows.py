@@ -22,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder
 from jfi.modules import GrowingIds, GrowingTable
-from jfi.modules.growing_ids import initial_rows
+from jfi.tables.growing_ids import initial_rows
 from jfi.training.model.build_model import draw_tables, shards_of, table_configs
 from jfi.training.model.ema import ModelAverage
 from jfi.training.model.growing_rows import admit_ids

@@ -173,7 +173,7 @@ def test_a_run_with_a_row_for_each_value_is_that_of_a_vocabulary(table, tmp_path
                 self.growing(batch.sparse_features)
             assert {name: len(rows) + 1 for name, rows in self.model.admit_ids().items()} == capacity
 
-    monkeypatch.setattr("jfi.modules.fused_embedding_collections.initial_rows", same_rows)
+    monkeypatch.setattr("jfi.tables.fused_embedding_collections.initial_rows", same_rows)
     restored = Trainer.load_pretrained  # of a new run alone, before its first step
     monkeypatch.setattr(Trainer, "load_pretrained", lambda self: (restored(self), admit_all(self)))
     train(config(table, tmp_path / "growing", capacity, ema))

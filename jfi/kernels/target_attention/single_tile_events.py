@@ -12,7 +12,7 @@ from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_digits, load_head
 from jfi.kernels.plan import AttentionProblem
-from jfi.kernels.tables.gather import INDICES, load_rows_by_id
+from jfi.tables.kernels.gather import INDICES, load_rows_by_id
 from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs, ceil_div
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from jfi.data import Batch
-from jfi.modules.id_counts import all_outside_ids
+from jfi.tables.id_counts import all_outside_ids
 from jfi.training.loop.steps import Steps
 from jfi.training.metrics.calibration import describe, fit_calibration
 from jfi.training.metrics.label_metrics import Predictions, Result, normalized_entropy

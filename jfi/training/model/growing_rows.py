@@ -9,7 +9,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 
 from jfi.models import SequenceDLRM
-from jfi.modules.growing_ids import initial_rows
+from jfi.tables.growing_ids import initial_rows
 from jfi.training.model.build_model import shards_of
 
 

@@ -117,9 +117,9 @@ def step_rows(
     if tables[0].dtype.itemsize > 2:
         seeds = None
     if check_impl(impl, tables[0]) == "triton":
-        from jfi.kernels.tables.step import step_rows as run
+        from jfi.tables.kernels.step import step_rows as run
     else:
-        from jfi.cpu.step_rows import step_rows as run
+        from jfi.tables.step_rows_cpu import step_rows as run
 
     run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step, seeds, flushed_at)
 

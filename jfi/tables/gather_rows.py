@@ -25,7 +25,7 @@ from jfi.ops.checks import (
     may_read,
 )
 from jfi.ops.dispatch import PLAIN, operator, public
-from jfi.ops.step_rows import sort_rows
+from jfi.tables.step_rows import sort_rows
 from jfi.utils import compat
 from jfi.utils.context import interprets, is_traced
 from jfi.utils.operands import MAX_STEPPED_WIDTH
@@ -34,7 +34,7 @@ from jfi.utils.operands import MAX_STEPPED_WIDTH
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
     table, index = tables[0], indices[0]
     if impl == "triton":
-        from jfi.kernels.tables.gather import gather_rows
+        from jfi.tables.kernels.gather import gather_rows
 
         return gather_rows(tuple(tables), tuple(indices), dtype)
     if table.is_cpu and len(tables) == 1 and index.numel() and int(index.min()) >= 0:
@@ -47,7 +47,7 @@ def _like_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, 
 
 
 def _sum_on_gpu(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    from jfi.kernels.tables.step import sum_rows
+    from jfi.tables.kernels.step import sum_rows
 
     return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
 
@@ -164,7 +164,7 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None)
         return ids
     plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in ids])
     if plain and (ids[0].is_cuda or interprets()):
-        from jfi.kernels.tables.gather import bound_ids as launch
+        from jfi.tables.kernels.gather import bound_ids as launch
 
         return launch([one.contiguous() for one in ids], sizes, counts)
     return [reference.bound_ids(one, size) for one, size in zip(ids, sizes, strict=True)]
@@ -195,7 +195,7 @@ def gather_rows(
     Example:
         >>> import torch, jfi
         >>> items, ratings = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0]])
-        >>> jfi.ops.gather_rows((items, ratings), (torch.tensor([1, 0, -1]), torch.tensor([0, 0, -1])))
+        >>> jfi.tables.gather_rows((items, ratings), (torch.tensor([1, 0, -1]), torch.tensor([0, 0, -1])))
         tensor([[13., 24.],
                 [11., 22.],
                 [ 0.,  0.]])

@@ -18,12 +18,12 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
-from jfi.modules.fused_tables import FusedTables
-from jfi.modules.growing_ids import initial_rows
-from jfi.modules.id_counts import OutsideIds
 from jfi.modules.jagged_pooling import pool
-from jfi.modules.table_rows import TableRows, bounded
 from jfi.modules.validation import require_keys
+from jfi.tables.fused_tables import FusedTables
+from jfi.tables.growing_ids import initial_rows
+from jfi.tables.id_counts import OutsideIds
+from jfi.tables.table_rows import TableRows, bounded
 from jfi.utils.arguments import check_device, check_module, check_type, shown
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
@@ -197,7 +197,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or torchrec.optim.RowWiseAdagrad.
         optimizer_kwargs: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has, with its defaults. Adam's
             bias correction counts the steps of the collection. Weight decay is a penalty of the whole table in each
-            step; a row gets that of all steps since its last one when it is stepped again, see `jfi.ops.step_rows`.
+            step; a row gets that of all steps since its last one when it is stepped again, see `jfi.tables.step_rows`.
         output_dtype: of the embeddings; None means float32, as of EmbeddingCollection.
         ema_decay: decay of an exponential moving average of the tables, such as 0.999, which `averages()` returns;
             None for none.

@@ -8,8 +8,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules.sequence_configs import SequenceFeatureConfig
-from jfi.ops.gather_rows import bound_ids, check_indices, read_rows
 from jfi.reference import select_words, unpack_digits
+from jfi.tables.gather_rows import bound_ids, check_indices, read_rows
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
 

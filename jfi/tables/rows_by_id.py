@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
-from jfi.ops.gather_rows import Lookup, bound_ids, check_indices, gather_bounded, rows_without_memory
+from jfi.tables.gather_rows import Lookup, bound_ids, check_indices, gather_bounded, rows_without_memory
 from jfi.utils import compat
 from jfi.utils.context import is_traced, padding_state
 from jfi.utils.operands import MAX_TABLES

@@ -32,7 +32,7 @@ def step_rows(
     seeds: list[tuple[int, int]] | None,
     flushed_at: Tensor | None,
 ) -> None:
-    """Steps the rows, as `jfi.ops.step_rows.step_rows` says."""
+    """Steps the rows, as `jfi.tables.step_rows.step_rows` says."""
     first = [0, *accumulate(table.shape[0] for table in tables)]
     bounds = torch.tensor(first, dtype=sorted_rows.rows.dtype, device=sorted_rows.rows.device)
     used = int(torch.searchsorted(sorted_rows.rows, bounds[-1]))  # padding lies behind
@@ -149,7 +149,7 @@ def _keys(rows: Tensor, seeds: list[tuple[int, int]]) -> Tensor:
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, keys: Tensor, step: int) -> Tensor:
-    """Returns rows x [U, D] float32 with keys [U] in float16 or bfloat16, see `jfi.ops.step_rows`.
+    """Returns rows x [U, D] float32 with keys [U] in float16 or bfloat16, see `jfi.tables.step_rows`.
 
     Random bits are added where the mantissa's last bits are cut off: a carry rounds away from zero. For a row and a
     step they are the upper bits of h c[column], with h a hash of the step and the row's key, and c odd numbers.

@@ -26,7 +26,7 @@ def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None = None) -> Tensor:
     tensors = (ids, *table, *(seen or ()))
     plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in tensors])
     if plain and ids.numel() and (ids.is_cuda or interprets()):
-        from jfi.kernels.tables.map_ids import map_ids as launch
+        from jfi.tables.kernels.map_ids import map_ids as launch
 
         return launch(ids.contiguous(), table, seen)
     index = torch.searchsorted(table.sorted_ids[:-1], ids)

@@ -1,4 +1,4 @@
-"""Ids mapped to rows by a search among the sorted ids of a table; see `jfi.ops.map_ids`."""
+"""Ids mapped to rows by a search among the sorted ids of a table; see `jfi.tables.map_ids`."""
 
 import torch
 import triton
@@ -67,7 +67,7 @@ def _launcher() -> Launcher:
 
 
 def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
-    """Maps contiguous ids, at least one, see `jfi.ops.map_ids.map_ids`."""
+    """Maps contiguous ids, at least one, see `jfi.tables.map_ids.map_ids`."""
     out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
     tensors = (ids, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
     sizes = len(ids), len(table.sorted_ids), num_kept

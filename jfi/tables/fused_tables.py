@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 
-from jfi.modules.backward_passes import BackwardPasses
-from jfi.modules.changed_rows import ChangedRows
-from jfi.modules.optimizer_options import OPTIMIZERS, ParameterGroup, ScalerCheck, checked_options
-from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
+from jfi.tables.backward_passes import BackwardPasses
+from jfi.tables.changed_rows import ChangedRows
+from jfi.tables.optimizer_options import OPTIMIZERS, ParameterGroup, ScalerCheck, checked_options
+from jfi.tables.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
 
 

@@ -23,7 +23,7 @@ from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
 from jfi.kernels.plan import cached
-from jfi.kernels.tables.rounding import round_to, rounding_keys
+from jfi.tables.kernels.rounding import round_to, rounding_keys
 from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
@@ -330,7 +330,7 @@ def step_rows(
     seeds: list[tuple[int, int]] | None = None,
     flushed_at: Tensor | None = None,
 ) -> None:
-    """Steps rows, see `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
+    """Steps rows, see `jfi.tables.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
     rows, order = sorted_rows
     count, width = rows.shape[0], tables[0].shape[1]
     if width > MAX_STEPPED_WIDTH:

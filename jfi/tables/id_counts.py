@@ -9,7 +9,7 @@ from jfi.utils.arguments import check_module
 
 
 class OutsideIds:
-    """Counts of a collection, which `jfi.ops.gather_rows.bound_ids` adds to.
+    """Counts of a collection, which `jfi.tables.gather_rows.bound_ids` adds to.
 
     Args:
         tables: the table of each look-up.

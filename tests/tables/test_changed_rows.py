@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 from jfi.modules import FusedEmbeddingCollection, defer_steps
-from jfi.modules.changed_rows import ChangedRows
+from jfi.tables.changed_rows import ChangedRows
 
 SIZES = {"item": 50, "user": 20, "unused": 5}
 #: By key the table that it reads.

@@ -26,8 +26,8 @@ import jfi
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.models import AttentionPooling
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, TableRows
-from jfi.ops.rows_by_id import RowsById
-from jfi.ops.step_rows import RowOptimizer
+from jfi.tables.rows_by_id import RowsById
+from jfi.tables.step_rows import RowOptimizer
 
 HALVES = [DataType.FP16, DataType.BF16]
 WIDTH = 8

@@ -149,7 +149,7 @@ def _bound_launcher() -> Launcher:
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None) -> list[Tensor]:
-    """Bounds contiguous ids, see `jfi.ops.gather_rows.bound_ids`. A launch takes MAX_TABLES tables."""
+    """Bounds contiguous ids, see `jfi.tables.gather_rows.bound_ids`. A launch takes MAX_TABLES tables."""
     dtype = torch.int32 if max(sizes) < 2**31 else torch.int64
     lengths = [one.shape[0] for one in ids]
     out = torch.empty(sum(lengths), dtype=dtype, device=ids[0].device)

@@ -12,7 +12,7 @@ from torchrec.fx import symbolic_trace
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
 from jfi.modules import GrowingIds, GrowingTable, defer_steps
-from jfi.modules.growing_ids import initial_rows
+from jfi.tables.growing_ids import initial_rows
 from jfi.utils.encoding import mix
 
 from .growing import batch, growing

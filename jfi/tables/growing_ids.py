@@ -10,9 +10,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.mc_modules import LRU_EvictionPolicy
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import check_ids, require_keys
-from jfi.ops.map_ids import map_ids
+from jfi.tables.id_counts import OutsideIds
+from jfi.tables.map_ids import map_ids
 from jfi.utils.arguments import (
     MAX_ROWS,
     check_device,

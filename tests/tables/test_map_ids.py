@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from jfi.ops.map_ids import map_ids
+from jfi.tables.map_ids import map_ids
 from jfi.utils.context import interprets
 from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds
 
@@ -27,7 +27,7 @@ def test_rows_and_seen_ids_are_those_of_a_dict(capacity, owned, size, impl, devi
     if impl == "torch":
         if device.type == "cuda":
             pytest.skip("a GPU takes the kernel")
-        monkeypatch.setattr("jfi.ops.map_ids.interprets", lambda: False)
+        monkeypatch.setattr("jfi.tables.map_ids.interprets", lambda: False)
     elif device.type == "cpu" and not interprets():
         pytest.skip("needs a GPU or Triton's interpreter")
     ids_of_table = table(capacity, owned, device)

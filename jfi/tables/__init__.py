@@ -1,0 +1,1 @@
+"""Embedding tables: look up, step, grow, mark, average, with the kernels for it."""
