@@ -31,6 +31,7 @@ NOTES = ["benchmarks/NOTES.md", *sorted(f"benchmarks/notes/{path.name}" for path
 PAGES += NOTES
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+INTERNALS = "docs/internals.md"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
@@ -143,10 +144,12 @@ def test_links_and_paths_exist(page):
 
 
 def test_internals_names_every_folder_and_the_files_that_exist():
-    text, root = TEXTS["docs/internals.md"], ROOT / "jfi"
+    text, root = TEXTS[INTERNALS], ROOT / "jfi"
     folders = [path.parent.relative_to(root) for path in root.glob("*/__init__.py")]
     folders += [path.parent.relative_to(root / "kernels") for path in root.glob("kernels/*/__init__.py")]
     assert [folder for folder in folders if f"`{folder}/`" not in text] == []
+    named = {folder for folder in re.findall(r"`([\w/]+)/`", text) if "/" in folder or folder not in map(str, folders)}
+    assert [folder for folder in named if not ((root / folder).is_dir() or (ROOT / folder).is_dir())] == []
     files = set(re.findall(r"`([\w/]+\.py)", text))
     known = {path.name for path in root.rglob("*.py")}
     assert [
@@ -154,6 +157,31 @@ def test_internals_names_every_folder_and_the_files_that_exist():
         for file in files
         if not ((root / file).exists() or (ROOT / file).exists() if "/" in file else file in known)
     ] == []
+
+
+def test_internals_names_every_class_of_the_core_and_names_that_exist():
+    text, core = (
+        TEXTS[INTERNALS],
+        ["ops", "kernels", "cpu", "tables", "modules", "models", "cuda_graphs", "distributed"],
+    )
+    sources = {path: path.read_text() for path in (ROOT / "jfi").rglob("*.py")}
+    classes = {
+        name
+        for path, source in sources.items()
+        if path.relative_to(ROOT / "jfi").parts[0] in core
+        for name in re.findall(r"^class ([A-Z]\w*)", source, flags=re.MULTILINE)
+    }
+    reference = {
+        name for page in TEXTS.values() for name in re.findall(r"^::: [\w.]+\.(\w+)$", page, flags=re.MULTILINE)
+    }
+    assert classes - set(re.findall(r"\w+", text)) - reference == set()
+    tests = [path.read_text() for path in (*(ROOT / "tests/ops").glob("*.py"), ROOT / "tests/test_imports.py")]
+    known = set(re.findall(r"\w+", " ".join([*sources.values(), *tests])))
+    named = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+    assert [name for name in named if not name.endswith((".py", ".md")) and name.split(".")[-1] not in known] == []
+    concepts = re.findall(r"^(\d+)\. \*\*", text.split("## Concepts of the core")[1], flags=re.MULTILINE)
+    assert [*map(int, concepts)] == [*range(1, len(concepts) + 1)]
+    assert len(concepts) <= 53, "a newcomer has enough to learn: replace a concept by the new one"
 
 
 def test_the_readme_and_the_overview_name_every_page():
