@@ -28,7 +28,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import lookups
 from jfi.modules.events import Events, as_dict, read_events
-from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     SequenceFeatureConfig,
@@ -40,7 +39,7 @@ from jfi.modules.sequence_configs import (
 )
 from jfi.ops import jagged_attention
 from jfi.tables.table_rows import parts_of
-from jfi.utils.arguments import check_device, check_number, check_type
+from jfi.utils.arguments import check_device, check_number, check_type, module_name
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
@@ -146,7 +145,7 @@ class JaggedEncoder(nn.Module):
         self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
         self._groups = [FeatureGroup([replace(feature, weighted_values=False)], embedding_dim) for feature in features]
         options = (embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device)
-        self.stacks = FeatureModules({feature.name: EncoderStack(feature, *options) for feature in features})
+        self.stacks = nn.ModuleDict({module_name(f.name): EncoderStack(f, *options) for f in features})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.modules import lookups, stacked_attention, validation
 from jfi.modules.events import read_events
-from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     SequenceFeatureConfig,
@@ -19,7 +18,7 @@ from jfi.modules.sequence_configs import (
 )
 from jfi.modules.stacked_attention import FeatureAttention
 from jfi.utils import compat
-from jfi.utils.arguments import check_device, check_module, check_type, shown
+from jfi.utils.arguments import check_device, check_module, check_type, module_name, shown
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
@@ -157,8 +156,9 @@ class JaggedFeatureInteraction(nn.Module):
         #: The features by kind; one launch serves a group.
         self.groups = group_features(features, sequence_dim, target_dim)
         sizes = (target_dim, sequence_dim, embedding_dim, num_heads, num_queries, device)
-        self.attention = FeatureModules({feature.name: FeatureAttention(feature, *sizes) for feature in features})
+        self.attention = nn.ModuleDict({module_name(f.name): FeatureAttention(f, *sizes) for f in features})
         self._names, self._widths = [feature.name for feature in features], [embedding_dim] * len(features)
+        self._module_names = dict(zip(self._names, self.attention, strict=True))
 
     @property
     def output_width(self) -> int:
@@ -295,7 +295,7 @@ class JaggedFeatureInteraction(nn.Module):
             if (got is not None) if want is None else got != want:
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
-        own: Any = self.attention[name]
+        own: Any = self.attention[self._module_names[name]]
         if attention.in_proj_weight is None:
             weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
         else:
@@ -312,7 +312,7 @@ class JaggedFeatureInteraction(nn.Module):
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
         by_name: Any = self.attention
-        return [by_name[feature.name].own_parameters() for feature in group.features]
+        return [by_name[self._module_names[feature.name]].own_parameters() for feature in group.features]
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ the CPU, and on a GPU only under ``with jfi.ops.validation():``, since reading t
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -80,13 +80,6 @@ def check_dense(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
     return tensor
-
-
-def check_all_dense(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
-    """Raises unless all are as `check_dense` says, which is called for odd ones alone."""
-    for name, x in zip(names, tensors, strict=False):
-        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested:
-            check_dense(name, x)
 
 
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:

@@ -75,7 +75,7 @@ class ScoringModel(nn.Module):
         self.encoder: nn.Module | None = None
         self.encoder_feature: SequenceFeatureConfig | None = None
         if arch.encoder is not None:
-            self.encoder = copy.deepcopy(arch.encoder.stacks[arch.encoder.features[0].name])
+            self.encoder = copy.deepcopy(arch.encoder.stacks[module_name(arch.encoder.features[0].name)])
             self.encoder_feature = arch.encoder.features[0]
         self.attends = isinstance(arch.pooling, JaggedFeatureInteraction)
         layers = [arch.pooling, *arch.further["layers"]] if self.attends else []
@@ -216,7 +216,7 @@ class CandidateAttention(nn.Module):
 
     def __init__(self, layer: JaggedFeatureInteraction, name: str, impl: str) -> None:
         super().__init__()
-        own = layer.attention[name]
+        own = layer.attention[module_name(name)]
         self.feature = next(feature for feature in layer.features if feature.name == name)
         self.impl = impl
 

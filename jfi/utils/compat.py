@@ -38,7 +38,6 @@ PyTorch:
     torch.nested._internal.nested_tensor.NestedTensor._maybe_min_seqlen    likewise, for results
     torch.nn.Module._forward_hooks               sees hooks: tables with hooks would be read past them
     torch.nn.Module._forward_pre_hooks           likewise
-    torch.nn.Module._modules                     modules named like attributes of nn.ModuleDict: a feature "type"
     torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
     torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture
     torch.distributed._shard.metadata.ShardMetadata    where the rows of a table lie: sharded tables
@@ -47,8 +46,6 @@ PyTorch:
     torch.distributed._symmetric_memory          memory that GPUs of a host write to: peer memory of sharded attention
     torch.distributed.optim.apply_optimizer_in_backward._in_backward_optimizers    which tables have an optimizer:
         require_optimizer_in_backward
-    torch.distributed.checkpoint.state_dict._fqn_modifiers    the module attribute that checkpoints ask for the names of
-        features called like attributes of nn.ModuleDict
 
 TorchRec:
     torchrec.sparse.jagged_tensor.KeyedJaggedTensor._jt_dict    cache of to_dict: it fails at stride 0, and stays on the
