@@ -228,17 +228,17 @@ class Buffers:
         sizes = [(math.prod(leaf.shape), leaf.dtype) for leaf in self._tensors]
         rest = iter(capacities)
         self._capacities = [list(islice(rest, len(leaf.keys))) for leaf in self._jagged]
-        for leaf, own in zip(self._jagged, self._capacities, strict=True):
+        for leaf, caps in zip(self._jagged, self._capacities, strict=True):
             keys, stride = len(leaf.keys), leaf.stride
-            sizes += [(sum(own), leaf.dtype), (keys * stride, leaf.lengths), (keys * (stride + 1), leaf.lengths)]
-            sizes += [] if leaf.weights is None else [(sum(own), leaf.weights)]
+            sizes += [(sum(caps), leaf.dtype), (keys * stride, leaf.lengths), (keys * (stride + 1), leaf.lengths)]
+            sizes += [] if leaf.weights is None else [(sum(caps), leaf.weights)]
         ends = list(accumulate(-(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for size, dtype in sizes))
         self._spans = [(begin, size, dtype) for begin, (size, dtype) in zip([0, *ends[:-1]], sizes, strict=True)]
         #: Bytes of a block.
         self.size = ends[-1] if ends else 0
         self._blank = torch.zeros(self.size, dtype=torch.uint8, device=device)
-        for leaf, own, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
-            for key, part in zip(leaf.keys, values.split(own), strict=True):
+        for leaf, caps, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
+            for key, part in zip(leaf.keys, values.split(caps), strict=True):
                 part.fill_(padding.get(key, 0))
 
     def new_block(self) -> Tensor:
@@ -266,11 +266,11 @@ class Buffers:
         tensors, jagged = self._views(block)
         for to, value in zip(tensors, batch.tensors, strict=True):
             to.copy_(value, non_blocking=True)
-        for (values, lengths, offsets, weights), own, ids in zip(jagged, self._capacities, batch.jagged, strict=True):
+        for (values, lengths, offsets, weights), caps, ids in zip(jagged, self._capacities, batch.jagged, strict=True):
             lengths.copy_(ids.lengths().view_as(lengths), non_blocking=True)
             # Summed here, which may overlap the previous step, and not in the step.
             offsets[:, 1:].copy_(lengths.cumsum(1, dtype=offsets.dtype), non_blocking=True)
-            for first, begin, count in _runs(ids.length_per_key(), own):
+            for first, begin, count in _runs(ids.length_per_key(), caps):
                 values[first : first + count].copy_(ids.values()[begin : begin + count], non_blocking=True)
                 if weights is not None:
                     weights[first : first + count].copy_(ids.weights()[begin : begin + count], non_blocking=True)
@@ -279,30 +279,30 @@ class Buffers:
         """Resets a block to padding alone."""
         block.copy_(self._blank, non_blocking=True)
 
-    def narrow(self, block: Tensor, wider: "Buffers", given: Tensor) -> None:
+    def narrow(self, block: Tensor, wider: "Buffers", wider_block: Tensor) -> None:
         """Copies a batch that fits these capacities from a block of wider buffers of the same structure."""
-        (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(given)
+        (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(wider_block)
         for to, value in zip(tensors, from_tensors, strict=True):
             to.copy_(value)
         sizes = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
-        for (values, lengths, offsets, weights), wide, own, others in sizes:
+        for (values, lengths, offsets, weights), wide, caps, others in sizes:
             lengths.copy_(wide[1])
             offsets.copy_(wide[2])
             for to, value in ((values, wide[0]), (weights, wide[3])):
                 if to is None:
                     continue
-                for part, other in zip(to.split(own), value.split(others), strict=True):
+                for part, other in zip(to.split(caps), value.split(others), strict=True):
                     part.copy_(other[: part.size(0)])
 
     def batch(self, block: Tensor) -> Any:
         """Returns a batch over a block's memory; a KeyedJaggedTensor caches what it computes, so it is made anew."""
         tensors, views = self._views(block)
         jagged = []
-        for leaf, own, (values, lengths, offsets, weights) in zip(self._jagged, self._capacities, views, strict=True):
+        for leaf, caps, (values, lengths, offsets, weights) in zip(self._jagged, self._capacities, views, strict=True):
             parts = zip(
                 leaf.keys,
-                values.split(own),
-                [None] * len(own) if weights is None else weights.split(own),
+                values.split(caps),
+                [None] * len(caps) if weights is None else weights.split(caps),
                 lengths,
                 offsets,
                 strict=True,
@@ -314,8 +314,8 @@ class Buffers:
                     weights=weights,
                     lengths=lengths.view(-1),
                     stride=leaf.stride,
-                    length_per_key=own.copy(),
-                    offset_per_key=[0, *accumulate(own)],
+                    length_per_key=caps.copy(),
+                    offset_per_key=[0, *accumulate(caps)],
                     jt_dict={key: JaggedTensor(x, w, lengths=n, offsets=o) for key, x, w, n, o in parts},
                 )
             )

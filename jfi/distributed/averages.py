@@ -76,8 +76,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
             means = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(means, group=group)
             means /= dist.get_world_size(group)
-        *own, has = means.split([grad.numel() for grad in grads])
-        for parameter, mean in zip(alike, own, strict=True):
+        *by_parameter, has = means.split([grad.numel() for grad in grads])
+        for parameter, mean in zip(alike, by_parameter, strict=True):
             parameter.grad = mean.view_as(parameter)
         if not lacking:
             continue

@@ -84,12 +84,12 @@ class Exchange(NamedTuple):
         return arrived
 
 
-def start_gather(own: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+def start_gather(counts: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
     """Begins to gather the numbers [n] of every rank; returns them, [W, n], and the work to wait for."""
     if pg.size() == 1:
-        return own.unsqueeze(0), None
-    gathered = own.new_empty(pg.size(), own.size(0))
-    return gathered, dist.all_gather_into_tensor(gathered.view(-1), own, group=pg, async_op=True)
+        return counts.unsqueeze(0), None
+    gathered = counts.new_empty(pg.size(), counts.size(0))
+    return gathered, dist.all_gather_into_tensor(gathered.view(-1), counts, group=pg, async_op=True)
 
 
 def gradient_scale(pg: dist.ProcessGroup) -> float:

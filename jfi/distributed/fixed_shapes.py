@@ -149,9 +149,9 @@ class FixedShapes:
             by_key = ids_of(describe(to_device(batch, self.device))).to_dict()
             for group in self.groups:
                 counts = group.outside.on(self.device)
-                found = torch.zeros_like(counts)
-                bound_ids([by_key[key].values() for key in group.keys], [s.num_rows for s in group.shardings], found)
-                counts -= found
+                outside = torch.zeros_like(counts)
+                bound_ids([by_key[key].values() for key in group.keys], [s.num_rows for s in group.shardings], outside)
+                counts -= outside
         if self.stream is not None:  # the step counts as well
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -161,18 +161,18 @@ class FixedShapes:
 
         The step sends through peer memory if there is any, else through the process group of all ranks.
         """
-        described, found = describe(batch.batch), []
+        described, inputs = describe(batch.batch), []
         by_key = self.ids_by_key(described)
         for group, (arrived, index) in zip(self.groups, batch.groups, strict=True):
             sizes = [by_key[key].values().size(0) for key in group.keys]
             if group.features:
                 queries = group.to_owners(pg, self.samples, peers)
-                found.append(GroupInput(group, None, queries, arrived.unbind(0), index, sizes))
+                inputs.append(GroupInput(group, None, queries, arrived.unbind(0), index, sizes))
             else:
                 counts = [arrived.size(1)] * pg.size()
                 rows = Exchange(pg, counts, counts, peers)
-                found.append(GroupInput(group, rows, None, (arrived.view(-1),), None, sizes, slots=index))
-        rest = iter(found)
+                inputs.append(GroupInput(group, rows, None, (arrived.view(-1),), None, sizes, slots=index))
+        rest = iter(inputs)
         with ExitStack() as stack:
             for collection in self._collections:
                 output = InputDistOutput([next(rest) for _ in collection.groups], by_key)
@@ -220,11 +220,11 @@ class DistributedBuffers:
         raw, arrived = block[: self.raw.size], block[self.raw.size :]
         return DistributedBatch(self.raw.batch(raw), self._arrived.batch(arrived))
 
-    def narrow(self, block: Tensor, wider: "DistributedBuffers", given: Tensor) -> None:
+    def narrow(self, block: Tensor, wider: "DistributedBuffers", wider_block: Tensor) -> None:
         """Copies a batch that fits these capacities from a block of wider buffers."""
-        self.raw.narrow(block[: self.raw.size], wider.raw, given[: wider.raw.size])
-        own, others = self._arrived.batch(block[self.raw.size :]), wider._arrived.batch(given[wider.raw.size :])
-        parts = zip(self._groups, own, others, self._sizes, wider._sizes, strict=True)
+        self.raw.narrow(block[: self.raw.size], wider.raw, wider_block[: wider.raw.size])
+        views, more = self._arrived.batch(block[self.raw.size :]), wider._arrived.batch(wider_block[wider.raw.size :])
+        parts = zip(self._groups, views, more, self._sizes, wider._sizes, strict=True)
         for group, (arrived, index), (wide, wide_index), sizes, wide_sizes in parts:
             arrived.copy_(wide[:, : arrived.size(1)])
             if group.features:

@@ -86,8 +86,8 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
             check_keys(group, self._by_key)
         self._counts = [count_samples(group, self._by_key, pg.size()) for group in groups]
         batch = torch.full((1,), ids.stride(), device=ids.device())
-        own = torch.cat([batch, *[counts.sum(1) for counts in self._counts]])
-        self._gathered, self._work = start_gather(own, pg)
+        sent = torch.cat([batch, *[counts.sum(1) for counts in self._counts]])
+        self._gathered, self._work = start_gather(sent, pg)
 
     def _wait_impl(self) -> "_InFlightIds":
         if self._work is not None:
@@ -109,8 +109,8 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
                 queries = group.to_owners(pg, samples)
                 lengths = queries.start(counts_for_owners(group, counts))
             sizes = [self._by_key[key].values().size(0) for key in group.keys]
-            own = GroupInput(group, events, queries, (), None, sizes, index)
-            arriving.append((own, start_events(group, buffer, slots, pg), sums[:, rank], padding, lengths))
+            group_input = GroupInput(group, events, queries, (), None, sizes, index)
+            arriving.append((group_input, start_events(group, buffer, slots, pg), sums[:, rank], padding, lengths))
         return _InFlightIds(arriving, self._by_key)
 
 
@@ -212,12 +212,12 @@ def count_samples(group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks:
     owned = _owned_ids(group, by_key, None)
     if kernels.takes_ids(owned, num_ranks):
         return kernels.count_samples(owned, num_ranks)
-    ranks, _ = _located(group, by_key, [one.ids for one in owned], num_ranks)
+    ranks, _ = _located(group, by_key, [sequence.ids for sequence in owned], num_ranks)
     samples, first = [], 0
-    for one in owned:
-        index = torch.arange(one.ids.size(0), dtype=one.offsets.dtype, device=ranks.device)
-        samples.append(torch.searchsorted(one.offsets[1:].contiguous(), index, right=True) + first)
-        first += one.offsets.size(0) - 1
+    for sequence in owned:
+        index = torch.arange(sequence.ids.size(0), dtype=sequence.offsets.dtype, device=ranks.device)
+        samples.append(torch.searchsorted(sequence.offsets[1:].contiguous(), index, right=True) + first)
+        first += sequence.offsets.size(0) - 1
     where = torch.where(ranks < num_ranks, ranks * first + _joined(samples), num_ranks * first)
     counts = torch.zeros(num_ranks * first + 1, dtype=torch.int32, device=ranks.device)
     return counts.index_add_(0, where, torch.ones_like(where, dtype=torch.int32))[:-1].view(num_ranks, first)

@@ -268,12 +268,12 @@ def plan_tables(
         keys = [[key_of[embedding] for embedding in feature.sequence_keys] for feature in members]
         groups.append(
             TableGroup(
-                keys=tuple([own[remote] for own in keys]),
+                keys=tuple([event_keys[remote] for event_keys in keys]),
                 shardings=(shardings[tables[remote]],) * len(members),
                 embeddings=tuple([feature.sequence_keys[remote] for feature in members]),
                 features=tuple(members),
-                weight_keys=tuple([own[0] for own in keys]),
-                fields=tuple([tuple(own[:remote] + own[remote + 1 :]) for own in keys]),
+                weight_keys=tuple([event_keys[0] for event_keys in keys]),
+                fields=tuple([tuple(event_keys[:remote] + event_keys[remote + 1 :]) for event_keys in keys]),
                 field_shardings=tuple([shardings[table] for table in tables[:remote] + tables[remote + 1 :]]),
             )
         )
@@ -286,8 +286,8 @@ def plan_tables(
     histories = {name for group in groups for name in group.embeddings}
     fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
     groups += [without_features(fetched)] if fetched else []
-    local = without_features([e for e, table in table_of.items() if table in replicated])
-    return list(shardings.values()), groups, local
+    read_whole = without_features([e for e, table in table_of.items() if table in replicated])
+    return list(shardings.values()), groups, read_whole
 
 
 def feature_groups_of(model: nn.Module | None, collection: nn.Module) -> list[FeatureGroup]:
@@ -295,8 +295,8 @@ def feature_groups_of(model: nn.Module | None, collection: nn.Module) -> list[Fe
 
     A layer with a collection of its own reads no other one; what reads a collection outside of it is found by keys.
     """
-    layers = [] if model is None else [one for one in model.modules() if isinstance(one, JaggedFeatureInteraction)]
-    return [group for one in layers if one.embedding_collection in (None, collection) for group in one.groups]
+    layers = [] if model is None else [x for x in model.modules() if isinstance(x, JaggedFeatureInteraction)]
+    return [group for layer in layers if layer.embedding_collection in (None, collection) for group in layer.groups]
 
 
 def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:
@@ -309,9 +309,9 @@ def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replica
     if not remote:
         return None
     if len(remote) > 1:
-        found = sorted({tables[feature.sequence_keys[index]] for index in remote})
+        several = sorted({tables[feature.sequence_keys[index]] for index in remote})
         raise ValueError(
-            f"attention goes to the rows of one table, but the events of feature '{feature.name}' lie in {found}: "
+            f"attention goes to the rows of one table, but the events of feature '{feature.name}' lie in {several}: "
             "raise replicate_below above the rows of all but one, or exchange rows"
         )
     if feature.combine == "concat" and len(feature.sequence_keys) > 1:

@@ -78,8 +78,8 @@ class AttentionAtOwners(RemoteAttention):
             sent = self._ids[group.weight_keys[index]].weights()
             _check_sent(first, "weights", feature, sequences[first].weights(), sent)
         if feature.bias_key is not None:
-            given, sent = event_input(sequences, feature.bias_key).values(), self._ids[feature.bias_key].values()
-            _check_sent(feature.bias_key, "bucket ids", feature, given, sent)
+            read, sent = event_input(sequences, feature.bias_key).values(), self._ids[feature.bias_key].values()
+            _check_sent(feature.bias_key, "bucket ids", feature, read, sent)
         return True
 
     def rows(self, feature: str) -> Tensor:
@@ -121,11 +121,11 @@ class AttentionAtOwners(RemoteAttention):
         return dict(zip(names, out.chunk(len(names)), strict=True))
 
 
-def _check_sent(key: str, what: str, feature: SequenceFeatureConfig, given: Tensor, sent: Tensor) -> None:
+def _check_sent(key: str, what: str, feature: SequenceFeatureConfig, read: Tensor, sent: Tensor) -> None:
     """Checks, where it may read them, that inputs of a layer are those which the owner ranks of the events have got."""
-    if given.data_ptr() == sent.data_ptr() or not may_read(given):
+    if read.data_ptr() == sent.data_ptr() or not may_read(read):
         return
-    if given.shape != sent.shape or not (given == sent).all():
+    if read.shape != sent.shape or not (read == sent).all():
         why = f"which feature '{feature.name}' reads at the ranks that own the rows"
         raise ValueError(
             f"sequences['{key}'] must have the {what} that the sharded collection was given, {why}, got others"

@@ -105,7 +105,7 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         super().__init__(fused_params)
         must = "an nn.Module with the JaggedFeatureInteraction that reads the collection"
         check_type("model", model, nn.Module, must)
-        if not any(isinstance(one, JaggedFeatureInteraction) for one in model.modules()):
+        if not any(isinstance(module, JaggedFeatureInteraction) for module in model.modules()):
             raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
         self._options = model, replicate_below, dtype
 

@@ -101,7 +101,7 @@ class SequenceArch(nn.Module):
         further = nn.ModuleList(layers[1:])
         self.refined_keys = list(dict.fromkeys(feature.target_keys[0] for feature in features))
         refined_width = len(self.refined_keys) * embedding_dim
-        refine = nn.ModuleList(nn.Linear(one.output_width, refined_width, device=device) for one in layers[1:])
+        refine = nn.ModuleList(nn.Linear(layer.output_width, refined_width, device=device) for layer in layers[1:])
         self.further = nn.ModuleDict({"layers": further, "refine": refine})
         keys = bag_keys + single_keys
         others = [key for key in keys if widths[key] != embedding_dim]
@@ -129,16 +129,16 @@ class SequenceArch(nn.Module):
         singles, pooled = self._singles(bags, embeddings, timelines), []
         if self.pooling is not None:
             sequences = self._events(embeddings, ids, timelines)
-            found = self._pool(self.pooling, singles, sequences, timelines)
+            entry = self._pool(self.pooling, singles, sequences, timelines)
             if self.pooled_projection is not None:
-                found = self.pooled_projection(found.unflatten(1, (-1, self.pooled_projection.in_features))).flatten(1)
-            pooled.append(found)
-            total, targets = found, singles
+                entry = self.pooled_projection(entry.unflatten(1, (-1, self.pooled_projection.in_features))).flatten(1)
+            pooled.append(entry)
+            total, targets = entry, singles
             for layer, refine in zip(*self.further.values(), strict=True):
-                targets = refined(targets, self.refined_keys, refine(found))
-                found = self._pool(layer, targets, sequences, timelines)
-                total = total + found
-            pooled += [total] if total is not found else []
+                targets = refined(targets, self.refined_keys, refine(entry))
+                entry = self._pool(layer, targets, sequences, timelines)
+                total = total + entry
+            pooled += [total] if total is not entry else []
         return _stack_entries(singles, pooled, self.embedding_dim)
 
     def attention_weights(
@@ -160,8 +160,8 @@ class SequenceArch(nn.Module):
         entries = _single_entries(bags, embeddings, self.bag_keys, self.single_keys)
         if len(self.projections):
             names = {key: module_name(key) for key in self.bag_keys + self.single_keys}
-            own = {key: self.projections[name] for key, name in names.items() if name in self.projections}
-            entries = {key: own[key](entries[key]) if key in own else entries[key] for key in names}
+            projections = {key: self.projections[name] for key, name in names.items() if name in self.projections}
+            entries = {key: projections[key](entries[key]) if key in projections else entries[key] for key in names}
         return _shared(entries, self.user_keys, timelines)
 
     def _events(
@@ -197,8 +197,8 @@ def _single_entries(
 ) -> dict[str, Tensor]:
     """Returns by key the embeddings [B, D] that are not histories: bags and sums of a sample's embeddings."""
     # A sharded collection returns its keys in the order of the sharding.
-    found = {} if bags is None else bags.to_dict()
-    entries = {key: found[key] for key in bag_keys}
+    by_key = {} if bags is None else bags.to_dict()
+    entries = {key: by_key[key] for key in bag_keys}
     for key in single_keys:
         rows = embeddings[key]
         if padding_state.is_padded and key not in padding_state.fixed_length_keys:
@@ -267,7 +267,7 @@ def _targets(
     if timelines is None:
         return singles, None, None, None
     rows = {"lengths": timelines.row_offsets.diff(), "offsets": timelines.row_offsets}
-    targets = {key: JaggedTensor(one, **rows) for key, one in singles.items()}
+    targets = {key: JaggedTensor(entries, **rows) for key, entries in singles.items()}
     events = sequences[features[0].sequence_keys[0]]
     event_times = JaggedTensor(timelines.event_times, lengths=events.lengths(), offsets=events.offsets())
     return targets, JaggedTensor(timelines.target_times, **rows), event_times, timelines.max_events
@@ -282,12 +282,12 @@ def _stack_entries(singles: dict[str, Tensor], pooled: list[Tensor], embedding_d
 def merged(embeddings: dict[str, JaggedTensor], others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
     """Merges the output of a collection with `others`, which are converted to its dtype."""
     together = as_dict(embeddings)
-    dtype = next((validation.unread(one).dtype for one in together.values()), None)
-    for key, one in others.items():
-        if dtype is None or validation.unread(one).dtype == dtype:
-            together[key] = one
-        elif isinstance(one, DigitRows):
-            together[key] = one.to_dtype(dtype)
+    dtype = next((validation.unread(rows).dtype for rows in together.values()), None)
+    for key, rows in others.items():
+        if dtype is None or validation.unread(rows).dtype == dtype:
+            together[key] = rows
+        elif isinstance(rows, DigitRows):
+            together[key] = rows.to_dtype(dtype)
         else:
-            together[key] = JaggedTensor(one.values().to(dtype), **parts_of(one))
+            together[key] = JaggedTensor(rows.values().to(dtype), **parts_of(rows))
     return together

@@ -294,9 +294,9 @@ class SequenceDLRM(nn.Module):
     def _sharded(self) -> bool:
         """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
-        given = [collection for collection in collections if collection is not None]
+        present = [collection for collection in collections if collection is not None]
         kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
-        return bool(given) and not any(isinstance(collection, kinds) for collection in given)
+        return bool(present) and not any(isinstance(collection, kinds) for collection in present)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
@@ -344,9 +344,9 @@ def _check_growing_ids(growing_ids: GrowingIds, tables: list[BaseEmbeddingConfig
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], width: int, of: str) -> None:
     if encoder.embedding_dim != width:
         raise ValueError(f"encoder must be as wide as {of}, {width}, got {encoder.embedding_dim}")
-    names, given = [feature.name for feature in features], [feature.name for feature in encoder.features]
-    if set(names) != set(given):
-        raise ValueError(f"encoder must encode the sequence features that are pooled, {names}, got {given}")
+    names, encoded = [feature.name for feature in features], [feature.name for feature in encoder.features]
+    if set(names) != set(encoded):
+        raise ValueError(f"encoder must encode the sequence features that are pooled, {names}, got {encoded}")
     pooled = {feature.name: feature.sequence_keys for feature in features}
     for feature in encoder.features:
         if feature.sequence_keys != pooled[feature.name]:

@@ -192,7 +192,7 @@ class SemanticIDEmbedding(nn.Module):
                 beyond its codebook, which is not counted.
         """
         validation.check_ids("features", features, self.feature_names, sharded=True)
-        by_key, found = features.to_dict(), {}
+        by_key, embeddings = features.to_dict(), {}
         if self.catalogue is not None:
             reads = [(key, "the catalogue", self.catalogue.size(0)) for key in self.feature_names]
             by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
@@ -206,17 +206,17 @@ class SemanticIDEmbedding(nn.Module):
         for key, ids in zip(self.feature_names, by_feature, strict=True):
             parts = parts_of(by_key[key])
             if self._stays_digits() and not is_traced():
-                found[key] = DigitRows(ids, self, self._dtype(ids.device.type), **parts)
+                embeddings[key] = DigitRows(ids, self, self._dtype(ids.device.type), **parts)
             else:
-                found[key] = JaggedTensor(self.embed(ids), **parts)
-        return found
+                embeddings[key] = JaggedTensor(self.embed(ids), **parts)
+        return embeddings
 
     def _stays_digits(self) -> bool:
         """Returns whether the projection is a plain linear map, whose weights can be read instead of a call."""
         projection = self.projection
         if self.read != "digits" or type(projection) is not nn.Linear:
             return False
-        plain = all([type(one) is nn.Parameter for one in (projection.weight, projection.bias)])
+        plain = all([type(x) is nn.Parameter for x in (projection.weight, projection.bias)])
         return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -260,10 +260,10 @@ class SemanticIDEmbedding(nn.Module):
         return f"{', '.join(self.feature_names)}: {self.layout}, read={self.read!r}"
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}fingerprint")
-        if given is not None and given.tolist() != self._constants["fingerprint"].tolist():
+        saved = state_dict.get(f"{prefix}fingerprint")
+        if saved is not None and saved.tolist() != self._constants["fingerprint"].tolist():
             errors = args[-1]
-            own, other = (_text(one)[:12] for one in (self._constants["fingerprint"], given))
+            own, other = (_text(one)[:12] for one in (self._constants["fingerprint"], saved))
             errors.append(f"{prefix}fingerprint is of the codec {other}, but this model reads IDs of the codec {own}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 

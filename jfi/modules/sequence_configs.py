@@ -275,10 +275,11 @@ def group_features(
 def describe(features: list[SequenceFeatureConfig], **options: object) -> str:
     """Returns the repr of a module with sequence features: a line for each, and the options."""
     lines = []
-    for one in features:
-        shown = {name: getattr(one, name) for name in ("combine", "bias", "weighted_values", "relative_bias")}
+    for feature in features:
+        shown = {name: getattr(feature, name) for name in ("combine", "bias", "weighted_values", "relative_bias")}
         extras = [f", {name}={value!r}" for name, value in shown.items() if value not in ("sum", None, False)]
-        lines.append(f"{one.name}: {' + '.join(one.target_keys)} -> {' + '.join(one.sequence_keys)}{''.join(extras)}")
+        keys = f"{' + '.join(feature.target_keys)} -> {' + '.join(feature.sequence_keys)}"
+        lines.append(f"{feature.name}: {keys}{''.join(extras)}")
     return "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in options.items())])
 
 

@@ -35,10 +35,10 @@ def launch(
     sizes = tuple(len(x) if isinstance(x, tuple) else 0 for x in tensors)
     kernel = flat(launcher.kernel, len(descriptors), sizes, tuple(isinstance(x, float) for x in numbers))
     absent = pointers[0].new_empty(1) if any(x is None for x in pointers) else None
-    given = [absent if x is None else x for x in pointers]
+    arguments = [absent if x is None else x for x in pointers]
     # Inductor does not know this option, and would pass it to the kernel as an argument.
     constants = {name: x for name, x in launcher.constants.items() if name != "maxnreg"}
-    wrap_triton(kernel)[grid](*given, *numbers, **constants)
+    wrap_triton(kernel)[grid](*arguments, *numbers, **constants)
 
 
 @cache
@@ -65,8 +65,8 @@ def flat(kernel: JITFunction, descriptors: int, sizes: Sequence[int], is_float: 
         arguments.append(f"tl.full((), {name}, tl.{'float32' if floating else 'int32'})")
     constants = list(names)
     kernel_name, flat_name = kernel.fn.__name__, f"{kernel.fn.__name__}_flat"
-    given = ", ".join([*parameters, *[f"{name}: tl.constexpr" for name in constants]])
-    lines = [f"def {flat_name}({given}):\n", f"    {kernel_name}({', '.join([*arguments, *constants])})\n"]
+    parameter_list = ", ".join([*parameters, *[f"{name}: tl.constexpr" for name in constants]])
+    lines = [f"def {flat_name}({parameter_list}):\n", f"    {kernel_name}({', '.join([*arguments, *constants])})\n"]
     path = f"<{flat_name}{(descriptors, *sizes, *is_float)}>"
     linecache.cache[path] = sum(map(len, lines)), None, lines, path  # where Triton and Inductor read the source
     scope = {"__name__": __name__, "tl": tl, kernel_name: kernel}

@@ -75,7 +75,7 @@ def load_bucket(biases, rows, bucket, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def bucket_bias(biases, rows, state, key, n, SPEC: tl.constexpr):
-    """The bias [M, N] of the keys from n on, the state after these keys, and the number of changes of bucket.
+    """Returns the bias [M, N] of the keys from n on, the state after these keys, and the number of changes of bucket.
 
     The bias of a key that is hidden is any finite number.
 

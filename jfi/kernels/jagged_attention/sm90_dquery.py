@@ -1,4 +1,4 @@
-"""The gradient of the queries on Hopper: the loop of the forward with the product dS K in place of P V.
+"""The gradient of the queries on Hopper: the loop of the forward with the product dS K instead of P V.
 
 Each tile of queries also computes its statistics, log-sum-exp and Δ, and stores them for the kernel of the keys.
 """
