@@ -35,7 +35,7 @@ _COMBINED_ROWS = 16
 
 @triton.jit
 def add_partial(partial, lse, maximum, total, acc):
-    """(maximum, total, acc) of tiles of query rows after a partial result [M, D] with the log-sum-exps [M]."""
+    """Returns (maximum, total, acc) of tiles of query rows after a partial result [M, D] with the log-sum-exps [M]."""
     new_maximum = tl.maximum(maximum, lse)
     weight, factor = combine_weights(lse, maximum, new_maximum)
     return new_maximum, total * factor + weight, acc * factor[:, None] + partial * weight[:, None]
@@ -43,7 +43,7 @@ def add_partial(partial, lse, maximum, total, acc):
 
 @triton.jit
 def weighted_sum(maximum, total, acc):
-    """(the combined rows, their log-sum-exp) of what `add_partial` gave."""
+    """Returns (the combined rows, their log-sum-exp) of what `add_partial` gave."""
     lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log2(nonzero(total)) * LN2)
     return acc / nonzero(total)[:, None], lse
 

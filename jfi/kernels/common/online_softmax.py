@@ -33,7 +33,7 @@ def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def online_softmax_update(scores, maximum):
-    """(P [M, N], the new maximum [M], the factor of earlier sums [M]) of a tile's scores [M, N] in base 2.
+    """Returns (P [M, N], the new maximum [M], the factor of earlier sums [M]) of a tile's scores [M, N] in base 2.
 
     The caller adds up: l = l · factor + Σ P, o = o · factor + P V.
     """
@@ -57,7 +57,7 @@ def log_sum_exp(maximum, total):
 
 @triton.jit
 def finish(maximum, total, acc):
-    """(output, log-sum-exp): 0 and -inf where no key was visible."""
+    """Returns (output, log-sum-exp): 0 and -inf where no key was visible."""
     lse = log_sum_exp(maximum, total)
     return acc * (1.0 / nonzero(total))[:, None], lse
 

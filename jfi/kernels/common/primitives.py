@@ -33,7 +33,7 @@ def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEA
 
 @triton.jit
 def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
-    """(sample, first row, end row) of a tile number; sample b owns the numbers from offsets[b] // BLOCK + b on.
+    """Returns (sample, first row, end row) of a tile number; sample b owns the numbers from offsets[b] // BLOCK + b on.
 
     A number without a tile gets a first row >= the end row.
     """

@@ -168,7 +168,7 @@ def _schedule_kernel(
 
 @triton.jit
 def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
-    """(number of the tile within its sample, sample's first row, its rows, the same two of the other side).
+    """Loads (number of the tile within its sample, sample's first row, its rows, the same two of the other side).
 
     Every entry is a work tile for each key head: work tile ``index`` is that of key head index % NUM_KV_HEADS.  All
     are 0 for an entry without a tile and from ``total`` on.

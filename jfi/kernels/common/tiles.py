@@ -28,7 +28,7 @@ def _tile_mask(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_columns(base, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, D] at rows ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone.
+    """Loads [rows, D] at rows ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone.
 
     Rows outside the mask and columns from WIDTH on are 0; column i is ``cols[i]`` elements after a row's first.
     """
@@ -43,7 +43,7 @@ def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D
 
 @triton.jit
 def load_digits(digits_ptr, row, mask, dtype, L: tl.constexpr, W: tl.constexpr, BLOCK_L: tl.constexpr):
-    """[N, L] in dtype: the packed digits of rows [N] int64, 0 outside the mask and from L on.
+    """Loads [N, L] in dtype: the packed digits of rows [N] int64, 0 outside the mask and from L on.
 
     A digit of 2 bits in two's complement is a number once it is at the left end: the sign and the highest bit of the
     exponent, so that 0b01 is 2.0 and 0b11 is -2.0, in float32 and in both half precisions.
@@ -76,7 +76,7 @@ def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def load_head(ptr, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
-    """[N, D] of a key head's rows from n on, in [rows, G, width]."""
+    """Loads [N, D] of a key head's rows from n on, in [rows, G, width]."""
     STRIDE: tl.constexpr = SPEC.num_kv_heads * WIDTH
     return load_rows(ptr + n * STRIDE + kv_head * WIDTH, at, mask, STRIDE, WIDTH, BLOCK_D)
 
@@ -89,7 +89,7 @@ def store_head(ptr, x, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC: tl.constexpr):
-    """[1, N] or [M, N], in base 2: the bias of the keys from row n on by query row, -inf outside the mask."""
+    """Loads [1, N] or [M, N], in base 2: the bias of the keys from row n on by query row, -inf outside the mask."""
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
     keys = key_at * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
     if SPEC.qheads_per_kvhead == 1:

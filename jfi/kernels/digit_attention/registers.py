@@ -87,7 +87,7 @@ def row_layout(units, digits):
 
 @gluon.jit
 def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """[N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on.
+    """Loads [N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on.
 
     By id 0 where the index is outside of the ``digit_rows`` of the table.
     """
@@ -161,7 +161,7 @@ def _halves(x):
 
 @gluon.jit
 def decode(x, dtype: gl.constexpr, SPEC: gl.constexpr):
-    """[N, columns] of -UNIT, 0 and UNIT, of units [N, units]."""
+    """Returns [N, columns] of -UNIT, 0 and UNIT, of units [N, units]."""
     N: gl.constexpr = x.shape[0]
     BLOCKS: gl.constexpr = x.shape[1] // 8
     if digits_of_unit(SPEC.num_words) == 8:
@@ -191,7 +191,7 @@ def values_of(along_n, dtype: gl.constexpr, SPEC: gl.constexpr):
 
 @gluon.jit
 def _rows(num_rows, SPEC: gl.constexpr):
-    """(Where query rows [M, units, digits] lie from a tile's first, which of them are there)."""
+    """Returns (where query rows [M, units, digits] lie from a tile's first, which of them are there)."""
     UNITS: gl.constexpr = units_of(SPEC.num_words)
     DIGITS: gl.constexpr = digits_of_unit(SPEC.num_words)
     LAYOUT: gl.constexpr = row_layout(UNITS, DIGITS)
@@ -207,7 +207,7 @@ def _rows(num_rows, SPEC: gl.constexpr):
 
 @gluon.jit
 def load_rows(base, num_rows, SPEC: gl.constexpr):
-    """[M, units, digits]: the first ``num_rows`` query rows from a base pointer, 0 where there is none."""
+    """Loads [M, units, digits]: the first ``num_rows`` query rows from a base pointer, 0 where there is none."""
     at, keep = _rows(num_rows, SPEC)
     return gl.load(base + at, mask=keep, other=0.0)
 
@@ -273,7 +273,7 @@ def hide_lowest(maximum):
 
 @gluon.jit
 def load_bias(bias_ptrs, n, left, rows, SPEC: gl.constexpr):
-    """[M, N]: each event's bias for each query row's head, -inf from ``left`` events on.
+    """Loads [M, N]: each event's bias for each query row's head, -inf from ``left`` events on.
 
     If by index 0 where the index is outside of the table.
     """
@@ -294,7 +294,7 @@ def load_bias(bias_ptrs, n, left, rows, SPEC: gl.constexpr):
 
 @gluon.jit
 def load_scale(value_scale_ptr, n, left, SPEC: gl.constexpr):
-    """[1, N]: the factor of each event's value."""
+    """Loads [1, N]: the factor of each event's value."""
     at = gl.arange(0, SPEC.block_n, layout=COLS)
     return gl.load(value_scale_ptr + n + at, mask=at < left, other=0.0).to(gl.float32)[None, :]
 

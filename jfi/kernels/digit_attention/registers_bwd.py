@@ -19,7 +19,7 @@ partials_layout = gluon.jit(partials_layout.fn)
 
 @gluon.jit
 def _load_queries(queries, first_row, num_rows, SPEC: gl.constexpr):
-    """(q, dO, the log-sum-exp in base 2, Δ times UNIT) of a sample."""
+    """Loads (q, dO, the log-sum-exp in base 2, Δ times UNIT) of a sample."""
     q_ptr, grad_ptr, out_ptr, lse_ptr = queries
     base = first_row * SPEC.head_dim
     q = tile.load_rows(q_ptr + base, num_rows, SPEC)
@@ -35,7 +35,7 @@ def _load_queries(queries, first_row, num_rows, SPEC: gl.constexpr):
 
 @gluon.jit
 def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows, sums, scale, SPEC: gl.constexpr):
-    """(dq, dtable) after the events from n on, at most ``left`` of them; dtable by query row."""
+    """Returns (dq, dtable) after the events from n on, at most ``left`` of them; dtable by query row."""
     q, grad, lse2, delta, table = operands
     along_k, along_n, table_row = units
     dq, dtable = sums

@@ -26,7 +26,7 @@ ELEMENTS = 32
 
 @triton.jit
 def visible_range(edges_ptr, query, mask, SPEC: tl.constexpr):
-    """(first key, end of the keys, bucket of the newest) that queries see."""
+    """Returns (first key, end of the keys, bucket of the newest) that queries see."""
     at = edges_ptr + query * (SPEC.num_buckets + 1)
     end = tl.load(at, mask=mask, other=0)
     return tl.load(at + SPEC.num_buckets, mask=mask, other=0), end // MAX_BUCKETS, end % MAX_BUCKETS
@@ -63,7 +63,7 @@ def exponent_bucket(age, NUM_BUCKETS: tl.constexpr):
 
 @triton.jit
 def load_bucket(biases, rows, bucket, mask, SPEC: tl.constexpr):
-    """(bias in base 2, edge) of a bucket of each row."""
+    """Loads (bias in base 2, edge) of a bucket of each row."""
     edges_ptr, table_ptr = biases
     query, head = rows
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead

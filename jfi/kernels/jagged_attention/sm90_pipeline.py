@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
 
 @gluon.jit
 def barriers(number: gl.constexpr, count: gl.constexpr):
-    """[number] barriers, each completed by ``count`` arrivals."""
+    """Returns [number] barriers, each completed by ``count`` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(bars.index(i), count=count)
@@ -85,14 +85,14 @@ def wait_free(ring, n):
 
 @gluon.jit
 def allocate_tiles(desc, number: gl.constexpr):
-    """[number] tiles in shared memory, as the descriptor loads them."""
+    """Returns [number] tiles in shared memory, as the descriptor loads them."""
     shape: gl.constexpr = [number, desc.block_type.shape[0], desc.block_type.shape[1]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
 def allocate_rows(number: gl.constexpr, length: gl.constexpr, dtype: gl.constexpr = gl.float32):
-    """[number, length] in shared memory."""
+    """Returns [number, length] in shared memory."""
     return gl.allocate_shared_memory(dtype, [number, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -115,7 +115,7 @@ def tile_queue(consumers: gl.constexpr):
 
 @gluon.jit
 def first_tile(schedule, SPEC: gl.constexpr):
-    """(number, work tile) that the program begins with."""
+    """Returns (number, work tile) that the program begins with."""
     number = gl.program_id(0)
     return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads * SPEC.num_splits)
 

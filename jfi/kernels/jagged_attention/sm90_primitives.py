@@ -159,7 +159,7 @@ def load_bias(bias_ptr, row, end, kv_head, smem, SPEC: gl.constexpr):
 
 @gluon.jit
 def add_bias(scores, scale2, bias_smem, SPEC: gl.constexpr):
-    """(scores, what remains to scale them by for base 2)."""
+    """Returns (scores, what remains to scale them by for base 2)."""
     if SPEC.has_bias:
         scores = scores * scale2 + bias_smem.load(gl.SliceLayout(0, scores.type.layout))[None, :]
         scale2 = 1.0

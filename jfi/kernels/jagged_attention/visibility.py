@@ -154,7 +154,7 @@ def keys_and_values(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, dtype, SPEC: tl.constexpr):
-    """(k [N, D], v [N, E]) of the rows from n on, in dtype; one tile if value = key."""
+    """Loads (k [N, D], v [N, E]) of the rows from n on, in dtype; one tile if value = key."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     if SPEC.num_words:

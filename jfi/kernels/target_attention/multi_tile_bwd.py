@@ -146,7 +146,7 @@ def target_attention_multi_tile_dquery_kernel(
 def _load_queries(
     desc, ptr, sample, row, first, num_rows, kv_head, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr
 ):
-    """[M, D] of a sample's query rows from ``first`` on, 0 past its last; the sample's begin at row ``row``."""
+    """Loads [M, D] of a sample's query rows from ``first`` on, 0 past its last; the sample's begin at row ``row``."""
     if SPEC.by_tma:
         return desc.load([sample.to(tl.int32), first, kv_head * WIDTH]).reshape(SPEC.block_m, BLOCK_D)
     else:

@@ -66,7 +66,7 @@ def find_chunk(offsets_ptr, batch, item, chunk):
 
 
 def history_descriptor(x: Tensor | None, block_n: int) -> TensorDescriptor | None:
-    """[rows, G, width] in tiles of [block_n, width] of a head."""
+    """Returns [rows, G, width] in tiles of [block_n, width] of a head."""
     if x is None:
         return None
     rows, num_kv_heads, width = x.shape
@@ -74,7 +74,7 @@ def history_descriptor(x: Tensor | None, block_n: int) -> TensorDescriptor | Non
 
 
 def query_descriptor(x: Tensor, num_kv_heads: int, block_m: int) -> TensorDescriptor:
-    """[B, T, H, width] in tiles of [1, block_m, width] of the rows of a key head; where G is 1 or H."""
+    """Returns [B, T, H, width] in tiles of [1, block_m, width] of the rows of a key head; where G is 1 or H."""
     batch, num_queries, num_heads, width = x.shape
     rows = x.view(batch, num_queries * num_heads // num_kv_heads, num_kv_heads * width)
     return TensorDescriptor.from_tensor(rows, [1, block_m, power_of_two(width)])
@@ -116,7 +116,7 @@ def query_positions(first, at, kv_head, SPEC: tl.constexpr):
 
 @triton.jit
 def sum_heads(ds, at, q_mask, SPEC: tl.constexpr):
-    """[N, block_h]: dS [N, M], 0 outside the mask, added up by query head."""
+    """Returns [N, block_h]: dS [N, M], 0 outside the mask, added up by query head."""
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     if SPEC.block_h == QHEADS_PER_KVHEAD and ds.shape[1] % QHEADS_PER_KVHEAD == 0:
         return tl.sum(tl.reshape(ds, (ds.shape[0], ds.shape[1] // QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD)), 1)

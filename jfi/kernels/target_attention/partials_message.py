@@ -136,7 +136,7 @@ def _launch(launcher: Launcher, tensors: tuple[Tensor | None, ...], count: int, 
 
 
 def pack(rows: Tensor, out: Tensor | None, lse: Tensor) -> Tensor:
-    """[..., E + n]: rows [..., E], Δ of `rows` and `out` if there is one, and `lse` [...] float32."""
+    """Returns [..., E + n]: rows [..., E], Δ of `rows` and `out` if there is one, and `lse` [...] float32."""
     rows, width = rows.contiguous(), rows.size(-1)
     per_number = 4 // rows.element_size()
     packed = rows.new_empty(*rows.shape[:-1], width + per_number * (1 if out is None else 2))
@@ -156,7 +156,7 @@ def unpack(packed: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor, Te
 
 
 def combine(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """(O [..., E], L [...]) of `pack`'s rows [P, ..., E + n] without Δ."""
+    """Returns (O [..., E], L [...]) of `pack`'s rows [P, ..., E + n] without Δ."""
     shape, width = parts.shape[1:-1], parts.size(-1) - 4 // parts.element_size()
     out, lse = parts.new_empty(*shape, width), parts.new_empty(shape, dtype=torch.float32)
     launcher = _launcher(_combine_kernel, width, PARTS=parts.size(0), WEIGHTED=True)
@@ -165,7 +165,7 @@ def combine(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add(parts: Tensor, scale: float) -> Tensor:
-    """[..., D]: the sum of parts [P, ..., D] in float32, multiplied by scale, in their dtype."""
+    """Returns [..., D]: the sum of parts [P, ..., D] in float32, multiplied by scale, in their dtype."""
     out = parts.new_empty(parts.shape[1:])
     launcher = _launcher(_combine_kernel, out.size(-1), PARTS=parts.size(0), WEIGHTED=False)
     _launch(launcher, (parts.contiguous(), out, None), out.numel() // max(out.size(-1), 1), scale)

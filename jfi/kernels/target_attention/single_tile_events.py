@@ -92,7 +92,7 @@ def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype
 
 @triton.jit
 def load_bias_index(bias_index_ptr, n, at, mask, SPEC: tl.constexpr):
-    """[N]: each event's row of the bias table; any number where there is no table."""
+    """Loads [N]: each event's row of the bias table; any number where there is no table."""
     index = at
     if SPEC.bias_by_index:
         index = tl.load(bias_index_ptr + n + at, mask=mask, other=0)
@@ -101,7 +101,7 @@ def load_bias_index(bias_index_ptr, n, at, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def load_value_scale(value_scale_ptr, n, at, mask, SPEC: tl.constexpr):
-    """[N]: the number by which each event's value is multiplied; any where there is none."""
+    """Loads [N]: the number by which each event's value is multiplied; any where there is none."""
     scale = at
     if SPEC.has_value_scale:
         scale = tl.load(value_scale_ptr + n + at, mask=mask, other=0).to(tl.float32)
@@ -110,7 +110,7 @@ def load_value_scale(value_scale_ptr, n, at, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def load_bias(bias_ptr, index, table_rows, n, mask, q_at, kv_head, SPEC: tl.constexpr):
-    """[N, M]: each event's bias for each query's head, 0 outside the mask; of its row of the table if by index.
+    """Loads [N, M]: each event's bias for each query's head, 0 outside the mask; of its row of the table if by index.
 
     An index outside of the table has a bias of 0.
     """
