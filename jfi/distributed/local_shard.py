@@ -5,9 +5,12 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.tables.fused_tables import FusedTables
@@ -23,20 +26,21 @@ _OPTIMIZERS = {
 class LocalShard(FusedTables):
     """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
-    Their memory and that of the optimizer's states is FBGEMM's, which TorchRec saves and loads; only the steps are
-    `jfi.tables.step_rows`. Rows in half precision are rounded as the fused parameter `stochastic_rounding` says.
+    Their memory and that of the optimizer's states but `stepped_at` is FBGEMM's. TorchRec saves and loads all; only the
+    steps are `jfi.tables.step_rows`. Rows in half precision are rounded as the fused `stochastic_rounding` says.
 
     Args:
         lookups: TorchRec's of a collection.
         tables: the names of its tables in the order of `row_shardings`.
         steps: [] int64, where the steps are counted.
+        stepped_at: of `add_stepped_at`, with weight decay; None without.
 
     Raises:
         ValueError: tables of several data types, optimizers or poolings, or with an optimizer, or options of it, that
             `jfi.tables.step_rows` has not.
     """
 
-    def __init__(self, lookups: list[nn.Module], tables: list[str], steps: Tensor) -> None:
+    def __init__(self, lookups: list[nn.Module], tables: list[str], steps: Tensor, stepped_at: Tensor | None) -> None:
         kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
         shards = [table for kernel in kernels for table in kernel.config.embedding_tables]
         names = [shard.name for shard in shards]
@@ -53,7 +57,7 @@ class LocalShard(FusedTables):
                 f"the optimizer of tables whose rows jfi steps must be one of {known}, got {batched.optimizer.value}"
             )
         options = batched.optimizer_args
-        for name, neutral in (("weight_decay", 0.0), ("gradient_clipping", False), ("max_norm", 0.0)):
+        for name, neutral in (("weight_decay_mode", 0), ("gradient_clipping", False), ("max_norm", 0.0)):
             if getattr(options, name, neutral) != neutral:
                 got = getattr(options, name)
                 raise ValueError(f"{name} of tables whose rows jfi steps must be {neutral}, got {got}")
@@ -61,13 +65,15 @@ class LocalShard(FusedTables):
         weights = batched.split_embedding_weights()
         states = [] if batched.optimizer is EmbOptimType.EXACT_SGD else batched.split_optimizer_states()
         states = [_joined([state[0] for state in states])] if states else []
+        if stepped_at is not None:
+            states.append(stepped_at)
         memory = _joined(weights)
         if not memory.size(0):  # this rank owns nothing: one unused row
             memory = memory.new_zeros(1, memory.size(1))
             states = [state.new_zeros(1, *state.shape[1:]) for state in states]
         rows = nn.Module()
         rows.weight = nn.Parameter(memory)
-        row_options = {"lr": batched.get_learning_rate()}
+        row_options = {"lr": batched.get_learning_rate(), "weight_decay": options.weight_decay}
         if batched.optimizer is not EmbOptimType.EXACT_SGD:
             row_options["eps"] = options.eps
         optimizer = _OPTIMIZERS[batched.optimizer]
@@ -97,6 +103,28 @@ class LocalShard(FusedTables):
         """Returns `gradient_handles` of positions [S] in `memory` each."""
         self.sync_learning_rate()
         return self.gradient_handles([("rows", rows) for rows in requested], dtype)
+
+
+def add_stepped_at(kernel: nn.Module, group: dist.ProcessGroup) -> Tensor:
+    """Returns the step [M] int32 at which each of a kernel's rows was last stepped, from now on its optimizer's state.
+
+    Args:
+        kernel: TorchRec's of some tables.
+        group: the ranks that share the tables.
+    """
+    tables = kernel.config.embedding_tables
+    counts = [table.local_rows for table in tables]
+    stepped_at = torch.zeros(sum(counts), dtype=torch.int32, device=kernel.emb_module.current_device)
+    states = kernel.fused_optimizer.state.values()
+    for table, part, state in zip(tables, stepped_at.split(counts), states, strict=True):
+        shards = table.global_metadata.shards_metadata
+        rows = [ShardMetadata(one.shard_offsets[:1], one.shard_sizes[:1], one.placement) for one in shards]
+        whole = ShardedTensorMetadata(rows, torch.Size([table.num_embeddings]), TensorProperties(dtype=torch.int32))
+        own = Shard(part, rows[shards.index(table.local_metadata)])
+        state[f"{table.name}.stepped_at"] = ShardedTensor._init_from_local_shards_and_global_metadata(
+            [own], sharded_tensor_metadata=whole, process_group=group
+        )
+    return stepped_at
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -39,33 +39,56 @@ class _Fetch(torch.autograd.Function):
         return events.send(sent[:count]), None, None
 
 
-class Replicate(torch.autograd.Function):
-    """Whole tables [N, D] on every rank, from the rows that each owns; backward, the sums of all ranks' gradients.
+def copy_tables(
+    memory: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding], ids: list[tuple[RowSharding, Tensor]]
+) -> tuple[list[Tensor], Tensor]:
+    """Returns whole tables [N, D] on every rank, and [r] bool, which rows of this rank some rank reads.
 
-    All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
-    have the scale of tables already, see `scaled`, and the tables' dtype, in which they are summed.
+    All travel in one all-reduce. The r rows are those of the tables that this rank owns, table by table.
 
     Args:
-        handle: [r, D], a zero-stride placeholder of the tables' rows that this rank owns, table by table.
         memory: [M, D], the rows that this rank owns.
         pg: all ranks.
         shardings: of the tables.
+        ids: [S] with their table each, those that this rank reads; -1 is none.
+    """
+    sizes, width = [sharding.num_rows for sharding in shardings], memory.size(1)
+    count = sum(sizes) * width
+    buffer = memory.new_zeros(count + sum(sizes) + len(sizes))  # the last mark of a table is for ids of -1
+    tables = list(buffer[:count].view(-1, width).split(sizes))
+    marks = dict(zip(shardings, buffer[count:].split([size + 1 for size in sizes]), strict=True))
+    owned = [sharding.owned_by(pg.rank()) for sharding in shardings]
+    for table, (rows, positions) in zip(tables, owned, strict=True):
+        table[rows.start : rows.stop] = memory[positions.start : positions.stop]
+    for sharding, own in ids:
+        marks[sharding].index_fill_(0, own.long(), 1)
+    if pg.size() > 1:
+        dist.all_reduce(buffer, group=pg)
+    read = [own[rows.start : rows.stop] for own, (rows, _) in zip(marks.values(), owned, strict=True)]
+    return tables, torch.cat(read) > 0
+
+
+class Replicate(torch.autograd.Function):
+    """Gives whole tables of `copy_tables` their gradients, the sums of all ranks'.
+
+    They travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These have
+    the scale of tables already, see `scaled`, and the tables' dtype, in which they are summed.
+
+    Args:
+        handle: [r, D], a zero-stride placeholder of the tables' rows that this rank owns, table by table.
+        pg: all ranks.
+        shardings: of the tables.
+        tables: [N, D] each.
     """
 
     @staticmethod
     def forward(
-        ctx, handle: Tensor, memory: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding]
+        ctx, handle: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding], *tables: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.pg, ctx.sizes, ctx.dtype = pg, [sharding.num_rows for sharding in shardings], handle.dtype
-        owned = [sharding.owned_by(pg.rank()) for sharding in shardings]
-        ctx.rows = [rows for rows, _ in owned]
+        ctx.pg, ctx.sizes, ctx.dtype = pg, [len(table) for table in tables], handle.dtype
+        ctx.rows = [sharding.owned_by(pg.rank())[0] for sharding in shardings]
         ctx.set_materialize_grads(False)
-        whole = memory.new_zeros(sum(ctx.sizes), memory.size(1))
-        for table, (rows, positions) in zip(whole.split(ctx.sizes), owned, strict=True):
-            table[rows.start : rows.stop] = memory[positions.start : positions.stop]
-        if pg.size() > 1:
-            dist.all_reduce(whole, group=pg)
-        return whole.split(ctx.sizes)
+        return tuple([table.view_as(table) for table in tables])
 
     @staticmethod
     @once_differentiable
@@ -76,7 +99,7 @@ class Replicate(torch.autograd.Function):
         if ctx.pg.size() > 1:
             dist.all_reduce(whole, group=ctx.pg)
         owned = [grad[rows.start : rows.stop] for grad, rows in zip(whole.split(ctx.sizes), ctx.rows, strict=True)]
-        return torch.cat(owned).to(ctx.dtype), None, None, None
+        return torch.cat(owned).to(ctx.dtype), None, None, *([None] * len(grads))
 
 
 def scaled(table: Tensor, pg: dist.ProcessGroup) -> Tensor:

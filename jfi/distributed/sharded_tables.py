@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
-from jfi.distributed.local_shard import LocalShard
-from jfi.distributed.output_dist import Replicate, fetch_rows, scaled
+from jfi.distributed.local_shard import LocalShard, add_stepped_at
+from jfi.distributed.output_dist import Replicate, copy_tables, fetch_rows, scaled
 from jfi.distributed.planning import feature_groups_of, plan_tables, row_wise_shards
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import lookups
@@ -58,12 +58,16 @@ class ShardedTables(nn.Module):
         ranks = pg.size(), first, get_local_size(env.world_size)
         plan = {table: row_wise_shards(table, sharding, *ranks) for table, sharding in params.items()}
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
-        batched = [kernel.emb_module for lookup in self._lookups for kernel in lookup._emb_modules]
-        # Stochastic rounding reads the number of steps, which checkpoints have then.
+        kernels = [kernel for lookup in self._lookups for kernel in lookup._emb_modules]
+        batched = [kernel.emb_module for kernel in kernels]
+        decaying = [kernel for kernel in kernels if getattr(kernel.emb_module.optimizer_args, "weight_decay", 0.0)]
+        self._stepped_at = [add_stepped_at(kernel, pg) for kernel in decaying]
+        # Stochastic rounding and weight decay read the number of steps, which checkpoints have then.
         rounds = any([one.stochastic_rounding and one.weights_precision.bit_rate() == 16 for one in batched])
+        counts = rounds or bool(decaying)
         on = batched[0].current_device if batched else device
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=on), persistent=rounds)
-        if rounds:
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=on), persistent=counts)
+        if counts:
             self.register_load_state_dict_pre_hook(_keep_steps)
         configs = module.embedding_bag_configs() if pooled else module.embedding_configs()
         #: The ranks that share the rows.
@@ -85,7 +89,8 @@ class ShardedTables(nn.Module):
     @cached_property
     def local_shard(self) -> LocalShard:
         """The rows that this rank owns; not made at construction, after which TorchRec may move a module."""
-        return LocalShard(self._lookups, [sharding.table for sharding in self._shardings], self.steps)
+        tables, stepped_at = [sharding.table for sharding in self._shardings], next(iter(self._stepped_at), None)
+        return LocalShard(self._lookups, tables, self.steps, stepped_at)
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
@@ -126,10 +131,12 @@ class ShardedTables(nn.Module):
         shard, by_key, local = self.local_shard, arrived.by_key, self.local
         handles = shard.handles([group.columns[0] for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
+        local_ids = list(zip(local.shardings, bounded_ids(local, by_key) if local.keys else [], strict=True))
         if self._replicated:
-            # In their dtype, in which the gradients are summed up over all ranks.
-            (handle,) = shard.handles([self._replicated_positions], None)
-            tables = Replicate.apply(handle, shard.memory, self.pg, self._replicated)
+            tables, is_read = copy_tables(shard.memory, self.pg, self._replicated, local_ids)
+            # In their dtype, in which the gradients are summed up over all ranks; without rows that no rank reads.
+            (handle,) = shard.handles([torch.where(is_read, self._replicated_positions, -1)], None)
+            tables = Replicate.apply(handle, self.pg, self._replicated, *tables)
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
         outputs: dict[str, Tensor] = {}  # the placeholders of what is found
@@ -139,8 +146,7 @@ class ShardedTables(nn.Module):
             else:
                 self._add_fetched(found, group, handle, by_key)
         whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
-        local_ids = bounded_ids(local, by_key) if local.keys else []
-        for embedding, key, sharding, ids in zip(local.embeddings, local.keys, local.shardings, local_ids, strict=True):
+        for embedding, key, (sharding, ids) in zip(local.embeddings, local.keys, local_ids, strict=True):
             rows, dtype = whole[sharding.table], self._dtype or shard.memory.dtype
             found[embedding] = _rows_by_id(rows, ids, dtype, by_key[key])
         outputs |= {embedding: one.rows for embedding, one in found.items() if isinstance(one, UnreadRows)}

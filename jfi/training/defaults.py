@@ -50,6 +50,11 @@ def with_decay(config: Config, of_tables: float) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
+def steps_by_fbgemm(config: Config, world: World) -> bool:
+    """Returns whether FBGEMM may step the tables of a run: it has no weight decay of rows that a batch lacks."""
+    return world.launched and config.sharding.exchange != "attention"
+
+
 def settled_as(config: Config, known: Config) -> Config:
     """Returns the config with what it leaves open as another one of the same table and processes has it."""
     training, optimizer = config.training, config.optimizer
@@ -79,7 +84,8 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
     if optimizer.ema_decay == "auto":
         none = world.launched or training.publish_every is not None
         optimizer = dataclasses.replace(optimizer, ema_decay=None if none else 0.98)
-    decay = 0.0 if world.launched else float(f"{1 / (_PRIOR**2 * max(dataset.num_samples('train'), 1)):.3g}")
+    strength = 1 / (_PRIOR**2 * max(dataset.num_samples("train"), 1))
+    decay = 0.0 if steps_by_fbgemm(config, world) else float(f"{strength:.3g}")
     data = config.data.with_statistics()
     settled = dataclasses.replace(config, data=data, training=training, optimizer=optimizer)
     settled = with_bias(with_decay(settled, decay))

@@ -206,7 +206,8 @@ class OptimizerGroup:
             of all rows in each step; a row gets that of all steps since it was last stepped when a batch reads it
             again, so other rows cost nothing. `auto`, of tables alone, is that of elements with a normal prior of
             standard deviation 0.2: 25 / (training samples, sampled negatives included). With `training.warm_start` it
-            is that of the other run; it is 0 under torchrun, and with rows of `model.pretrained` that are trained.
+            is that of the other run; it is 0 under torchrun without `sharding.exchange: attention`, and with rows of
+            `model.pretrained` that are trained.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"

@@ -11,7 +11,7 @@ from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import save_config
-from jfi.training.defaults import with_decay
+from jfi.training.defaults import steps_by_fbgemm, with_decay
 from jfi.training.distributed.processes import World, join_world
 from jfi.training.distributed.sharding import check_sharded
 from jfi.training.loop.captured_steps import check_graphs
@@ -152,10 +152,10 @@ def _check_before_reading(config: Config, world: World) -> Config:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
-    if (warm_start := config.training.warm_start) is not None:
-        if world.launched:  # sharded tables have no weight decay, the other run's neither
-            config = with_decay(config, 0.0)
-        lines, config = check_warm_start(warm_start, config)
+    if steps_by_fbgemm(config, world):
+        config = with_decay(config, 0.0)
+    if config.training.warm_start is not None:
+        lines, config = check_warm_start(config.training.warm_start, config)
         for line in lines:
             print(line, flush=True)
     return config

@@ -39,9 +39,13 @@ def dataset(request) -> InteractionDataset:
 def rows_of(batch: Batch) -> list[tuple]:
     """Each sample as a tuple that tells it from the others."""
     keys = [batch.sparse_features[key] for key in batch.sparse_features.keys()]  # noqa: SIM118
-    count = len(batch.labels)  # an empty part has the features of one sample
+    count = len(batch.labels)  # an empty part has the features of another one's sample
     fields = [[tuple(ids.tolist()) for ids in key.to_dense()[:count]] for key in keys]
     return list(zip(batch.users.tolist(), batch.labels.tolist(), *fields, strict=True))
+
+
+def ids_of(batch: Batch) -> set[tuple[str, int]]:
+    return {(key, id) for key, ids in batch.sparse_features.to_dict().items() for id in ids.values().tolist()}
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -99,6 +103,7 @@ def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
         assert Counter(row for part in parts for row in rows_of(part)) == Counter(rows_of(batch))
         sizes = [len(part.labels) for part in parts]
         assert max(sizes) - min(sizes) <= 1
+        assert set().union(*map(ids_of, parts)) == ids_of(batch), "an empty part has other ids"
         assert step == len(alone) - 1 or sum(sizes) == size
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +33,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from benchmarks.sent_bytes import SentBytes
-from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
+from jfi import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    JaggedFeatureInteraction,
+    KeyBias,
+    PositionBias,
+    SequenceDLRM,
+    SequenceFeatureConfig,
+    WeightBias,
+)
 from jfi.cuda_graphs.captured_step import CapacityBucket
 from jfi.cuda_graphs.static_batch import Buffers, Described
 from jfi.distributed import (
@@ -43,6 +53,7 @@ from jfi.distributed import (
     remote_attention,
 )
 from jfi.distributed.fixed_input_dist import FixedInputDist
+from jfi.distributed.sharded_tables import ShardedTables
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
 from jfi.ops import checks
@@ -56,7 +67,10 @@ BAGS = {"user": 40, "tag": 25, "city": 7}
 RANDOM = range(20, 40)
 STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
 RATE, EPS = 0.1, 1e-10
+#: The state that has the step at which each row was last stepped.
+AT = "stepped_at"
 ROWWISE = "rowwise_adagrad"
+FUSED = FusedEmbeddingBagCollection, FusedEmbeddingCollection
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, ROWWISE: RowWiseAdagrad, "sgd": torch.optim.SGD}
 #: First samples of each rank, and the end.
 UNEVEN, EMPTY = (0, 2, SAMPLES), (0, 0, SAMPLES)
@@ -79,6 +93,7 @@ class Case:
         num_queries: of the layers of an `OwnModel`.
         bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table; or "".
         own: whether the model is an `OwnModel`, else a SequenceDLRM.
+        decay: weight decay of the tables, which only jfi's tables have, so one process trains those.
     """
 
     features: dict[str, dict] = field(default_factory=lambda: {"taste": {}})
@@ -90,6 +105,7 @@ class Case:
     num_queries: int = 1
     bags: str = ""
     own: bool = False
+    decay: float = 0.0
 
 
 #: The case whose tables are all replicated, whose attention on a CPU takes no padding.
@@ -114,11 +130,11 @@ CASES = {
         own=True,
     ),
     "key bias, whole table": Case(
-        {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd"
+        {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd", decay=0.1
     ),
     "a rank without samples": Case(parts=EMPTY),
     "all rows on one rank": Case(ids="low"),
-    "bags": Case(bags="sum"),
+    "bags": Case(bags="sum", decay=0.1),
     "a key with one id a sample on one rank alone": Case(bags="sum", ids="one tag"),
     "ids outside of their tables": Case(
         {"taste": {"bias": KeyBias("taste_age", 5)}, "recent": {"bias": KeyBias("recent_age", 5)}},
@@ -126,8 +142,8 @@ CASES = {
         ids="outside",
         bags="sum",
     ),
-    "means, a rank without samples": Case(bags="mean", parts=EMPTY, optimizer="rowwise_adagrad"),
-    LOCAL: Case(replicate_below=1000),
+    "means, a rank without samples": Case(bags="mean", parts=EMPTY, optimizer="rowwise_adagrad", decay=0.1),
+    LOCAL: Case(replicate_below=1000, decay=0.1),
 }
 
 
@@ -169,8 +185,12 @@ class OwnModel(nn.Module):
         return self.over(torch.cat([dense, targets["item"], *pooled], dim=1))
 
 
-def build(case: Case) -> SequenceDLRM | OwnModel:
+def build(case: Case, fused: bool = False) -> SequenceDLRM | OwnModel:
     torch.manual_seed(0)
+    of_bags, of_rows = EmbeddingBagCollection, EmbeddingCollection
+    if fused:
+        own = OPTIMIZERS[case.optimizer], options_of(case)
+        of_bags, of_rows = (partial(one, optimizer_type=own[0], optimizer_kwargs=own[1]) for one in FUSED)
     keys = {"item": ["item"], "other": [], "rating": []}
     for name, options in case.features.items():
         keys[options.get("table", "item")].append(f"{name}_item")
@@ -180,10 +200,10 @@ def build(case: Case) -> SequenceDLRM | OwnModel:
     pooling = PoolingType.MEAN if case.bags == "mean" else PoolingType.SUM
     bags = [EmbeddingBagConfig(size, 8, name=key, feature_names=[key], pooling=pooling) for key, size in BAGS.items()]
     if case.own:
-        return OwnModel(EmbeddingCollection(tables=tables), case)
+        return OwnModel(of_rows(tables=tables), case)
     return SequenceDLRM(
-        EmbeddingBagCollection(bags) if case.bags else None,
-        EmbeddingCollection(tables=tables),
+        of_bags(tables=bags) if case.bags else None,
+        of_rows(tables=tables),
         features_of(case),
         dense_in_features=3,
         dense_arch_layer_sizes=[8],
@@ -236,7 +256,8 @@ def part_of(batch: tuple, first: int, end: int) -> tuple[Tensor, KeyedJaggedTens
 
 
 def options_of(case: Case) -> dict:
-    return {"lr": RATE} if case.optimizer == "sgd" else {"lr": RATE, "eps": EPS}
+    options = {"lr": RATE, "weight_decay": case.decay}
+    return options if case.optimizer == "sgd" else options | {"eps": EPS}
 
 
 @contextmanager
@@ -293,15 +314,17 @@ def count_outside(case: Case) -> dict[str, int]:
 
 
 def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
-    """The losses, and by table the sum of its optimizer's state."""
-    model, losses = build(case), []
+    """The losses, and by table the sums of its optimizer's states."""
+    model, losses = build(case, fused=case.decay > 0), []
     model.rebuilds = True
     if case.ids == "outside":
         with_missing_rows(model)
     tables = {name: x for name, x in model.named_parameters() if name.startswith("embedding_")}
     rest = [x for name, x in model.named_parameters() if name not in tables]
-    own = OPTIMIZERS[case.optimizer](list(tables.values()), **options_of(case))
-    steps = [own, torch.optim.SGD(rest, lr=RATE)]
+    collections = [module for module in model.modules() if isinstance(module, FUSED)]
+    steps = [torch.optim.SGD(rest, lr=RATE)]
+    if not collections:
+        steps.append(OPTIMIZERS[case.optimizer](list(tables.values()), **options_of(case)))
     for step in range(STEPS):
         dense, ids, labels = part_of(make_batch(case, step), 0, SAMPLES)
         ids = missing_of(case, ids) if case.ids == "outside" else ids
@@ -312,8 +335,12 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
         for optimizer in steps:
             optimizer.step()
         losses.append(loss.item())
-    states = {name.split(".")[2]: own.state[table].get("sum") for name, table in tables.items()}
-    return losses, {name: state.sum().item() for name, state in states.items() if state is not None}
+    found = {}
+    for optimizer in [one.fused_optimizer for one in collections] or steps[1:]:
+        for name, table in tables.items():
+            state = optimizer.state.get(table, {})
+            found |= {name.split(".")[2] + AT * (key == AT): x for key, x in state.items() if key in ("sum", AT)}
+    return losses, {name: state.sum().item() for name, state in found.items()}
 
 
 def shard(model: nn.Module, case: Case, data_parallel: bool = True, by_torchrec: bool = False) -> nn.Module:
@@ -484,13 +511,15 @@ def train_together(case: Case, way: str = "eager") -> dict:
         dist.all_reduce(loss)
         losses.append(loss.item())
     states = {}
+    steps = [int(one.steps) for one in model.modules() if isinstance(one, ShardedTables)]
+    assert steps == [STEPS] * len(steps), "a rank has counted other steps"
     for name, state in ({} if way == "rows" else model.fused_optimizer.state_dict()["state"]).items():
-        for value in state.values():
+        for key, value in state.items():
             total = sum(
                 (shard.tensor.double().sum() for shard in value.local_shards()), torch.zeros((), dtype=torch.float64)
             )
             dist.all_reduce(total)
-            states[name.split(".")[-2]] = total.item()
+            states[name.split(".")[-2] + AT * key.endswith(AT)] = total.item()
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
     made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
     made |= {"narrowed": narrowed, "sent again": sent_again, "outside": outside_ids(model)}

@@ -431,10 +431,12 @@ def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
         pass
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, RowWiseAdagrad])
-def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
+def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind, decay):
     """A shard from row 7 on has the bits of those rows of a FusedEmbeddingCollection, also from a checkpoint on."""
-    options = {"lr": 0.01} if kind is torch.optim.SGD else {"lr": 0.01, "eps": EPS}
+    whole_options = {"lr": 0.01, "weight_decay": decay}
+    options = whole_options if kind is torch.optim.SGD else whole_options | {"eps": EPS}
 
     def tables_of(rows):
         table = EmbeddingConfig(num_embeddings=rows, embedding_dim=8, name="t", feature_names=["t"])
@@ -461,7 +463,7 @@ def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
         return model
 
     for stochastic in (True, False):
-        whole = FusedEmbeddingCollection(tables_of(27), kind, {"lr": 0.01}, stochastic_rounding=stochastic)
+        whole = FusedEmbeddingCollection(tables_of(27), kind, whole_options, stochastic_rounding=stochastic)
         weight = nn.init.ones_(whole.embeddings["t"].weight)
         train(whole, 7, range(6))
         begun, model = (build_sharded(stochastic_rounding=stochastic) for _ in range(2))
@@ -470,7 +472,7 @@ def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind):
         model.fused_optimizer.load_state_dict(begun.fused_optimizer.state_dict())
         train(model, 0, range(3, 6))
         assert torch.equal(model.module.local_shard.memory, weight[7:])
-        assert ("steps" in model.state_dict()) == stochastic
+        assert ("steps" in model.state_dict()) == (stochastic or decay > 0)
     model = build_sharded()
     saved = model.state_dict()
     assert int(saved.pop("steps")) == 0  # as TorchRec's own collection saves

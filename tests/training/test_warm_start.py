@@ -1,5 +1,6 @@
 """A new run from the parameters of an old one: by value, not by id."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from worker import without_pictures
 
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
+from jfi.training.config import ShardingConfig
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.distributed.processes import World
 from jfi.training.loop.trainer import Trainer
@@ -158,8 +160,10 @@ def test_a_time_of_the_config_is_not_called_that_of_the_old_run(old, tmp_path, c
     assert (
         settled.optimizer.embeddings.weight_decay == load_config(old / "config.yaml").optimizer.embeddings.weight_decay
     )
-    launched = _check_before_reading(config, World(launched=True))
-    assert launched.optimizer.embeddings.weight_decay == 0, "sharded tables have none"
+    for exchange, decay in (("rows", 0), ("auto", 0), ("attention", settled.optimizer.embeddings.weight_decay)):
+        launched = dataclasses.replace(config, sharding=ShardingConfig(exchange=exchange))
+        launched = _check_before_reading(launched, World(launched=True))
+        assert launched.optimizer.embeddings.weight_decay == decay, exchange
     Trainer(config, load_dataset(config.data), World(), str(old))
     line = "training.rows_after: 60 of 160 training samples are newer than 1970-01-01T01:39:00+00:00; older rows are"
     assert line in capsys.readouterr().out

@@ -71,8 +71,8 @@ def assemble(
         pin_memory: whether all tensors are in pinned memory.
     """
     (events, item, label), table = drawn, arrays.events
-    samples, offsets, count = part.samples, part.offsets, len(events)
-    if not count:
+    samples, offsets, count = part.samples, part.offsets, len(events) if part.counts else 0
+    if not len(events):
         events = samples = np.zeros(1, np.int64)
         item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
     histories = find(events, offsets)
@@ -135,9 +135,9 @@ def assemble(
         arrays.statistics.fill(dense, drawn, events[drawn], item[drawn])
     further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
     if further:
-        label = np.stack([label, *further], axis=1)
+        label = np.stack([label[:count], *further], axis=1)
     weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
-    fields = map(torch.from_numpy, (label, user[:count], samples[:count]))
+    fields = map(torch.from_numpy, (label[:count], user[:count], samples[:count]))
     batch = Batch(torch.from_numpy(dense), sparse, *fields, part.total, times, weight)
     return batch.pin_memory() if pin_memory else batch
 

@@ -16,8 +16,8 @@ from jfi.utils.jagged import Timelines
 class Batch(Pipelineable):
     """B samples, ready for a model and for TorchRec's train pipelines.
 
-    A rank's part of a batch may be empty. It then has the features of one sample, since TorchRec's sharded collections
-    fail without any, but no label. Of a model's logits the rows of the first `len(labels)` samples count.
+    A rank's part may be empty. It then has the features of another rank's sample, since TorchRec's collections fail
+    without any, but no label. Of a model's logits the rows of the first `len(labels)` samples count.
 
     Args:
         dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no

@@ -1,7 +1,7 @@
 """The order of an epoch's samples, and its batches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,11 +64,13 @@ class BatchPart:
         samples: `[B]` int64, the samples by their place in the split.
         total: samples of the batch, on all ranks.
         offsets: `[U + 1]` int64, of a batch by user: the samples of timeline u are `offsets[u]:offsets[u + 1]`.
+        counts: False for an empty part, whose samples stand for those that it lacks, see `Batch`.
     """
 
     samples: np.ndarray
     total: int
     offsets: np.ndarray | None = None
+    counts: bool = True
 
 
 class Order:
@@ -88,9 +90,8 @@ class Order:
     def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
         """Returns a rank's part of a batch; all ranks have about as much work."""
         units, total = self._units(batch), self.samples_before(batch + 1) - self.samples_before(batch)
-        if world_size > 1:
-            units = units[self._assign(self._work(units), world_size) == rank]
-        return self._part(units, total)
+        own = units if world_size == 1 else units[self._assign(self._work(units), world_size) == rank]
+        return self._part(own, total) if len(own) else replace(self._part(units[:1], total), counts=False)
 
     def imbalance(self, world_size: int, num_batches: int = 100) -> float:
         """Returns the work of the busiest ranks of the first batches over that of the mean ranks."""

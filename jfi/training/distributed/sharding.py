@@ -61,9 +61,9 @@ def check_sharded(config: Config, world: World) -> None:
     if optimizer.embeddings.name not in _FUSED:
         got = optimizer.embeddings.name
         raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
-    if optimizer.embeddings.decay != 0:
-        got = optimizer.embeddings.weight_decay
-        raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
+    if optimizer.embeddings.decay != 0 and config.sharding.exchange != "attention":
+        got, must = optimizer.embeddings.weight_decay, "must be 0 under torchrun without sharding.exchange: attention"
+        raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, {must}")
     if config.training.gradient_accumulation_steps > 1 and config.sharding.exchange == "rows":
         raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
@@ -94,7 +94,7 @@ def shard_model(
     """
     tables, group = table_configs(model), config.optimizer.embeddings
     parameters = dict(model.named_parameters())
-    fused = {"lr": group.learning_rate, "eps": _EPS}
+    fused = {"lr": group.learning_rate, "eps": _EPS, "weight_decay": group.decay}
     apply_optimizer_in_backward(OPTIMIZERS[group.name], [parameters[name] for name in tables], fused)
     for module in model.children():
         if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):

@@ -64,7 +64,7 @@ class FrozenRows:
         for column, name in self._names.items():
             shards = shards_of(parameters[name])
             if shards:
-                (sums,) = state[name].values()  # Adagrad's only state
+                sums, *_ = state[name].values()  # Adagrad's comes first
                 # Its shards are those of the table, in the same order.
                 for (_, row, _), shard in zip(shards, sums.local_shards(), strict=True):
                     shard.tensor[self.rows[column][row : row + len(shard.tensor)]] = value
