@@ -9,12 +9,12 @@ import torch
 
 #: Modules that choose an implementation for an operator.
 _CHOOSE = [
-    "target_attention",
-    "absorbed_target_attention",
-    "digit_attention",
-    "jagged_attention",
-    "gather_rows",
-    "step_rows",
+    "ops.target_attention",
+    "ops.absorbed_target_attention",
+    "ops.digit_attention",
+    "ops.jagged_attention",
+    "tables.gather_rows",
+    "tables.step_rows",
 ]
 #: Modules that ask whether a batch may be read.
 _FREE = ("jfi.modules.validation", "jfi.modules.semantic_id_embedding")
@@ -29,7 +29,7 @@ def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
             for name in _FREE:
                 patched.setattr(importlib.import_module(name), "may_read", lambda x: False)
             for name in _CHOOSE if kernels else ():
-                module = importlib.import_module(f"jfi.ops.{name}")
+                module = importlib.import_module(f"jfi.{name}")
                 check = module.check_impl
 
                 def chosen(impl: str, like: torch.Tensor, check=check) -> str:
