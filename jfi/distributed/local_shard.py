@@ -9,8 +9,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.tables.fused_tables import FusedTables

@@ -27,8 +27,8 @@ from jfi.modules.sequence_configs import (
     WeightBias,
 )
 from jfi.ops.target_attention import table_bias
-from jfi.tables.gather_rows import bound_ids, join_rows, read_rows
-from jfi.tables.rows_by_id import RowsById
+from jfi.tables.gather_rows import bound_ids, read_rows
+from jfi.tables.rows_by_id import RowsById, join_rows, sum_rows
 from jfi.tables.table_rows import (
     DigitRows,
     RemoteAttention,
@@ -298,18 +298,20 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
     """Returns the events of a group whose rows lie in tables, each field in one for all features; fields are added."""
     if len(group.sequence_keys) > 1 and group.features[0].combine != "sum":
         return None
-    rows, tables, indices = [], [], []
+    fields = []
     for keys in group.sequence_keys:
-        first, ids = sequences[keys[0]], []
+        first, rows, ids = sequences[keys[0]], [], []
         for key in keys:
             one = sequences[key]
             if not isinstance(one, TableRows) or one.table.data_ptr() != first.table.data_ptr():
                 return None
             rows.append(one.rows)
             ids.append(one.ids)
-        tables.append(first.table)
-        indices.append(ids[0] if len(keys) == 1 else join(ids))
-    return RowsById(join_rows(rows, len(tables)), tuple(tables), tuple(indices))
+        if len(keys) == 1:
+            fields.append(RowsById(rows[0], (first.table,), (ids[0],)))
+        else:
+            fields.append(RowsById(join_rows(rows), (first.table,), (join(ids),)))
+    return fields[0] if len(fields) == 1 else sum_rows(fields)
 
 
 def _are_digits(firsts: list[JaggedTensor], group: FeatureGroup) -> bool:

@@ -85,11 +85,10 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
 
 
 @torch.fx.wrap
-def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> bool:
+def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
     """Checks the ids that embedding collections are about to read, where these would fail less clearly.
 
-    They may then look up a batch of no samples, see `jfi.utils.compat.allow_no_samples`. Returns whether the contents
-    may be read.
+    They may then look up a batch of no samples, see `jfi.utils.compat.allow_no_samples`.
     """
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
@@ -100,8 +99,8 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
         raise TypeError(f"{argument} must hold int32 or int64 ids [S], got {got}")
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"{argument} must have weights of shape {list(values.shape)}, got {list(weights.shape)}")
-    varies, readable = ids.variable_stride_per_key(), may_read(values)
-    if readable and not varies:
+    varies = ids.variable_stride_per_key()
+    if may_read(values) and not varies:
         lengths = ids.lengths()
         if lengths.numel() != len(ids.keys()) * ids.stride():
             raise ValueError(f"{argument} must have as many lengths for each of its keys, got {lengths.numel()} in all")
@@ -116,7 +115,6 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
             "need a collection that is sharded, by DistributedModelParallel"
         )
     compat.allow_no_samples(ids)
-    return readable
 
 
 def check_inputs(

@@ -35,7 +35,7 @@ def validation() -> Iterator[None]:
     Example:
         >>> import torch, jfi
         >>> with jfi.ops.validation():
-        ...     jfi.tables.gather_rows((torch.zeros(5, 1),), (torch.tensor([0, 4]),)).shape
+        ...     jfi.ops.gather_rows((torch.zeros(5, 1),), (torch.tensor([0, 4]),)).shape
         torch.Size([2, 1])
     """
     token = _validates_on_gpu.set(True)

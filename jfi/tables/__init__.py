@@ -1,1 +1,3 @@
-"""Embedding tables: look up, step, grow, mark, average, with the kernels for it."""
+"""Embedding tables: look up, step, grow, mark, average, with their kernels."""
+
+import jfi.ops  # noqa: F401  # first: its operators and this folder import each other

@@ -7,7 +7,7 @@ and becomes -1 on a GPU (`bound_ids`), so that no kernel reads or steps a row th
 table is dense, [N, D], summed in a fixed order; `jfi.FusedEmbeddingCollection` steps the rows of large tables instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -68,19 +68,19 @@ def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype)
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
-def _save(ctx, inputs: tuple, output: Tensor) -> None:
+def _save(ctx, inputs: tuple, output: Tensor | None) -> None:
     tables, indices, _, _ = inputs
-    ctx.tables = sizes_of(tables)
+    ctx.tables = [(table.shape[0], table.dtype) for table in tables]
     ctx.save_for_backward(*indices)
 
 
-def sizes_of(tables: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-    """Returns N and dtype of each table."""
-    return [(table.shape[0], table.dtype) for table in tables]
+def _gradients(ctx, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    wanted = zip(ctx.saved_tensors, ctx.tables, needed, strict=True)
+    return [table_gradient(grad, index, *table) if is_needed else None for index, table, is_needed in wanted]
 
 
 def _differentiate(ctx, grad: Tensor) -> tuple:
-    gradients = dense_gradients(ctx.tables, (grad,), ctx.saved_tensors, ctx.needs_input_grad[0])
+    gradients = _gradients(ctx, grad, ctx.needs_input_grad[0])
     return gradients, [None] * len(gradients), None, None
 
 
@@ -88,76 +88,33 @@ _gather_rows = operator("gather_rows", _forward, _like_rows)
 torch.library.register_autograd("jfi::gather_rows", _differentiate, setup_context=_save)
 
 
-class EventRows(torch.autograd.Function):
-    """Tensors of events' rows, or placeholders of them, that were made without autograd.
-
-    Args:
-        made: the tensors, new ones.
-        divide: takes their gradients, of which some may be None, `saved`, and which sources need a gradient; returns
-            those of the sources.
-        saved: tensors that it needs.
-        sources: what the rows were made of.
-    """
+class Lookup(torch.autograd.Function):
+    """Rows of tables by id; backward returns dense gradients of the tables."""
 
     @staticmethod
-    def forward(
-        ctx, made: tuple[Tensor, ...], divide: Callable, saved: Sequence[Tensor], *sources: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.divide = divide
-        ctx.save_for_backward(*saved)
-        return made
+    def forward(ctx, indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None, *tables: Tensor) -> Tensor:
+        """Reads the rows; with impl=None returns a zero-stride placeholder of them."""
+        _save(ctx, (tables, indices, dtype, impl), None)
+        if impl is None:
+            return rows_without_memory(tables[0], dtype, indices[0].shape[0])
+        return _forward(list(tables), list(indices), dtype, impl)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
-        if all([grad is None for grad in grads]):
-            return (None,) * (3 + len(needed))
-        return None, None, None, *ctx.divide(grads, ctx.saved_tensors, needed)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_gradients(ctx, grad, ctx.needs_input_grad[3:])
 
 
-def with_gradient(rows: Tensor, sources: Sequence[Tensor], divide: Callable, saved: Sequence[Tensor] = ()) -> Tensor:
-    """Returns the rows with the gradient that `EventRows` divides among the sources, if one of them requires any."""
-    # Dynamo forgets the context of a Function without a gradient whose arguments are as many as `forward` has.
-    if not (torch.is_grad_enabled() and any([source.requires_grad for source in sources])):
-        return rows
-    return EventRows.apply((rows.detach(),), divide, saved, *sources)[0]
-
-
-def dense_gradients(
-    tables: Sequence[tuple[int, torch.dtype]],
-    grads: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    needed: Sequence[bool],
-) -> list[Tensor | None]:
-    """Returns the gradients [N, D] of tables, given by N and dtype, of rows that are a sum of theirs by id."""
-    wanted = zip(indices, tables, needed, strict=True)
-    return [table_gradient(grads[0], index, *table) if is_needed else None for index, table, is_needed in wanted]
-
-
-def cut(sizes: Sequence[int], grads: Sequence[Tensor], _: object, needed: Sequence[bool]) -> Sequence[Tensor]:
-    """Returns the gradients of sources that follow one another in the rows; of several aligned fields, in turn."""
-    pieces = grads[0].split(sizes) if len(sizes) > 1 else grads
-    return [*pieces] * (len(needed) // len(pieces))
-
-
-def rows_without_memory(like: Tensor, dtype: torch.dtype | None, count: int) -> Tensor:
+def rows_without_memory(like: Tensor, dtype: torch.dtype, count: int) -> Tensor:
     """Returns a tensor [count, W], of which no element is ever read, for rows like those [.., W]."""
     return like.new_zeros((), dtype=dtype).expand(count, like.shape[1])
 
 
-def join_rows(rows: Sequence[Tensor], fields: int = 1) -> Tensor:
-    """Returns one placeholder of rows that follow one another; of several aligned fields, in turn, that of the sum."""
-    if len(rows) == 1:
-        return rows[0]
-    sizes = [one.shape[0] for one in rows[: len(rows) // fields]]
-    return with_gradient(rows_without_memory(rows[0], rows[0].dtype, sum(sizes)), rows, partial(cut, sizes))
-
-
 def check_indices(
     name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None, padded: bool = True
-) -> None:
+) -> bool:
     """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
+
+    Returns whether they were read, and so none is outside of the table.
 
     Args:
         name: of the indices, for the message.
@@ -170,14 +127,8 @@ def check_indices(
     Raises:
         ValueError: an index is out of range.
     """
-    if may_read(indices):
-        check_readable_indices(name, indices, num_rows, rows_of, lengths, padded)
-
-
-def check_readable_indices(
-    name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None, padded: bool = True
-) -> None:
-    """`check_indices` of those that may be read."""
+    if not may_read(indices):
+        return False
     least, count = -1 if padded else 0, indices.shape[0]
     if lengths is not None:
         least, count = 0, min(count, int(lengths.sum()))
@@ -186,11 +137,12 @@ def check_readable_indices(
             got = int(padding[padding != -1][0])
             raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
     if not count:
-        return
-    low, high = torch.stack(torch.aminmax(indices)).tolist()  # one wait for a GPU
+        return True
+    low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < least or high >= num_rows:
         got = low if low < least else high
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
+    return True
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None) -> list[Tensor]:
@@ -243,7 +195,7 @@ def gather_rows(
     Example:
         >>> import torch, jfi
         >>> items, ratings = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0]])
-        >>> jfi.tables.gather_rows((items, ratings), (torch.tensor([1, 0, -1]), torch.tensor([0, 0, -1])))
+        >>> jfi.ops.gather_rows((items, ratings), (torch.tensor([1, 0, -1]), torch.tensor([0, 0, -1])))
         tensor([[13., 24.],
                 [11., 22.],
                 [ 0.,  0.]])
@@ -268,16 +220,25 @@ def gather_bounded(
     if not plain or is_traced() or compat.profiler_enabled():
         return _gather_rows(tables, indices, dtype, impl)
     if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
-        with torch.no_grad():
-            rows = _forward(tables, indices, dtype, impl)
-        return EventRows.apply((rows,), partial(dense_gradients, sizes_of(tables)), indices, *tables)[0]
+        return Lookup.apply(indices, dtype, impl, *tables)
     return _forward(tables, indices, dtype, impl)
 
 
 def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) -> Tensor:
     """Returns the rows [S, W] of a `RowsById`; their gradient is that of ``history.rows``."""
-    rows, tables, indices = history
-    return with_gradient(gather_bounded(tables, indices, rows.dtype), [rows], partial(cut, [rows.shape[0]]))
+    return _Read.apply(*history)
+
+
+class _Read(torch.autograd.Function):
+    """Reads rows by id; their gradient is that of the placeholder."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
+        return gather_bounded(tables, indices, rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:

@@ -1,19 +1,19 @@
 """Embeddings of events that have not been read yet: rows of tables, here or on other ranks, and semantic IDs."""
 
-from collections.abc import Sequence
 from copy import copy
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules.sequence_configs import SequenceFeatureConfig
 from jfi.reference import select_words, unpack_digits
-from jfi.tables.gather_rows import bound_ids, check_readable_indices, cut, read_rows, with_gradient
+from jfi.tables.gather_rows import bound_ids, check_indices, read_rows
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
+
+if TYPE_CHECKING:
+    from jfi.modules.sequence_configs import SequenceFeatureConfig
 
 
 class UnreadRows(JaggedTensor):
@@ -124,7 +124,7 @@ class RemoteAttention(Protocol):
     #: Of the rows as attention reads them, and of its queries.
     dtype: torch.dtype
 
-    def reads(self, feature: SequenceFeatureConfig, sequences: dict[str, JaggedTensor]) -> bool:
+    def reads(self, feature: "SequenceFeatureConfig", sequences: dict[str, JaggedTensor]) -> bool:
         """Returns whether a layer's events of a feature are those that lie on the ranks, none of its fields replaced.
 
         Raises:
@@ -251,16 +251,24 @@ def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tens
     Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. The gradient of
     `TableRows` goes to the step of their table, which leaves padding out.
     """
-    if all([isinstance(one, TableRows) for one in sources]):
+    if all([isinstance(one, TableRows) for one in sources]) or not rows.requires_grad:
         return rows
-    return with_gradient(rows, [rows], _without_padding, [offsets])
+    return _OwnRows.apply(rows, offsets)
 
 
-def _without_padding(grads: Sequence[Tensor], saved: Sequence[Tensor], _: object) -> list[Tensor]:
-    """Returns the gradient of rows with zeros behind the last sample."""
-    (grad,), (offsets,) = grads, saved
-    behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
-    return [grad.masked_fill(behind.unsqueeze(1), 0.0)]
+class _OwnRows(torch.autograd.Function):
+    """Passes rows through; their gradient is zero behind the last sample."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
+        return grad.masked_fill(behind.unsqueeze(1), 0.0), None
 
 
 def join(tensors: list[Tensor]) -> Tensor:
@@ -276,7 +284,22 @@ def join(tensors: list[Tensor]) -> Tensor:
     span = None if is_traced() else _span(tensors)
     if span is None:
         return torch.cat(tensors)
-    return with_gradient(span, tensors, partial(cut, [tensor.size(0) for tensor in tensors]))
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        return _Adjacent.apply([span], *tensors)
+    return span
+
+
+class _Adjacent(torch.autograd.Function):
+    """Returns the `_span` of the tensors; its gradient is cut into views."""
+
+    @staticmethod
+    def forward(ctx, span: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.sizes = [tensor.size(0) for tensor in tensors]
+        return span[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grad.split(ctx.sizes)
 
 
 def _span(tensors: list[Tensor]) -> Tensor | None:
@@ -305,19 +328,15 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided((count,), (1,)).view(-1, *width)
 
 
-def bounded(
-    by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor, readable: bool
-) -> list[Tensor]:
+def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
     """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
 
-    A look-up is its key, what it reads in the words of a message, and the number of rows there. Ids that are `readable`
-    are checked, and none is outside.
+    A look-up is its key, what it reads in the words of a message, and the number of rows there.
     """
-    ids, sizes = [], []
+    ids, sizes, are_read = [], [], True
     for key, rows_of, size in reads:
         own = by_key[key].values()
-        if readable:
-            check_readable_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths())
+        are_read = check_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths()) and are_read
         ids.append(own)
         sizes.append(size)
-    return ids if readable else bound_ids(ids, sizes, counts)
+    return ids if are_read else bound_ids(ids, sizes, counts)

@@ -41,7 +41,13 @@ PyTorch:
     torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
     torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture
     torch.distributed._shard.metadata.ShardMetadata    where the rows of a table lie: sharded tables
-    torch.distributed._shard.sharded_tensor.ShardedTensor    TorchRec's type of a sharded table: pretrained tables
+    torch.distributed._shard.sharded_tensor.ShardedTensor    TorchRec's type of a sharded table: pretrained tables,
+        weight decay of sharded tables
+    torch.distributed._shard.sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata    makes one
+        without communication
+    torch.distributed._shard.sharded_tensor.Shard    its parts
+    torch.distributed._shard.sharded_tensor.ShardedTensorMetadata    its shape and that of its parts
+    torch.distributed._shard.sharded_tensor.TensorProperties    its type
     torch.distributed.remote_device._remote_device    a shard's rank and device: planned groups of tables
     torch.distributed._symmetric_memory          memory that GPUs of a host write to: peer memory of sharded attention
     torch.distributed.optim.apply_optimizer_in_backward._in_backward_optimizers    which tables have an optimizer:

@@ -55,6 +55,7 @@ def folder(tmp_path_factory):
     with without_pictures():
         train(configured(path, "alone", **REMOTE))
         train(configured(path, "without decay"))
+        train(configured(path, "warm alone", **REMOTE).with_training(warm_start=str(path / "alone"), rows_after=None))
     return path
 
 
@@ -67,6 +68,8 @@ def outcomes(folder):
         jobs[f"{name}, resumed"] = {"port": free_port(), "resume": str(folder / name)}
     captured = configured(folder, "captured", **REMOTE).with_training(cuda_graph="always")
     jobs["captured"] = job(folder, captured, stand_in=True)
+    warm = configured(folder, "warm", **REMOTE).with_training(warm_start=str(folder / "alone"), rows_after=None)
+    jobs["warm"] = job(folder, warm)
     jobs["switched, resumed"]["change"] = ["exchange: rows", "exchange: attention"]
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
 
@@ -161,6 +164,10 @@ def test_attention_goes_on_from_a_checkpoint_of_the_exchange_of_rows(folder, out
     assert [outcome["begun_at"] for outcome in outcomes["switched, resumed"]] == [STOP_AT] * 2
     assert_same_metrics(folder / "switched", folder / "without decay", steps=STEPS)
     assert losses(folder, "without decay") != losses(folder, "alone")
+
+
+def test_a_warm_start_has_the_losses_of_one_process(folder, outcomes):
+    assert_same_metrics(folder / "warm", folder / "warm alone", steps=STEPS)
 
 
 def test_one_process_reads_the_run(folder, outcomes):

@@ -79,7 +79,7 @@ class RunState:
         model = build_model(config.model, config.encoder, dataset.schema, device, fused, output_dtype, every)
         #: Maps raw ids to the rows of tables that grow, or None.
         self.growing = model.growing_ids
-        tables = table_configs(model)
+        tables, unsharded = table_configs(model), model.state_dict().keys()
         if world.launched:
             self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
             self._reseed()
@@ -93,7 +93,9 @@ class RunState:
         # By table the rows that come from another run, `[rows]` bool.
         self._warm: dict[str, Tensor] = {}
         if warm is not None:
-            self._warm = warm_start(warm, self.model.state_dict(), tables, dataset.schema)
+            # Sharded tables have state that counts steps, which starts anew.
+            state = {name: value for name, value in self.model.state_dict().items() if name in unsharded}
+            self._warm = warm_start(warm, state, tables, dataset.schema)
             if world.is_first:
                 counts = ", ".join(f"{name} {int(rows.sum())}/{len(rows)}" for name, rows in self._warm.items())
                 tqdm.write(f"warm start from {warm}: rows of known ids: {counts}")
