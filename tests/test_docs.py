@@ -181,7 +181,7 @@ def test_internals_names_every_class_of_the_core_and_names_that_exist():
     assert [name for name in named if not name.endswith((".py", ".md")) and name.split(".")[-1] not in known] == []
     concepts = re.findall(r"^(\d+)\. \*\*", text.split("## Concepts of the core")[1], flags=re.MULTILINE)
     assert [*map(int, concepts)] == [*range(1, len(concepts) + 1)]
-    assert len(concepts) <= 53, "a newcomer has enough to learn: replace a concept by the new one"
+    assert len(concepts) <= 45, "a newcomer has enough to learn: replace a concept by the new one"
 
 
 def test_the_readme_and_the_overview_name_every_page():

@@ -26,8 +26,8 @@ _OPTIMIZERS = {
 class LocalShard(FusedTables):
     """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
-    Their memory and that of the optimizer's states but `stepped_at` is FBGEMM's. TorchRec saves and loads all; only the
-    steps are `jfi.tables.step_rows`. Rows in half precision are rounded as the fused `stochastic_rounding` says.
+    FBGEMM holds the rows and the optimizer's states, except `stepped_at`; TorchRec saves and loads all of them. jfi
+    makes the steps, `jfi.tables.step_rows`, and rounds rows in half precision as `stochastic_rounding` of FBGEMM says.
 
     Args:
         lookups: TorchRec's of a collection.

@@ -42,15 +42,15 @@ class _Fetch(torch.autograd.Function):
 def copy_tables(
     memory: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding], ids: list[tuple[RowSharding, Tensor]]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns whole tables [N, D] on every rank, and [r] bool, which rows of this rank some rank reads.
+    """Returns whole tables [N, D] on every rank, and [r] bool, True for rows of this rank that some rank reads.
 
-    All travel in one all-reduce. The r rows are those of the tables that this rank owns, table by table.
+    Rows and marks travel in one all-reduce. The r rows are those that this rank owns, table by table.
 
     Args:
         memory: [M, D], the rows that this rank owns.
         pg: all ranks.
         shardings: of the tables.
-        ids: [S] with their table each, those that this rank reads; -1 is none.
+        ids: the ids [S] that this rank reads, each tensor with the sharding of its table; -1 is no row.
     """
     sizes, width = [sharding.num_rows for sharding in shardings], memory.size(1)
     count = sum(sizes) * width
@@ -60,12 +60,12 @@ def copy_tables(
     owned = [sharding.owned_by(pg.rank()) for sharding in shardings]
     for table, (rows, positions) in zip(tables, owned, strict=True):
         table[rows.start : rows.stop] = memory[positions.start : positions.stop]
-    for sharding, own in ids:
-        marks[sharding].index_fill_(0, own.long(), 1)
+    for sharding, requested in ids:
+        marks[sharding].index_fill_(0, requested.long(), 1)
     if pg.size() > 1:
         dist.all_reduce(buffer, group=pg)
-    read = [own[rows.start : rows.stop] for own, (rows, _) in zip(marks.values(), owned, strict=True)]
-    return tables, torch.cat(read) > 0
+    counts = [mark[rows.start : rows.stop] for mark, (rows, _) in zip(marks.values(), owned, strict=True)]
+    return tables, torch.cat(counts) > 0
 
 
 class Replicate(torch.autograd.Function):

@@ -152,10 +152,10 @@ def _check_before_reading(config: Config, world: World) -> Config:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
-    if steps_by_fbgemm(config, world):
-        config = with_decay(config, 0.0)
-    if config.training.warm_start is not None:
-        lines, config = check_warm_start(config.training.warm_start, config)
+    if (warm_start := config.training.warm_start) is not None:
+        if steps_by_fbgemm(config, world):  # it does not apply the other run's decay
+            config = with_decay(config, 0.0)
+        lines, config = check_warm_start(warm_start, config)
         for line in lines:
             print(line, flush=True)
     return config

@@ -1,1 +1,1 @@
-from modules.conftest import _random_projections, events, target  # noqa: F401
+from modules.conftest import _random_projections  # noqa: F401
