@@ -2,17 +2,16 @@
 
     python -m benchmarks.scaling_paper --config configs/multi_gpu.yaml --events 200 --rows 20000000
 
-Bytes and messages are those of `jfi.training.distributed.traffic`, which `sharding.exchange: auto` decides by; the
-speeds of links and the time of everything else are arguments. Ids travel while the batch before computes and take no
-time here; nothing else overlaps. Left out: the all-reduce of dense parameters, the rows of targets and users, and
-waiting for the slowest rank.
+Bytes and messages are those of `benchmarks.traffic`; the speeds of links and the time of everything else are arguments.
+Ids travel while the batch before computes and take no time here; nothing else overlaps. Left out: the all-reduce of
+dense parameters, the rows of targets and users, and waiting for the slowest rank.
 """
 
 import argparse
 from dataclasses import dataclass, replace
 
+from benchmarks.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.training.config_parser import parse_config
-from jfi.training.distributed.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.utils.exit_codes import run_command
 
 HOST = 8  # GPUs

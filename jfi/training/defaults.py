@@ -1,10 +1,12 @@
 """Settings that a config leaves to its other settings, the table and the processes."""
 
 import dataclasses
+import operator
 
 from jfi.data import InteractionDataset
 from jfi.data.config import AGE, HISTORY
 from jfi.training.config import Config
+from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
 from jfi.utils.operands import MAX_BUCKETS
 
@@ -50,11 +52,6 @@ def with_decay(config: Config, of_tables: float) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def steps_by_fbgemm(config: Config, world: World) -> bool:
-    """Returns whether FBGEMM may step the tables of a run: it has no weight decay of rows that a batch lacks."""
-    return world.launched and config.sharding.exchange != "attention"
-
-
 def settled_as(config: Config, known: Config) -> Config:
     """Returns the config with what it leaves open as another one of the same table and processes has it."""
     training, optimizer = config.training, config.optimizer
@@ -64,19 +61,31 @@ def settled_as(config: Config, known: Config) -> Config:
         training = dataclasses.replace(training, rows_after=known.training.rows_after)
     if optimizer.ema_decay == "auto":
         optimizer = dataclasses.replace(optimizer, ema_decay=known.optimizer.ema_decay)
-    data = config.data.with_statistics()
-    config = dataclasses.replace(config, data=data, training=training, optimizer=optimizer)
+    data, sharding = config.data.with_statistics(), config.sharding
+    if sharding.exchange == "auto":
+        sharding = dataclasses.replace(sharding, exchange=known.sharding.exchange)
+    config = dataclasses.replace(config, data=data, training=training, optimizer=optimizer, sharding=sharding)
     return with_bias(with_decay(config, known.optimizer.embeddings.decay))
 
 
-def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, str | None]:
+def settle(
+    config: Config, dataset: InteractionDataset, world: World, decay: float | None = None
+) -> tuple[Config, str | None]:
     """Returns the config with a value for each setting that it leaves open, and a line that says which; None for none.
 
     Args:
         config: of a run.
         dataset: of the run.
         world: the processes of the run.
+        decay: of the tables of the run of `training.warm_start`, which `weight_decay: auto` keeps: fewer samples would
+            decay what that run has learned. None for a run that starts anew.
+
+    Raises:
+        ConfigError: tables cannot be sharded as the config says.
     """
+    was, why = config, None
+    if world.launched:
+        config, why = with_exchange(config, dataset.schema)
     training, optimizer = config.training, config.optimizer
     if training.batch_size is None:
         size = 512 if dataset.num_samples("train") < _LARGE else 1024
@@ -84,20 +93,24 @@ def settle(config: Config, dataset: InteractionDataset, world: World) -> tuple[C
     if optimizer.ema_decay == "auto":
         none = world.launched or training.publish_every is not None
         optimizer = dataclasses.replace(optimizer, ema_decay=None if none else 0.98)
-    strength = 1 / (_PRIOR**2 * max(dataset.num_samples("train"), 1))
-    decay = 0.0 if steps_by_fbgemm(config, world) else float(f"{strength:.3g}")
+    if world.launched and (config.sharding.exchange == "rows" or config.sharding.group_size is not None):
+        decay = 0.0  # FBGEMM does not decay rows that a batch lacks; an average mixes rows with and without a penalty
+    elif decay is None:
+        decay = float(f"{1 / (_PRIOR**2 * max(dataset.num_samples('train'), 1)):.3g}")
     data = config.data.with_statistics()
     settled = dataclasses.replace(config, data=data, training=training, optimizer=optimizer)
     settled = with_bias(with_decay(settled, decay))
-    found = {
-        "data.statistics": (config.data.statistics, settled.data.statistics),
-        "model.bias": (config.model.bias, settled.model.bias),
-        "optimizer.ema_decay": (config.optimizer.ema_decay, settled.optimizer.ema_decay),
-        "optimizer.embeddings.weight_decay": (
-            config.optimizer.embeddings.weight_decay,
-            settled.optimizer.embeddings.weight_decay,
-        ),
-        "training.batch_size": (config.training.batch_size, settled.training.batch_size),
-    }
-    chosen = [f"{key}: {'null' if now is None else now}" for key, (was, now) in found.items() if was != now]
+    chosen = []
+    for section, name in (
+        ("data", "statistics"),
+        ("model", "bias"),
+        ("optimizer", "ema_decay"),
+        ("optimizer.embeddings", "weight_decay"),
+        ("sharding", "exchange"),
+        ("training", "batch_size"),
+    ):
+        before, after = (operator.attrgetter(f"{section}.{name}")(of) for of in (was, settled))
+        if before != after:
+            reason = f" ({why})" if name == "exchange" and why else ""
+            chosen.append(f"{section}.{name}: {'null' if after is None else after}{reason}")
     return settled, f"defaults: {', '.join(chosen)}" if chosen else None

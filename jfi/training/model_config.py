@@ -206,8 +206,8 @@ class OptimizerGroup:
             of all rows in each step; a row gets that of all steps since it was last stepped when a batch reads it
             again, so other rows cost nothing. `auto`, of tables alone, is that of elements with a normal prior of
             standard deviation 0.2: 25 / (training samples, sampled negatives included). With `training.warm_start` it
-            is that of the other run; it is 0 under torchrun without `sharding.exchange: attention`, and with rows of
-            `model.pretrained` that are trained.
+            is that of the other run; it is 0 under torchrun with `sharding.exchange: rows` or `group_size`, and with
+            rows of `model.pretrained` that are trained.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
@@ -263,15 +263,15 @@ class ShardingConfig:
 
     Args:
         type: `table_wise` (each table is in one process), `row_wise` or `column_wise` (each table is split by rows or
-            columns), `table_row_wise` (by rows over the processes of one host, with `exchange: attention`), or `auto`:
+            columns), `table_row_wise` (by rows over the processes of one host), or `auto`:
             TorchRec's planner chooses for each table.
         min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
         compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
             the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
         cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
         exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
-            sends queries to the processes that own the rows, and partial outputs back; `auto` takes the one that sends
-            fewer bytes, if attention is possible, and prints its choice.
+            sends queries to the processes that own the rows, and partial outputs back; `auto` takes attention where
+            the model and the tables allow it, and prints its choice.
         replicate_below: with `attention`, every process reads tables of at most this many rows whole.
         communication: dtype in which embeddings and their gradients are sent.
         group_size: null shards each table over all processes. With a number, which must divide the number of processes,
@@ -283,7 +283,7 @@ class ShardingConfig:
     min_partition: int = 16
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
     cache_load_factor: float = 0.2
-    exchange: Literal["rows", "attention", "auto"] = "rows"
+    exchange: Literal["auto", "attention", "rows"] = "auto"
     replicate_below: int = 100_000
     communication: Literal["float32", "bfloat16"] = "float32"
     group_size: int | None = None

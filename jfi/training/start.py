@@ -11,7 +11,6 @@ from jfi.data.prepared.manifest import prepared_config, resolve
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import save_config
-from jfi.training.defaults import steps_by_fbgemm, with_decay
 from jfi.training.distributed.processes import World, join_world
 from jfi.training.distributed.sharding import check_sharded
 from jfi.training.loop.captured_steps import check_graphs
@@ -58,7 +57,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
                 return _continue(run, config, world, "refuse", logger=logger)
-        config = world.on_first(lambda: _check_before_reading(config, world))
+        config = world.on_first(lambda: _check_before_reading(config))
         if dataset is None:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
@@ -146,15 +145,13 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
     check_graphs(config, world)
 
 
-def _check_before_reading(config: Config, world: World) -> Config:
+def _check_before_reading(config: Config) -> Config:
     """Checks what can be checked of a new run before tables are read; returns it with what a warm start settles."""
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or "runs"))
     check_packages(config.training)
     if (warm_start := config.training.warm_start) is not None:
-        if steps_by_fbgemm(config, world):  # it does not apply the other run's decay
-            config = with_decay(config, 0.0)
         lines, config = check_warm_start(warm_start, config)
         for line in lines:
             print(line, flush=True)

@@ -42,6 +42,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from benchmarks.traffic import SequenceShape, by_attention
 from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
@@ -51,7 +52,6 @@ from jfi.modules import outside_ids
 from jfi.modules.sequence_configs import FeatureGroup, group_features
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.tables.table_rows import with_weights
-from jfi.training.distributed.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"
 

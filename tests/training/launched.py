@@ -56,7 +56,7 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
         optimizer=OptimizerConfig(
             dense=OptimizerGroup(), embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1), ema_decay=None
         ),
-        sharding=ShardingConfig(type=sharding, min_partition=4),
+        sharding=ShardingConfig(type=sharding, min_partition=4, exchange="rows"),
         training=TrainingConfig(
             run_dir=str(folder / name),
             epochs=3,

@@ -1,6 +1,7 @@
 """Launched runs whose attention goes to the rows that each process owns, compared with one process."""
 
 import dataclasses
+import operator
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,11 @@ from worker import without_pictures
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
 from jfi.training.config import EncoderConfig
-from jfi.training.distributed.attention_exchange import choose_exchange
+from jfi.training.defaults import settle, settled_as
+from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import check_sharded
 from jfi.training.loop.captured_steps import check_graphs
-from jfi.training.model.build_model import build_model
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.saved_run import load_run
 
@@ -28,10 +29,10 @@ RUNS = {
     "row_wise": REMOTE,
     "table_wise": REMOTE | {"type": "table_wise"},
     "table_row_wise": REMOTE | {"type": "table_row_wise"},
-    "whole": {"exchange": "attention"},
+    "whole": {"exchange": "auto"},
     "halves": REMOTE | {"communication": "bfloat16"},
     "stopped": REMOTE,
-    "switched": {"replicate_below": 10},
+    "switched": {"replicate_below": 10, "exchange": "rows"},
     "groups": REMOTE | {"group_size": 1},
     "attention in parts": REMOTE,
 }
@@ -40,10 +41,10 @@ PARTS = {name: 3 for name in RUNS if name.endswith("in parts")}
 
 
 def configured(folder: Path, name: str, decays: bool = True, **sharding: object) -> Config:
-    """A run whose tables decay if attention goes to the rows, or as it says."""
+    """A run whose tables decay if attention goes to the rows and there are no groups, or as it says."""
     config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1, gradient_accumulation_steps=PARTS.get(name, 1))
     config = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **sharding))
-    if decays and config.sharding.exchange == "attention":
+    if decays and config.sharding.exchange != "rows" and config.sharding.group_size is None:
         config.optimizer.embeddings = dataclasses.replace(config.optimizer.embeddings, weight_decay=0.01)
     return config
 
@@ -112,7 +113,6 @@ def test_captured_steps_are_refused_where_they_cannot_be(folder):
     check_graphs(on, world)
     for sharding, training, reason in (
         ({"group_size": 1}, {}, "sharding.group_size is set"),
-        ({"exchange": "rows"}, {}, "sharding.exchange is rows"),
         ({}, {"batch_size": 41}, "training.batch_size, 41, is no multiple of the number of processes, 2"),
         ({}, {"gradient_accumulation_steps": 2}, "training.gradient_accumulation_steps is 2"),
     ):
@@ -182,53 +182,70 @@ def schema(folder) -> DataSchema:
     return load_dataset(tiny(folder, "schema").data).schema
 
 
-def chosen(folder: Path, schema: DataSchema, config: Config, owners: int = 8, events: float = 200) -> tuple[str, str]:
-    model = build_model(config.model, config.encoder, schema, torch.device("meta"), None, None)
-    return choose_exchange(model, config, owners, events)
-
-
-def test_auto_takes_what_sends_fewer_bytes(folder, schema):
-    config = configured(folder, "auto", exchange="auto", replicate_below=10)
-    assert chosen(folder, schema, config)[0] == "attention"
-    assert chosen(folder, schema, config, events=3)[0] == "rows"
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"replicate_below": 0}, "events of feature"),
         ({"type": "column_wise", "replicate_below": 10}, "sharding.type is 'column_wise'"),
         ({"compute_kernel": "fused_uvm_caching"}, "device memory"),
-        ({"exchange": "rows", "type": "table_row_wise"}, "needs sharding.exchange: attention"),
     ],
 )
 def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, reason):
     config = configured(folder, "refused", **{"exchange": "attention", **change})
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        chosen(folder, schema, config)
+    with pytest.raises(ConfigError, match=rf"sharding\.exchange: got 'attention', but .*{re.escape(reason)}"):
+        with_exchange(config, schema)
 
 
-def test_gradients_accumulate_only_where_jfi_steps_the_tables(folder, schema):
-    refused = re.escape(
-        "training.gradient_accumulation_steps: got 2, must be 1 under torchrun where rows are exchanged"
-    )
-    rows = configured(folder, "refused").with_training(gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match=f"^{refused}.*sharding.exchange is rows.*FusedEmbeddingCollection"):
-        check_sharded(rows, World())
-    auto = configured(folder, "refused", exchange="auto", replicate_below=10).with_training(
-        gradient_accumulation_steps=2
-    )
-    assert chosen(folder, schema, auto, events=3)[0] == "attention"
-    wide = dataclasses.replace(auto, sharding=dataclasses.replace(auto.sharding, type="column_wise"))
-    with pytest.raises(ConfigError, match=f"^{refused}.*sharding.type is 'column_wise'"):
-        chosen(folder, schema, wide)
+@pytest.mark.parametrize("exchange", ["auto", "rows"])
+@pytest.mark.parametrize(
+    ("setting", "must"),
+    [
+        ({"sharding.type": "table_row_wise"}, "another type"),
+        ({"optimizer.embeddings.weight_decay": 0.1}, "0 or auto"),
+        ({"training.gradient_accumulation_steps": 2}, "1"),
+        ({"training.cuda_graph": "always"}, "auto or never"),
+    ],
+)
+def test_what_needs_attention_is_refused_where_rows_are_exchanged(folder, schema, exchange, setting, must):
+    ((key, value),) = setting.items()
+    config = configured(folder, "refused", decays=False, exchange=exchange)
+    config = dataclasses.replace(config, encoder=EncoderConfig(num_layers=1))
+    section, name = key.rsplit(".", 1)
+    setattr(operator.attrgetter(section)(config), name, value)
+    why = "encoder.num_layers is above 0" if exchange == "auto" else "sharding.exchange is rows"
+    error = f"{key}: got {value!r}, must be {must} under torchrun without sharding.exchange: attention, and {why}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
+        check_sharded(config, World())
+        with_exchange(config, schema)
 
 
-def test_an_encoder_or_another_pooling_is_refused(folder, schema):
-    config = configured(folder, "refused", **REMOTE)
+def test_an_encoder_or_another_pooling_takes_rows(folder, schema):
+    config = configured(folder, "settled", decays=False, exchange="auto")
     encoded = dataclasses.replace(config, encoder=EncoderConfig(num_layers=1))
-    with pytest.raises(ConfigError, match=re.escape("encoder.num_layers")):
-        chosen(folder, schema, encoded)
     pooled = dataclasses.replace(config, model=dataclasses.replace(config.model, pooling="mean", bias=None))
-    with pytest.raises(ConfigError, match=re.escape("model.pooling is 'mean'")):
-        chosen(folder, schema, pooled)
+    found = [with_exchange(one, schema) for one in (config, encoded, pooled)]
+    assert [one.sharding.exchange for one, _ in found] == ["attention", "rows", "rows"]
+    reasons = [None, "encoder.num_layers is above 0, and an encoder reads whole histories", "model.pooling is 'mean'"]
+    assert [why for _, why in found] == reasons
+
+
+def test_the_line_of_the_defaults_says_which_exchange(folder, schema):
+    """And `weight_decay: auto` is that of one process, or of the run to start from; with rows 0."""
+    dataset, world = load_dataset(tiny(folder, "settled").data), World(launched=True)
+    config = configured(folder, "settled", decays=False, exchange="auto")
+    config.optimizer.embeddings = dataclasses.replace(config.optimizer.embeddings, weight_decay="auto")
+    alone, decay = settle(config, dataset, World())[0], 25 / dataset.num_samples("train")
+    assert alone.sharding.exchange == "auto" and alone.optimizer.embeddings.decay == pytest.approx(decay, rel=1e-2)
+    settled, line = settle(config, dataset, world)
+    assert settled.optimizer.embeddings == alone.optimizer.embeddings and settled.sharding.exchange == "attention"
+    assert "sharding.exchange: attention" in line
+    assert settle(config, dataset, world, 0.25)[0].optimizer.embeddings.decay == 0.25
+    assert settled_as(config, settled) == settled
+    sharding = dataclasses.replace(config.sharding, group_size=1)
+    grouped = settle(dataclasses.replace(config, sharding=sharding), dataset, world)[0]
+    assert grouped.sharding.exchange == "attention" and grouped.optimizer.embeddings.weight_decay == 0
+    pooled = dataclasses.replace(config, model=dataclasses.replace(config.model, pooling="mean", bias=None))
+    for given in (None, 0.25):
+        settled, line = settle(pooled, dataset, world, given)
+        assert settled.optimizer.embeddings.weight_decay == 0
+        assert "sharding.exchange: rows (model.pooling is 'mean')" in line

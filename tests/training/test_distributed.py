@@ -413,8 +413,8 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
         ),
         (
             {"embeddings": OptimizerGroup(name="adagrad", weight_decay=0.1)},
-            {},
-            r"optimizer\.embeddings\.weight_decay: got 0\.1, must be 0 under torchrun without .*: attention",
+            {"group_size": 2},
+            r"optimizer\.embeddings\.weight_decay: got 0\.1, must be 0 or auto with sharding\.group_size, .*",
         ),
         (
             {},

@@ -119,13 +119,6 @@ class InteractionDataset:
         """Returns the time of the newest training sample."""
         return float(self._arrays.events.time[self._rows("train")[-1]])
 
-    def mean_events(self, split: str = "train", probed: int = 4096) -> float:
-        """Mean length of the histories of a split's samples, of at most so many of them."""
-        rows = self._rows(split)
-        count = len(rows) * self._samples_per_row
-        samples = np.unique(np.linspace(0, count - 1, min(probed, count)).astype(np.int64))
-        return float(self._num_events(rows, samples).mean()) if count else 0.0
-
     def removed_share(self, batch_size: int, split: str = "train", probed: int = 8) -> float:
         """Share of the events of the histories in a split's batches that the policy removes, of so many batches."""
         order, before, after = self._order_of(split, batch_size, None, self.batching), 0, 0

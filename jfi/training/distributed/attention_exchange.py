@@ -1,71 +1,60 @@
-"""Chooses how the processes of a run exchange histories: their rows, or attention to them.
+"""Chooses how the processes of a run exchange histories: by attention where the rows are, or by sending the rows."""
 
-`jfi.distributed` has the second way. Where both work, the one that sends fewer bytes is chosen, by the formulas of
-`jfi.training.distributed.traffic`.
-"""
-
-import os
+import dataclasses
 
 import torch
 from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
+from jfi.data import DataSchema
 from jfi.distributed.planning import in_rows, remote_field
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction
 from jfi.training.config import Config, ConfigError, ShardingConfig
-from jfi.training.distributed import traffic
+from jfi.training.model.build_model import build_model
 
 
-def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events: float) -> tuple[str, str]:
-    """The exchange of a run, "rows" or "attention", and what to say of the choice.
+def with_exchange(config: Config, schema: DataSchema) -> tuple[Config, str | None]:
+    """Returns the config with the exchange that `sharding.exchange: auto` stands for, and why where that is rows.
 
     Args:
-        model: not sharded yet.
-        config: of the run.
-        ranks: processes that shard the tables together.
-        mean_events: mean length of a history.
+        config: of a run under torchrun.
+        schema: of its dataset.
 
     Raises:
-        ConfigError: the config asks for attention where it cannot go to the rows, or accumulates gradients there.
+        ConfigError: attention cannot go to the rows of this model, and the config asks for it or for what needs it.
     """
     wanted = config.sharding.exchange
     if wanted == "rows":
-        if config.sharding.type == "table_row_wise":
-            raise ConfigError("sharding.type: got 'table_row_wise', which needs sharding.exchange: attention")
-        return "rows", ""
-    reason = _why_not(model, config)
+        return config, None
+    reason = _why_not(build_model(config.model, config.encoder, schema, torch.device("meta")), config)
+    if reason is not None and wanted == "attention":
+        raise ConfigError(f"sharding.exchange: got 'attention', but {reason}")
     if reason is not None:
-        if wanted == "attention" or config.sharding.type == "table_row_wise":
-            raise ConfigError(f"sharding.exchange: got '{wanted}', but {reason}")
-        if config.training.gradient_accumulation_steps > 1:
-            raise ConfigError(accumulates_nowhere(config, reason))
-        return "rows", f"sharding.exchange auto: rows, since {reason}"
-    if wanted == "attention":
-        return "attention", ""
-    if config.training.gradient_accumulation_steps > 1:
-        return "attention", "sharding.exchange auto: attention, since training.gradient_accumulation_steps is above 1"
-    rows, attention = _reckoned(model, config, ranks, mean_events)
-    chosen = "attention" if attention < rows or config.sharding.type == "table_row_wise" else "rows"
-    return chosen, (
-        f"sharding.exchange auto: {chosen}; a sample sends about {attention:,.0f} bytes a step where attention goes to "
-        f"the rows, {rows:,.0f} where rows travel"
-    )
+        check_rows(config, reason)
+    exchange = "attention" if reason is None else "rows"
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, exchange=exchange)), reason
 
 
-def accumulates_nowhere(config: Config, reason: str) -> str:
-    """Returns the message for a run that accumulates gradients over FBGEMM's tables.
+def check_rows(config: Config, reason: str) -> None:
+    """Raises ConfigError for a setting that needs `sharding.exchange: attention`.
 
     Args:
-        config: of the run.
-        reason: why attention does not go to the rows.
+        config: of a run under torchrun that exchanges the rows of histories, which FBGEMM steps in the backward pass.
+        reason: why it exchanges rows.
     """
-    got = config.training.gradient_accumulation_steps
-    return (
-        f"training.gradient_accumulation_steps: got {got}, must be 1 under torchrun where rows are exchanged, since "
-        f"FBGEMM steps its tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, "
-        "in one process its FusedEmbeddingCollection does"
-    )
+    sharding, training, decay = config.sharding, config.training, config.optimizer.embeddings.decay
+    parts, graph = training.gradient_accumulation_steps, training.cuda_graph
+    for key, got, must, supported in (
+        ("sharding.type", sharding.type, "another type", sharding.type != "table_row_wise"),
+        ("optimizer.embeddings.weight_decay", decay, "0 or auto", decay == 0),
+        ("training.gradient_accumulation_steps", parts, "1", parts == 1),
+        ("training.cuda_graph", graph, "auto or never", graph != "always"),
+    ):
+        if not supported:
+            raise ConfigError(
+                f"{key}: got {got!r}, must be {must} under torchrun without sharding.exchange: attention, and {reason}"
+            )
 
 
 def _why_not(model: SequenceDLRM, config: Config) -> str | None:
@@ -103,33 +92,6 @@ def _tables(model: SequenceDLRM, sharding: ShardingConfig) -> tuple[dict[str, st
     names = collection.embedding_names_by_table()
     tables = {name: config.name for config, own in zip(configs, names, strict=True) for name in own}
     return tables, [config.name for config in configs if config.num_embeddings <= sharding.replicate_below]
-
-
-def _reckoned(model: SequenceDLRM, config: Config, ranks: int, mean_events: float) -> tuple[float, float]:
-    """Bytes a sample of either way: rows, and attention."""
-    arch, (tables, replicated) = model.sequence_arch, _tables(model, config.sharding)
-    itemsize = 2 if config.sharding.communication == "bfloat16" else 4
-    width, rows, attention = model.embedding_collection.embedding_dim(), 0.0, 0.0
-    for feature in arch.features:
-        fields = len(feature.sequence_keys)
-        columns = fields + (feature.num_buckets > 0) + feature.reads_weights
-        shape = traffic.SequenceShape(mean_events, width, arch.pooling.num_heads, fields, columns)
-        rows += traffic.by_rows(shape, ranks, itemsize).total
-        if remote_field(feature, tables, replicated) is not None:
-            attention += traffic.by_attention(shape, _owners(config.sharding, ranks), itemsize, ranks).total
-    small = sum(c.num_embeddings for c in model.embedding_collection.embedding_configs() if c.name in replicated)
-    if model.embedding_bag_collection is not None:  # whose small tables are replicated too
-        bags = [config.num_embeddings for config in model.embedding_bag_collection.embedding_bag_configs()]
-        small += sum(count for count in bags if count <= config.sharding.replicate_below)
-    samples = max(1, config.training.batch_size // ranks)
-    return rows, attention + traffic.replicated(small, width, ranks) / samples
-
-
-def _owners(sharding: ShardingConfig, ranks: int) -> int:
-    """Processes that a table of histories is split over; where the planner chooses, all."""
-    if sharding.type == "table_wise":
-        return 1
-    return min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks) if sharding.type == "table_row_wise" else ranks
 
 
 def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: torch.device) -> None:

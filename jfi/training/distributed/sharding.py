@@ -32,7 +32,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from jfi.distributed import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError, ShardingConfig
-from jfi.training.distributed.attention_exchange import accumulates_nowhere, choose_exchange, within_hosts
+from jfi.training.distributed.attention_exchange import check_rows, within_hosts
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import captures_shards
 from jfi.training.model.build_model import OPTIMIZERS, keyed_optimizer, table_configs
@@ -61,30 +61,32 @@ def check_sharded(config: Config, world: World) -> None:
     if optimizer.embeddings.name not in _FUSED:
         got = optimizer.embeddings.name
         raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
-    if optimizer.embeddings.decay != 0 and config.sharding.exchange != "attention":
-        got, must = optimizer.embeddings.weight_decay, "must be 0 under torchrun without sharding.exchange: attention"
-        raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, {must}")
-    if config.training.gradient_accumulation_steps > 1 and config.sharding.exchange == "rows":
-        raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
+    if config.sharding.exchange == "rows":
+        check_rows(config, "sharding.exchange is rows")
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
     size = config.sharding.group_size
     if size is not None and world.size % size:
         raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
+    if size is not None and optimizer.embeddings.decay != 0:
+        got = optimizer.embeddings.weight_decay
+        raise ConfigError(
+            f"optimizer.embeddings.weight_decay: got {got}, must be 0 or auto with sharding.group_size, since an "
+            "average of tables mixes rows that have had their penalty with rows that have not"
+        )
     if size is not None and kernel == "fused_uvm_caching":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.group_size")
 
 
 def shard_model(
-    model: SequenceDLRM, config: Config, world: World, mean_events: float = 0.0
+    model: SequenceDLRM, config: Config, world: World
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, Groups]:
     """Shards `model`, which has its tables on the meta device; `draw_tables` sets their values afterwards.
 
     Args:
         model: with the settings of `config`.
-        config: of the run.
+        config: of the run, settled.
         world: its processes.
-        mean_events: mean length of a history, by which `sharding.exchange: auto` decides.
 
     Returns:
         The sharded model, the optimizer of its tables and its other parameters, and the groups that share its tables.
@@ -100,31 +102,17 @@ def shard_model(
         if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             module.to(world.device)
     groups = Groups(world, config.sharding.group_size)
-    exchange, why = choose_exchange(model, config, config.sharding.group_size or world.size, mean_events)
-    if why and world.is_first:
-        print(why, flush=True)
-    sharders = sharders_of(config.sharding)
-    if exchange == "attention":
+    sharders, remote = sharders_of(config.sharding), config.sharding.exchange == "attention"
+    if remote:
         half = torch.bfloat16 if config.sharding.communication == "bfloat16" else None
         options = {"replicate_below": config.sharding.replicate_below, "dtype": half}
         sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(model, **options)]
-
-    def plan_for(sharders: list[ModuleSharder]) -> ShardingPlan:
-        return world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders))
-
     try:
-        plan = plan_for(sharders)
+        plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders))
     except ConfigError as fault:
-        if exchange == "rows":
+        if not remote:
             raise
-        if config.training.gradient_accumulation_steps > 1:
-            raise ConfigError(accumulates_nowhere(config, str(fault))) from None
-        if config.sharding.exchange == "attention":
-            raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
-        if world.is_first:
-            print(f"sharding.exchange auto: rows, since {fault}", flush=True)
-        sharders = sharders_of(config.sharding)
-        plan = plan_for(sharders)
+        raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
     plan = groups.own_plan(plan)
     environment = groups.environment()
     with warnings.catch_warnings():

@@ -30,8 +30,6 @@ def check_graphs(config: Config, world: World) -> None:
     reason = None
     if world.device.type != "cuda":
         reason = "there is no GPU; auto takes one if there is one"
-    elif world.launched and config.sharding.exchange == "rows":
-        reason = "sharding.exchange is rows; attention can be captured under torchrun"
     elif world.launched and size is not None and size % world.size:
         reason = f"training.batch_size, {size}, is no multiple of the number of processes, {world.size}"
     else:

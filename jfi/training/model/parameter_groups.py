@@ -90,8 +90,5 @@ class Groups:
             return
         self._averaged_at = step
         for values in self._tables:
-            if not values.is_floating_point():  # the steps at which rows were last stepped
-                dist.all_reduce(values, dist.ReduceOp.MAX, group=self._replicas)
-                continue
             dist.all_reduce(values, group=self._replicas)
             values /= self._world.size // self.size

@@ -36,6 +36,7 @@ from jfi.training.model.ema import ModelAverage
 from jfi.training.model.frozen_rows import FrozenRows
 from jfi.training.model.parameter_groups import Groups
 from jfi.training.model.pretrained import fill_rows, load_pretrained
+from jfi.training.run.best_epoch import BestEpoch
 from jfi.training.run.recorder import Recorder, SilentRecorder
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import Progress, last_progress, load_progress
@@ -61,7 +62,10 @@ class RunState:
     def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
         #: The line is about what the config has left open.
         newer = self._newer_samples(config, dataset, world)
-        config, self.chosen = settle(config, newer, world)
+        decay = None
+        if warm is not None:
+            decay = BestEpoch.of(warm, "training.warm_start: run").config.optimizer.embeddings.decay
+        config, self.chosen = settle(config, newer, world, decay)
         self.config = config
         #: Whether a new run starts from another one.
         self.warm = warm is not None
@@ -81,7 +85,7 @@ class RunState:
         self.growing = model.growing_ids
         tables, unsharded = table_configs(model), model.state_dict().keys()
         if world.launched:
-            self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
+            self.model, self.optimizer, self.groups = shard_model(model, config, world)
             self._reseed()
         else:
             for module in (model.embedding_bag_collection, model.embedding_collection):

@@ -17,7 +17,7 @@ from jfi.data.prepared.summary import date_of
 from jfi.data.schema.schema import as_array
 from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError
-from jfi.training.defaults import with_bias, with_decay
+from jfi.training.defaults import with_bias
 from jfi.training.model.build_model import build_model, shards_of, table_configs
 from jfi.training.run.best_epoch import BestEpoch
 
@@ -84,8 +84,7 @@ def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], Confi
 
     Returns:
         A line for each label that is another rule or column than in the other run, and one where the config leaves
-        `training.rows_after` to jfi; and the config with that setting, and with the weight decay of the other run's
-        tables where its own is `auto`: fewer samples would decay what the other run has learned.
+        `training.rows_after` to jfi; and the config with that setting.
 
     Raises:
         ConfigError, DataError: as `warm_start`.
@@ -98,8 +97,7 @@ def check_warm_start(path: str | Path, config: Config) -> tuple[list[str], Confi
     model, _, _ = _meta_model(config, best.schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
     after, lines = _rows_after(path, config, best)
-    given = with_decay(given.with_training(rows_after=after), best.config.optimizer.embeddings.decay)
-    return changed + lines, given
+    return changed + lines, given.with_training(rows_after=after)
 
 
 def _rows_after(path: str | Path, config: Config, best: BestEpoch) -> tuple[float | Literal["auto"] | None, list[str]]:

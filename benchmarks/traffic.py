@@ -1,4 +1,4 @@
-"""Bytes that a step sends, from its shapes: they decide which exchange pays, and tell what more ranks would send.
+"""Bytes that a sharded step sends, from its shapes: they tell which exchange pays on more ranks than were measured.
 
 Counted are bytes that leave a rank for another one, per sample of its batch, forward and backward.
 """
@@ -75,8 +75,3 @@ def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2, ranks: in
     # Queries and their gradients, outputs with a log-sum-exp, their gradients with that and Δ.
     vectors = shape.heads * (4 * itemsize * shape.width + 3 * 4)
     return Traffic(ids, vectors * others, 7)
-
-
-def replicated(rows: int, width: int, owners: int) -> float:
-    """Returns the bytes a step of one rank for replicated tables of `rows` rows: two all-reduces of float32."""
-    return 2 * 2 * 4 * rows * width * (owners - 1) / owners
