@@ -13,10 +13,13 @@ from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.config_parser import parse_config
 from jfi.training.distributed.processes import launched
+from jfi.training.metrics.label_metrics import MONITORS
 from jfi.training.run.run_folder import check_new, check_writable, new_run_dir
+from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import write_file
 
-COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
+#: By metric its title in the table.
+_TITLES = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user", "r2": "R²", "rmse": "RMSE", "mae": "MAE"}
 POOLINGS = ("none", "mean", "sum", "attention")
 SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "train each kind of pooling once per seed"}
 KINDS = {"nargs": "*", "choices": POOLINGS, "default": list(POOLINGS), "help": "kinds of pooling; none trains no model"}
@@ -33,13 +36,19 @@ def compare(
     if run_dir is not None:
         check_new(Path(run_dir), "")
     check_writable(Path(run_dir or "runs"))
+    if config.training.warm_start is not None:
+        lines, config = check_warm_start(config.training.warm_start, config)
+        print(*lines, sep="\n", flush=True)
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)
+    label, several = dataset.schema.labels[0], len(dataset.schema.labels) > 1
     folder = new_run_dir("compare-") if run_dir is None else Path(run_dir)
     baselines: dict[str, list[BaselineResult]] = {}
     if with_baselines:
         print("-- baselines", flush=True)
-        baselines = run_baselines(dataset, seeds, config.monitor)
+        after = config.training.rows_after
+        rows = dataset if after in (None, "auto") else dataset.newer_than(after)
+        baselines = run_baselines(rows, seeds, config.monitor)
     results: dict[str, list[Result]] = {pooling: [] for pooling in poolings}
     for seed in seeds:
         for pooling in poolings:
@@ -47,7 +56,9 @@ def compare(
             run = config.with_training(run_dir=str(folder / f"{pooling}-seed{seed}"), seed=seed)
             run = dataclasses.replace(run, model=dataclasses.replace(config.model, pooling=pooling))
             results[pooling].append(train(run, dataset))
-    summaries = {name: summarize(runs) for name, runs in (baselines | results).items()}
+    summaries = {name: summarize(runs, MONITORS[label.task]) for name, runs in baselines.items()}
+    of_label = f"_{label.name}" if several else ""
+    summaries |= {name: summarize(runs, MONITORS[label.task], of_label) for name, runs in results.items()}
     record = {
         "data": config.data.without_tables().with_absolute_paths(),
         "seeds": list(seeds),
@@ -57,30 +68,37 @@ def compare(
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_record(folder / "comparison.json", record)
-    print(f"\n{table(summaries, len(seeds))}\n\nwritten to {folder / 'comparison.json'}")
+    head = f"test split, {label.name}" if several else "test split"
+    print(f"\n{table(summaries, len(seeds), head)}\n\nwritten to {folder / 'comparison.json'}")
     return summaries
 
 
-def summarize(results: Sequence[BaselineResult | Result]) -> dict:
+def summarize(results: Sequence[BaselineResult | Result], metrics: Sequence[str], of_label: str = "") -> dict:
     """Mean and population standard deviation over the seeds; NaN where a metric is not defined.
 
     The AUC per user is not where no user has both labels in a split, as with `split: leave_one_out`.
+
+    Args:
+        results: of the seeds.
+        metrics: the names of metrics.
+        of_label: what follows these names in the results, "_" and the label where there are several.
     """
     summary: dict = {"train_seconds": statistics.fmean(r.train_seconds for r in results)}
     for split in ("validation", "test"):
-        for metric in COLUMNS:
-            values = [getattr(r, split)[metric] for r in results]
+        for metric in metrics:
+            values = [getattr(r, split)[metric + of_label] for r in results]
             deviation = statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
             summary[f"{split}_{metric}"] = {"mean": statistics.fmean(values), "std": deviation}
     return summary
 
 
-def table(summaries: Mapping[str, dict], seeds: int) -> str:
+def table(summaries: Mapping[str, dict], seeds: int, head: str = "test split") -> str:
     """The comparison as text, one line for each model; `summaries` are results of `summarize`."""
-    width = 2 + max(map(len, ("test split", *summaries)))
-    lines = ["test split".ljust(width) + "".join(f"{title:>18s}" for title in COLUMNS.values()) + "   training"]
+    width = 2 + max(map(len, (head, *summaries)))
+    metrics = [key.removeprefix("test_") for key in next(iter(summaries.values())) if key.startswith("test_")]
+    lines = [head.ljust(width) + "".join(f"{_TITLES[metric]:>18s}" for metric in metrics) + "   training"]
     for name, summary in summaries.items():
-        cells = [summary[f"test_{metric}"] for metric in COLUMNS]
+        cells = [summary[f"test_{metric}"] for metric in metrics]
         text = [f"{c['mean']:.4f}" + (f" ± {c['std']:.4f}" if seeds > 1 else "") for c in cells]
         cells = "".join(f"{cell:>18s}" for cell in text)
         lines.append(f"{name.ljust(width)}{cells}{summary['train_seconds']:9.0f} s")

@@ -178,6 +178,16 @@ def test_they_are_dense_features_of_a_run(tmp_path):
         load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", statistics=["item"]))
 
 
+def test_shares_outside_count_the_samples_of_validation_alone():
+    """Without a label rows of items that training lacks are no samples, and negatives are."""
+    rng, count = np.random.default_rng(0), np.arange(3000)
+    is_new = (count >= 2400) & (rng.random(3000) < 0.85)
+    item = np.where(is_new, 100 + rng.integers(0, 400, 3000), rng.integers(0, 30, 3000))
+    table = pa.table({"user_id": rng.integers(0, 50, 3000), "item_id": item, "timestamp": 60 * count})
+    config = DataConfig(interactions=table, features=[], statistics=["popularity"], split="time")
+    assert not [one for one in load_dataset(config).summary.warnings if "left out" in one]
+
+
 @pytest.mark.parametrize("label", ["rating >= 3", None])
 def test_those_outside_of_trainings_range_are_clipped_or_left_out(label, tmp_path):
     # The rows of training are hours long; those of validation are a year later, those of test two years later.

@@ -108,6 +108,18 @@ def test_auc_and_auc_per_user_that_disagree_are_warned_of(auc, user_auc, epochs)
     assert all(line.endswith("set training.monitor: auc") for line in found)
 
 
+def test_a_label_whose_metrics_disagree_is_named():
+    """Beside another one that moves the other way, and one without an AUC per user: the means tell neither."""
+    moves = {"like": ([0.73, 0.71, 0.68], [0.65, 0.69, 0.70]), "buy": ([0.5, 0.5, 0.5], [math.nan] * 3)}
+    log = [{"split": "validation", "epoch": n, "auc": 0.6, "user_auc": math.nan} for n in (1, 2, 3)]
+    for label, metrics in moves.items():
+        for line, auc, user_auc in zip(log, *metrics, strict=True):
+            line |= {f"auc_{label}": auc, f"user_auc_{label}": user_auc}
+    (found,) = Progress(best_epoch=1).warn_of_opposite_metrics(log, "", "auc_like")
+    assert found.startswith("warning: over epochs 1, 2, 3 validation AUC and AUC per user of like move in opposite")
+    assert found.endswith("set training.monitor: user_auc_like")
+
+
 def test_a_resumed_run_remembers_the_best_score_and_warns_of_all_epochs(tmp_path, monkeypatch, capsys):
     """The first of three epochs is the best; the run dies in the second."""
     score(monkeypatch, "auc", [0.9, 0.6, 0.5, 0.7])

@@ -16,7 +16,7 @@ from worker import without_pictures
 
 import jfi
 from jfi.data.prepared.manifest import prepared_config
-from jfi.training import resume, train
+from jfi.training import OptimizerGroup, resume, train
 from jfi.training.loop.trainer import Trainer
 from jfi.utils.exit_codes import run_command
 
@@ -160,3 +160,24 @@ def test_a_checkpoint_under_another_name_is_refused(folder, tmp_path, capfd):
     for command in (jfi.load_run, resume):
         assert run_command(lambda command=command: command(tmp_path / "run") and None) == 2
         assert f"{best}/progress.json is damaged: it is not of a checkpoint of this name" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.0, 0.1), (0.1, 0.0)])
+def test_a_run_goes_on_with_a_weight_decay_or_without(tmp_path, first, then):
+    """A row has no penalty of the steps that were made without one."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(300)])
+    config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
+    config.optimizer.embeddings = OptimizerGroup("adagrad", 0.05, first)
+    train(config)
+    text = (tmp_path / "run/config.yaml").read_text().replace(f"weight_decay: {first}", f"weight_decay: {then}")
+    (tmp_path / "run/config.yaml").write_text(text.replace("epochs: 1", "epochs: 2"))
+    found, restore = [], Trainer.restore
+
+    def restored(trainer, run):
+        restore(trainer, run)
+        states = trainer.optimizer.state_dict()["state"].values()
+        found.extend(one["stepped_at"].clone() - trainer.progress.step for one in states if "stepped_at" in one)
+
+    with mock.patch.object(Trainer, "restore", restored):
+        assert resume(tmp_path / "run", config_changed="accept").epochs == 2
+    assert len(found) == 5 * (then > 0) and not any(one.any() for one in found)

@@ -138,7 +138,8 @@ def verify_checkpoint(path: Path, world: World = ALONE) -> None:
 def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
     """Fills the tensors of `state` in place, after every file is verified; its keys may be a subset of the saved ones.
 
-    The processes of `world` call it together, each with its shards.
+    The processes of `world` call it together, each with its shards. From the states of a run that has begun without
+    weight decay `stepped_at` is removed: the optimizer then knows that no row has a penalty to come.
 
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
@@ -147,6 +148,9 @@ def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
     verify_checkpoint(path, world)
     try:
         reader, planner = TensorReader(path), TensorLoadPlanner()
+        for name, states in state.get("optimizer", {}).get("state", {}).items():
+            if f"optimizer.state.{name}.stepped_at" not in reader.metadata.state_dict_metadata:
+                states.pop("stepped_at", None)
         with _plainly():
             dcp.load(
                 state, storage_reader=reader, planner=planner, process_group=world.control, no_dist=not world.launched

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -196,9 +197,13 @@ than a constant; try lower learning rates or training.monitor: ne
 user, set training.monitor: user_auc
         """
         lines = [line for line in log if line["split"] == "validation" and line.get(DATA, data) == data]
-        lines = [line for line in lines if None not in (line.get("auc"), line.get("user_auc"))]
-        for some in zip(lines, lines[1:], lines[2:], strict=False):
-            values = np.array([(line["auc"], line["user_auc"]) for line in some])
+        names = [name for name in (lines[0] if lines else ()) if name.startswith("user_auc")]
+        if len(names) > 1:  # the means over several labels may move as no label does
+            names.remove("user_auc")
+        windows = zip(lines, lines[1:], lines[2:], strict=False)
+        for name, some in itertools.product(names, windows):
+            of_label = name.removeprefix("user_auc")
+            values = np.array([(line.get(f"auc{of_label}"), line.get(name)) for line in some], np.float64)
             moves = np.diff(values, axis=0)  # in each of two evaluations of AUC and AUC per user
             are_steady = (moves.prod(axis=0) > 0) & (np.abs(moves.sum(axis=0)) >= _LEAST_MOVE)
             if are_steady.all() and moves[0].prod() < 0:
@@ -207,11 +212,12 @@ user, set training.monitor: user_auc
             return []
         epochs = ", ".join(f"{line['epoch']:.4g}" for line in some)
         auc, user_auc = (", ".join(f"{value:.4f}" for value in of) for of in values.T)
-        other = "to rank the items of a user, set training.monitor: user_auc"
+        other = f"to rank the items of a user, set training.monitor: {name}"
         if monitor.startswith("user_auc"):
-            other = "to compare samples of different users, set training.monitor: auc"
+            other = f"to compare samples of different users, set training.monitor: auc{of_label}"
         return [
-            f"warning: over epochs {epochs} validation AUC and AUC per user move in opposite directions: "
+            f"warning: over epochs {epochs} validation AUC and AUC per user"
+            f"{of_label and f' of {of_label[1:]}'} move in opposite directions: "
             f"AUC {auc}, AUC per user {user_auc}; the run keeps epoch {self.best_epoch:.4g}, the best by {monitor}; "
             f"{other}"
         ]

@@ -199,6 +199,8 @@ class RunState:
         whole = self.optimizer.state_dict()
         for name, loaded in state["optimizer"]["state"].items():
             whole["state"][name] |= loaded
+            if "stepped_at" not in loaded and "stepped_at" in whole["state"][name]:
+                whole["state"][name]["stepped_at"].fill_(int(loaded.get("step", 0)))
         self.optimizer.load_state_dict(whole)
         self._frozen.hold()
         if self.world.is_first:

@@ -1,5 +1,6 @@
 """Makes the statistics of a dataset: columns of its events, and what they are standardized with."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from jfi.data.prepared.stages.columns import Columns as RawColumns
 from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
-from jfi.data.schema.schema import DataSchema
+from jfi.data.schema.schema import DataSchema, Encodings
 from jfi.events.groups import SESSIONS
 from jfi.events.statistics import Columns, DenseStatistics, Statistics
 
@@ -65,31 +66,31 @@ def compute_statistics(
     columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
-        found, weights = columns.computed, columns.train & ~np.isnan(events.label)
+        labeled, found = ~np.isnan(events.label), columns.computed
+        weights, held_out = columns.train & labeled, (events.split == SPLITS.index("validation")) & labeled
+        now = found
         if negatives is not None:
             found = _with_negatives(statistics, np.flatnonzero(weights), negatives)
             weights = np.ones(len(found[missing[0]]), bool)
+            held_out &= np.isin(events.item, negatives.candidates)  # others are no samples
+            now = _with_negatives(statistics, np.flatnonzero(held_out), negatives)
+            held_out = np.ones(len(now[missing[0]]), bool)
         encodings.moments.update({name: moments(found[name], weights) for name in missing})
-        _learn_scales(missing, found, np.flatnonzero(weights), columns, schema)
+        some, checked = (_spread(np.flatnonzero(one), _ROWS) for one in (weights, held_out))
+        values = ((name, found[name][some], now[name][checked]) for name in missing)
+        columns.notes.extend(_learn_scales(values, encodings))
     return dense_statistics(statistics, schema, names)
 
 
-def _learn_scales(names: list[str], found: Columns, rows: np.ndarray, columns: RawColumns, schema: DataSchema) -> None:
-    """Adds to the schema how statistics are standardized, clipped or left out, and notes what validation changed.
+def _learn_scales(values: Iterable[tuple[str, np.ndarray, np.ndarray]], encodings: Encodings) -> list[str]:
+    """Learns how statistics are standardized, clipped or left out; returns a line of what validation changed, or none.
 
     Args:
-        names: of the statistics.
-        found: the values that the schema is learnt from.
-        rows: `[N]` int64, those of them that count.
-        columns: have the values of validation, and the notes.
-        schema: is added to.
+        values: the name of each statistic, and its values of some samples of training and of validation.
+        encodings: are added to.
     """
-    encodings, events = schema.encodings, columns.events
-    validation = np.flatnonzero((events.split == SPLITS.index("validation")) & ~np.isnan(events.label))
-    some, validation = _spread(rows, _ROWS), _spread(validation, _ROWS)
     noted: dict[str, list[str]] = {"left out": [], "clipped": []}
-    for name in names:
-        known, now = found[name][some], columns.computed[name][validation]
+    for name, known, now in values:
         known = known[np.isfinite(known)]
         mean = encodings.moments[name][0]
         low, high = np.quantile(known, _BOUNDS).tolist() if len(known) else (mean, mean)
@@ -98,8 +99,8 @@ def _learn_scales(names: list[str], found: Columns, rows: np.ndarray, columns: R
         encodings.bounds[name] = (mean, mean) if is_left_out else (low, high)
         if outside >= _NOTED:
             noted["left out" if is_left_out else "clipped"].append(f"{name} {outside:.1%}")
-    if lines := [f"{what} {', '.join(of)}" for what, of in noted.items() if of]:
-        columns.notes.append(f"statistics outside of training's range in validation: {'; '.join(lines)}")
+    lines = [f"{what} {', '.join(of)}" for what, of in noted.items() if of]
+    return [f"statistics outside of training's range in validation: {'; '.join(lines)}"] if lines else []
 
 
 def _spread(rows: np.ndarray, most: int) -> np.ndarray:
