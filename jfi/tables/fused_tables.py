@@ -6,8 +6,9 @@ a row that several of them have read is stepped once, by the sum of its gradient
 forward pass, on a side stream.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torchrec.optim.fused import FusedOptimizer
 
 from jfi.tables.backward_passes import BackwardPasses
 from jfi.tables.changed_rows import ChangedRows
+from jfi.tables.gather_rows import EventRows, rows_without_memory
 from jfi.tables.optimizer_options import OPTIMIZERS, ParameterGroup, ScalerCheck, checked_options
 from jfi.tables.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
@@ -29,7 +31,7 @@ class _Batch(NamedTuple):
     tables: tuple[str, ...]
     rows: tuple[Tensor, ...]  # global rows [n] in the order of the batch; on a GPU then those sorted, and their order
     sizes: list[int]
-    grads: tuple[Tensor | None, ...]
+    grads: Sequence[Tensor | None]
 
 
 def _refusal(name: str) -> Callable[..., None]:
@@ -232,18 +234,18 @@ class FusedTables(FusedOptimizer):
         for i, (table, rows) in enumerate(ids):
             weight, handle = weights[table], None
             if weight.requires_grad and torch.is_grad_enabled():
-                groups.setdefault((weight.shape[1], weight.dtype), []).append(i)
+                groups.setdefault((weight.shape[1], weight.dtype), {})[i] = table, rows
             else:
-                handle = weight.new_zeros((), dtype=dtype).expand(len(rows), weight.shape[1])
+                handle = rows_without_memory(weight, dtype, len(rows))
             handles.append(handle)
-        for positions in groups.values():
-            group = [ids[i] for i in positions]
+        for kind, group in groups.items():
             # Frozen ones too: batches that accumulate with and without them number the rows alike.
-            like = weights[group[0][0]]
-            tables = {name: x for name, x in weights.items() if x.shape[1] == like.shape[1] and x.dtype == like.dtype}
-            rows, sizes = self._global_rows(group, tables), [len(rows) for _, rows in group]
-            made = _Handles.apply(self, tuple(tables), rows, sizes, dtype, *tables.values())
-            for i, handle in zip(positions, made, strict=True):
+            tables = {name: x for name, x in weights.items() if (x.shape[1], x.dtype) == kind}
+            rows, sizes = self._global_rows([*group.values()], tables), [len(rows) for _, rows in group.values()]
+            zero = next(iter(tables.values())).new_zeros((), dtype=dtype)
+            made = tuple([zero.expand(size, kind[0]) for size in sizes])
+            made = EventRows.apply(made, partial(self._keep, tuple(tables), sizes), rows, *tables.values())
+            for i, handle in zip(group, made, strict=True):
                 handles[i] = handle
         return handles
 
@@ -300,9 +302,17 @@ class FusedTables(FusedOptimizer):
             numbered.append(torch.where(left_out, total, rows + first[name] if first[name] else rows))
         return numbered[0] if len(numbered) == 1 else torch.cat(numbered), total
 
-    def after_backward(self, batch: _Batch) -> None:
-        """Keeps a look-up and its gradients for one step at the end of the backward pass that is running."""
-        self._running.current(self._finish).kept.append(batch)
+    def _keep(
+        self,
+        tables: tuple[str, ...],
+        sizes: list[int],
+        grads: Sequence[Tensor | None],
+        rows: tuple[Tensor, ...],
+        *_: object,
+    ) -> tuple[None, ...]:
+        """Keeps a look-up and its gradients for one step at the end of the running backward pass; weights get none."""
+        self._running.current(self._finish).kept.append(_Batch(tables, rows, sizes, grads))
+        return (None,) * len(tables)
 
     def _finish(self, batches: list[_Batch]) -> None:
         """Steps the look-ups of a backward pass that has ended, unless steps are deferred."""
@@ -366,34 +376,6 @@ class FusedTables(FusedOptimizer):
         """Returns the `seeds` of `step_rows`."""
         firsts = accumulate([0, *map(len, tables.values())])
         return [(first, rounding_seed(name)) for name, first in zip(tables, firsts, strict=False)]
-
-
-class _Handles(torch.autograd.Function):
-    """Maps weights to `FusedTables.gradient_handles`; their gradients go into the step, none to the weights."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        owner: FusedTables,
-        tables: tuple[str, ...],
-        rows: tuple[Tensor, ...],
-        sizes: list[int],
-        dtype: torch.dtype | None,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.owner, ctx.tables, ctx.sizes = owner, tables, sizes
-        ctx.save_for_backward(*rows)
-        zero = weights[0].new_zeros((), dtype=dtype)
-        return tuple([zero.expand(size, weights[0].shape[1]) for size in sizes])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor | None) -> tuple[None, ...]:
-        rows = ctx.saved_tensors
-        if any([grad is not None for grad in grads]):
-            ctx.owner.after_backward(_Batch(ctx.tables, rows, ctx.sizes, grads))
-        return (None,) * (5 + len(ctx.tables))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

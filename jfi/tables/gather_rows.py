@@ -7,7 +7,7 @@ and becomes -1 on a GPU (`bound_ids`), so that no kernel reads or steps a row th
 table is dense, [N, D], summed in a fixed order; `jfi.FusedEmbeddingCollection` steps the rows of large tables instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -68,19 +68,14 @@ def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype)
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
-def _save(ctx, inputs: tuple, output: Tensor | None) -> None:
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
     tables, indices, _, _ = inputs
-    ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+    ctx.sizes = [(table.shape[0], table.dtype) for table in tables]
     ctx.save_for_backward(*indices)
 
 
-def _gradients(ctx, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-    wanted = zip(ctx.saved_tensors, ctx.tables, needed, strict=True)
-    return [table_gradient(grad, index, *table) if is_needed else None for index, table, is_needed in wanted]
-
-
 def _differentiate(ctx, grad: Tensor) -> tuple:
-    gradients = _gradients(ctx, grad, ctx.needs_input_grad[0])
+    gradients = dense_gradients([grad], ctx.saved_tensors, ctx.sizes, ctx.needs_input_grad[0])
     return gradients, [None] * len(gradients), None, None
 
 
@@ -88,23 +83,61 @@ _gather_rows = operator("gather_rows", _forward, _like_rows)
 torch.library.register_autograd("jfi::gather_rows", _differentiate, setup_context=_save)
 
 
-class Lookup(torch.autograd.Function):
-    """Rows of tables by id; backward returns dense gradients of the tables."""
+class EventRows(torch.autograd.Function):
+    """Rows of events, or placeholders of them, whose gradients a function divides among their sources.
+
+    Args:
+        made: the rows, new tensors that were made without autograd.
+        divide: takes their gradients, of which some may be None, `saved`, the number of rows and the dtype of each
+            source, and which sources need a gradient; returns the gradients of the sources.
+        saved: tensors on which the gradients depend.
+        sources: of the rows.
+    """
 
     @staticmethod
-    def forward(ctx, indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None, *tables: Tensor) -> Tensor:
-        """Reads the rows; with impl=None returns a zero-stride placeholder of them."""
-        _save(ctx, (tables, indices, dtype, impl), None)
-        if impl is None:
-            return rows_without_memory(tables[0], dtype, indices[0].shape[0])
-        return _forward(list(tables), list(indices), dtype, impl)
+    def forward(
+        ctx, made: tuple[Tensor, ...], divide: Callable, saved: Sequence[Tensor], *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.divide, ctx.sizes = divide, [(source.shape[0], source.dtype) for source in sources]
+        ctx.save_for_backward(*saved)
+        return made
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_gradients(ctx, grad, ctx.needs_input_grad[3:])
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        if all([grad is None for grad in grads]):
+            return (None,) * (3 + len(needed))
+        return None, None, None, *ctx.divide(grads, ctx.saved_tensors, ctx.sizes, needed)
 
 
-def rows_without_memory(like: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+def with_gradient(rows: Tensor, sources: Sequence[Tensor], divide: Callable, saved: Sequence[Tensor] = ()) -> Tensor:
+    """Returns the rows as `EventRows` of the sources, or as they are if no source requires a gradient."""
+    # Dynamo forgets the context of a Function without a gradient whose arguments are as many as `forward` has.
+    if not (torch.is_grad_enabled() and any([source.requires_grad for source in sources])):
+        return rows
+    return EventRows.apply((rows.detach(),), divide, saved, *sources)[0]
+
+
+def dense_gradients(
+    grads: Sequence[Tensor], indices: Sequence[Tensor], sizes: list[tuple[int, torch.dtype]], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns the gradients [N, D] of tables whose rows by id were added."""
+    wanted = zip(indices, sizes, needed, strict=True)
+    return [table_gradient(grads[0], index, *size) if is_needed else None for index, size, is_needed in wanted]
+
+
+def cut(grads: Sequence[Tensor], _: object, sizes: list[tuple[int, torch.dtype]], needed: object) -> Sequence[Tensor]:
+    """Returns the gradients of sources that follow one another in the rows."""
+    return grads[0].split([size for size, _ in sizes])
+
+
+def share(grads: Sequence[Tensor], _: object, sizes: list, needed: object) -> Sequence[Tensor]:
+    """Returns the gradients of sources of which the rows are the sum."""
+    return [grads[0]] * len(sizes)
+
+
+def rows_without_memory(like: Tensor, dtype: torch.dtype | None, count: int) -> Tensor:
     """Returns a tensor [count, W], of which no element is ever read, for rows like those [.., W]."""
     return like.new_zeros((), dtype=dtype).expand(count, like.shape[1])
 
@@ -138,7 +171,7 @@ def check_indices(
             raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
     if not count:
         return True
-    low, high = (int(bound) for bound in torch.aminmax(indices))
+    low, high = map(int, torch.aminmax(indices))
     if low < least or high >= num_rows:
         got = low if low < least else high
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
@@ -215,30 +248,18 @@ def gather_bounded(
 ) -> Tensor:
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
     impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
-    tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
+    tables, indices = [*map(Tensor.contiguous, tables)], [*map(Tensor.contiguous, indices)]
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():
         return _gather_rows(tables, indices, dtype, impl)
-    if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
-        return Lookup.apply(indices, dtype, impl, *tables)
-    return _forward(tables, indices, dtype, impl)
+    rows = _forward([*map(Tensor.detach, tables)], indices, dtype, impl)
+    return with_gradient(rows, tables, dense_gradients, indices)
 
 
 def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) -> Tensor:
     """Returns the rows [S, W] of a `RowsById`; their gradient is that of ``history.rows``."""
-    return _Read.apply(*history)
-
-
-class _Read(torch.autograd.Function):
-    """Reads rows by id; their gradient is that of the placeholder."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
-        return gather_bounded(tables, indices, rows.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    rows, tables, indices = history
+    return with_gradient(gather_bounded([*map(Tensor.detach, tables)], indices, rows.dtype), [rows], share)
 
 
 def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
-from jfi.tables.gather_rows import Lookup, bound_ids, check_indices, gather_bounded, rows_without_memory
+from jfi.tables.gather_rows import (
+    bound_ids,
+    check_indices,
+    cut,
+    dense_gradients,
+    gather_bounded,
+    rows_without_memory,
+    share,
+    with_gradient,
+)
 from jfi.utils import compat
 from jfi.utils.context import is_traced, padding_state
 from jfi.utils.operands import MAX_TABLES
@@ -77,10 +86,8 @@ def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtyp
     """`rows_by_id` of checked arguments and of indices that `bound_ids` has returned."""
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table.flatten(1) for table in tables])
-    if _need_gradient(flat):
-        rows = Lookup.apply(indices, dtype, None, *flat)
-    else:
-        rows = rows_without_memory(flat[0], dtype, indices[0].shape[0])
+    rows = rows_without_memory(flat[0], dtype, indices[0].shape[0])
+    rows = with_gradient(rows, flat, dense_gradients, indices)
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
 
@@ -118,14 +125,13 @@ def sum_rows(histories: list[RowsById]) -> RowsById:
     tables = tuple([table for one in histories for table in one.tables])
     indices = tuple([index for one in histories for index in one.indices])
     rows = [one.rows for one in histories]
-    return RowsById(_Sum.apply(*rows) if _need_gradient(rows) else rows[0], tables, indices)
+    return RowsById(with_gradient(rows[0], rows, share), tables, indices)
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
     """Placeholders of rows, one after the other."""
-    if _need_gradient(rows):
-        return _Join.apply(*rows)
-    return rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]))
+    joined = rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]))
+    return with_gradient(joined, rows, cut)
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -137,37 +143,3 @@ def fits_kernel(history: RowsById) -> bool:
     """Returns whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
     return len(history.tables) <= MAX_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
-
-
-def _need_gradient(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether a Function of these tensors has a gradient.
-
-    Dynamo forgets the context of a Function without one whose arguments are as many as ``forward`` has parameters.
-    """
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-
-
-class _Sum(torch.autograd.Function):
-    """Placeholders of several fields as one; each gets the same gradient."""
-
-    @staticmethod
-    def forward(ctx, *rows: Tensor) -> Tensor:
-        ctx.count = len(rows)
-        return rows_without_memory(rows[0], rows[0].dtype, rows[0].shape[0])
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad,) * ctx.count
-
-
-class _Join(torch.autograd.Function):
-    """Placeholders of several histories as those of one."""
-
-    @staticmethod
-    def forward(ctx, *rows: Tensor) -> Tensor:
-        ctx.sizes = [one.shape[0] for one in rows]
-        return rows_without_memory(rows[0], rows[0].dtype, sum(ctx.sizes))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.sizes)

@@ -1,5 +1,6 @@
 """Embeddings of events that have not been read yet: rows of tables, here or on other ranks, and semantic IDs."""
 
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.reference import select_words, unpack_digits
-from jfi.tables.gather_rows import bound_ids, check_indices, read_rows
+from jfi.tables.gather_rows import bound_ids, check_indices, cut, read_rows, with_gradient
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
 
@@ -251,24 +252,16 @@ def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tens
     Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. The gradient of
     `TableRows` goes to the step of their table, which leaves padding out.
     """
-    if all([isinstance(one, TableRows) for one in sources]) or not rows.requires_grad:
+    if all([isinstance(one, TableRows) for one in sources]):
         return rows
-    return _OwnRows.apply(rows, offsets)
+    return with_gradient(rows, [rows], _without_padding, [offsets])
 
 
-class _OwnRows(torch.autograd.Function):
-    """Passes rows through; their gradient is zero behind the last sample."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (offsets,) = ctx.saved_tensors
-        behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
-        return grad.masked_fill(behind.unsqueeze(1), 0.0), None
+def _without_padding(grads: Sequence[Tensor], saved: Sequence[Tensor], *_: object) -> list[Tensor]:
+    """Returns the gradient of rows with zeros behind the last sample."""
+    (grad,), (offsets,) = grads, saved
+    behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
+    return [grad.masked_fill(behind.unsqueeze(1), 0.0)]
 
 
 def join(tensors: list[Tensor]) -> Tensor:
@@ -284,22 +277,7 @@ def join(tensors: list[Tensor]) -> Tensor:
     span = None if is_traced() else _span(tensors)
     if span is None:
         return torch.cat(tensors)
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-        return _Adjacent.apply([span], *tensors)
-    return span
-
-
-class _Adjacent(torch.autograd.Function):
-    """Returns the `_span` of the tensors; its gradient is cut into views."""
-
-    @staticmethod
-    def forward(ctx, span: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.sizes = [tensor.size(0) for tensor in tensors]
-        return span[0]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *grad.split(ctx.sizes)
+    return with_gradient(span, tensors, cut)
 
 
 def _span(tensors: list[Tensor]) -> Tensor | None:
