@@ -21,10 +21,9 @@ from jfi.distributed.exchange import Exchange, start_gather
 from jfi.distributed.planning import TableGroup
 from jfi.modules import KeyBias, PositionBias
 from jfi.modules.events import position_buckets
-from jfi.modules.validation import require_keys
+from jfi.modules.validation import allow_no_samples, require_keys
 from jfi.ops import partition_ids as kernels
 from jfi.tables.gather_rows import bound_ids, check_indices
-from jfi.utils import compat
 from jfi.utils.context import padding_state
 from jfi.utils.operands import MAX_SHARDS
 
@@ -80,7 +79,7 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
 
     def __init__(self, groups: list[TableGroup], ids: KeyedJaggedTensor, pg: dist.ProcessGroup) -> None:
         super().__init__()
-        compat.allow_no_samples(ids)
+        allow_no_samples(ids)
         self._groups, self._pg, self._by_key = groups, pg, ids.to_dict()
         for group in groups:
             check_keys(group, self._by_key)

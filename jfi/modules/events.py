@@ -101,7 +101,7 @@ class Events:
         The table [F * num_buckets, H] has the learned values of a learned bias.
         """
         if self.bias_index is not None:
-            return table_bias(table, self.bias_index, dtype, validation.may_read(self.bias_index))
+            return table_bias(table, self.bias_index, dtype)
         if self.score_bias is not None:
             return self.score_bias.unsqueeze(1).expand(-1, num_heads).to(dtype)
         return None

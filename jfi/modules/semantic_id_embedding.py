@@ -10,14 +10,14 @@ from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import validation
-from jfi.ops.checks import check_dense, may_read
+from jfi.ops.checks import check_dense
 from jfi.ops.sid_words import sid_words
 from jfi.semantic_ids.codec import Codec
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, trits_of_bytes
 from jfi.tables.id_counts import OutsideIds
 from jfi.tables.table_rows import DigitRows, bounded, parts_of
 from jfi.utils.arguments import check_choice, check_device, check_int, check_keys, check_type
-from jfi.utils.context import is_traced
+from jfi.utils.context import is_traced, may_read
 
 Read = Literal["digits", "decode"]
 

@@ -31,13 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.kernels.plan import plan_target_attention
-from jfi.ops.checks import check_impl, may_read
 from jfi.ops.dispatch import PLAIN, operators, refusal
 from jfi.ops.target_attention import fits_single_tile, run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.utils import compat
-from jfi.utils.context import is_traced, once_differentiable, without_autocast
+from jfi.utils.context import default_impl, is_traced, may_read, once_differentiable, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
@@ -76,7 +75,7 @@ def attend_absorbed(
     """
     by_id = history if isinstance(history, RowsById) else None
     fields = (history.rows,) if isinstance(history, RowsById) else history
-    impl = check_impl(impl, fields[0])
+    impl = default_impl(fields[0]) if impl == "auto" else impl
     num_queries = weights[0].shape[1] // weights[2].shape[1]
     # Whether the attention's kernels read a bias by its index and a value scale.
     in_kernel, is_read = impl == "triton" and fits_single_tile(num_queries * num_heads), False

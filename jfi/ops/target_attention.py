@@ -31,13 +31,12 @@ from jfi.ops.checks import (
     check_impl,
     check_offsets,
     check_scale,
-    may_read,
 )
 from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
-from jfi.utils.context import without_autocast
+from jfi.utils.context import may_read, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
@@ -187,8 +186,7 @@ def prepare_target_attention(
     check_count("max_seqlen", max_seqlen)
     in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
     if key_bias is not None and key_bias_index is not None and not in_kernel:
-        key_bias = table_bias(key_bias, key_bias_index, query.dtype, may_read(key_bias_index))
-        key_bias_index = None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index, query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         key, by_id = read_rows(by_id).view(key.shape), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
@@ -205,9 +203,9 @@ def prepare_target_attention(
     return TargetAttentionInputs(*tensors, None, tables, indices, scale, max_seqlen), impl
 
 
-def table_bias(table: Tensor, index: Tensor, dtype: torch.dtype, is_checked: bool) -> Tensor:
+def table_bias(table: Tensor, index: Tensor, dtype: torch.dtype, is_read: bool | None = None) -> Tensor:
     """Returns the bias [S, H] of each event, a row of a table [R, H]; zeros without a gradient where it is outside."""
-    if is_checked:
+    if is_read or (is_read is None and may_read(index)):  # and has been checked
         return torch.nn.functional.embedding(index, table).to(dtype)
     index = reference.bound_ids(index, table.shape[0])
     rows = torch.nn.functional.embedding(index.clamp(min=0), table)
