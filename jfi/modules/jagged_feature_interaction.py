@@ -151,8 +151,7 @@ class JaggedFeatureInteraction(nn.Module):
         self.embedding_collection = embedding_collection
         self._project_for_ragged = project_history is None
         self.project_history = num_queries * num_heads > embedding_dim if project_history is None else project_history
-        #: Whether weights, bucket ids or times are read.
-        self._reads_inputs = any([feature.reads_weights or feature.input_keys for feature in features])
+        self._reads_inputs = any([one.reads_weights or one.input_keys for one in features])  # more than embeddings
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
         self.groups = group_features(features, sequence_dim, target_dim)

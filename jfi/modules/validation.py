@@ -92,8 +92,8 @@ def allow_no_samples(ids: KeyedJaggedTensor) -> None:
 
 
 @torch.fx.wrap
-def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
-    """Checks the ids that embedding collections are about to read, where these would fail less clearly."""
+def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> bool:
+    """Checks the ids that embedding collections are about to read; returns whether their contents may be read."""
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
     require_keys(argument, ids.keys(), needed)
@@ -103,8 +103,8 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
         raise TypeError(f"{argument} must hold int32 or int64 ids [S], got {got}")
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"{argument} must have weights of shape {list(values.shape)}, got {list(weights.shape)}")
-    varies = ids.variable_stride_per_key()
-    if may_read(values) and not varies:
+    varies, is_readable = ids.variable_stride_per_key(), may_read(values)
+    if is_readable and not varies:
         lengths = ids.lengths()
         if lengths.numel() != len(ids.keys()) * ids.stride():
             raise ValueError(f"{argument} must have as many lengths for each of its keys, got {lengths.numel()} in all")
@@ -119,6 +119,7 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
             "need a collection that is sharded, by DistributedModelParallel"
         )
     allow_no_samples(ids)
+    return is_readable
 
 
 def check_inputs(

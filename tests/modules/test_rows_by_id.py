@@ -22,7 +22,8 @@ def kernels(device, monkeypatch):
     """On a CPU too the layer takes the kernels, through Triton's interpreter."""
     if device.type == "cuda":
         return
-    monkeypatch.setattr("jfi.ops.absorbed_target_attention.default_impl", lambda like: "triton")
+    for name in ("ops.absorbed_target_attention", "tables.gather_rows"):
+        monkeypatch.setattr(importlib.import_module(f"jfi.{name}"), "default_impl", lambda like: "triton")
     for name in ("ops.target_attention", "tables.gather_rows", "tables.step_rows"):
         module = importlib.import_module(f"jfi.{name}")
         check = module.check_impl

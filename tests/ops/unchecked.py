@@ -35,6 +35,6 @@ def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
                     return check("triton" if impl == "auto" else impl, like)
 
                 patched.setattr(module, "check_impl", chosen)
-            if kernels:
-                patched.setattr("jfi.ops.absorbed_target_attention.default_impl", lambda like: "triton")
+            for name in ("ops.absorbed_target_attention", "tables.gather_rows") if kernels else ():
+                patched.setattr(importlib.import_module(f"jfi.{name}"), "default_impl", lambda like: "triton")
         yield
