@@ -391,7 +391,7 @@ class Attended(nn.Module):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Kernels in the interpreter, and nobody reads the contents of tensors to check them."""
-    monkeypatch.setattr("jfi.ops.absorbed_target_attention.check_impl", lambda *_: "triton")
+    monkeypatch.setattr("jfi.ops.absorbed_target_attention.default_impl", lambda *_: "triton")
     monkeypatch.setattr("jfi.ops.checks.may_read", lambda *_: False)
     monkeypatch.setattr("jfi.modules.validation.may_read", lambda _: False)
 

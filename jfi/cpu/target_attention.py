@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
-from jfi.kernels.plan import cpu_is_dense
+from jfi.kernels.plan import CPU_DENSE_SCORES
 from jfi.reference import unpack_digits
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -51,15 +51,15 @@ class _Problem:
         self.value = self.key if value is None else value.to(self.dtype)
         self.is_shared = value is None
         self.bias = None if bias is None else bias.to(self.dtype)
-        self.is_dense = cpu_is_dense(self.rows * self.query_rows, self.batch)
+        self.is_dense = not 0 < self.rows * self.query_rows <= CPU_DENSE_SCORES * self.batch
 
     def group(self, x: Tensor) -> Tensor:
-        """[B, T, H, W] -> [B, G, Q, W]."""
+        """[B, T, H, ...] -> [B, G, Q, ...]."""
         x = x.to(self.dtype).unflatten(2, (self.num_kv_heads, self.qheads_per_kvhead))
         return x.transpose(1, 2).flatten(2, 3)
 
     def ungroup(self, x: Tensor) -> Tensor:
-        """[B, G, Q, W] -> [B, T, H, W]."""
+        """[B, G, Q, ...] -> [B, T, H, ...]."""
         return x.unflatten(2, (self.num_queries, self.qheads_per_kvhead)).transpose(1, 2).flatten(2, 3).contiguous()
 
 
@@ -77,11 +77,12 @@ class _Pattern:
         if self.rows_per_sample > 1:
             lengths = self.lengths.repeat_interleave(self.rows_per_sample)
             self.starts = F.pad(lengths.cumsum(0, dtype=self.index), (1, 0))
-        group = self.range(problem.num_kv_heads).repeat_interleave(problem.query_rows)
-        self.column = self.positions(problem.num_kv_heads, group)
-
-    def range(self, end: int, step: int = 1) -> Tensor:
-        return torch.arange(0, end, step, dtype=self.index)
+        #: [P]: of each entry its row in [S · G].
+        self.column = torch.arange(0, self.count * problem.num_kv_heads, problem.num_kv_heads, dtype=self.index)
+        if self.rows_per_sample > 1:
+            group = torch.arange(problem.num_kv_heads, dtype=self.index).repeat_interleave(problem.query_rows)
+            first = self.offsets[:-1, None] * problem.num_kv_heads + group
+            self.column += self.expand(first.flatten() - self.starts[:-1] * problem.num_kv_heads)
 
     @cached_property
     def sample(self) -> Tensor:
@@ -95,23 +96,16 @@ class _Pattern:
             return self.sample
         return torch.repeat_interleave(self.starts.diff(), output_size=self.count)
 
-    def positions(self, width: int, column: Tensor) -> Tensor:
-        """[P]: the position of each entry's row in [S · width], at the column [G · Q] that its query has."""
-        entries = self.range(self.count * width, width)
-        if self.rows_per_sample == 1:
-            return entries
-        first = self.offsets[:-1, None] * width + column
-        return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
-
     def expand(self, x: Tensor) -> Tensor:
         """[B, G, Q] -> [P]: the entry's query's."""
         return x.flatten().index_select(0, self.query)
 
     def bias(self) -> Tensor:
         """[P]: the entry's bias."""
-        problem = self.problem
-        head = self.range(problem.num_heads).view(problem.num_kv_heads, 1, -1).expand(-1, problem.num_queries, -1)
-        return problem.bias.flatten().index_select(0, self.positions(problem.num_heads, head.flatten()))
+        heads, position = self.problem.qheads_per_kvhead, self.column
+        if heads > 1:  # the query rows of a key head are [T, H / G]
+            position = torch.add(self.query % heads, position, alpha=heads)
+        return self.problem.bias.flatten().index_select(0, position)
 
     def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
@@ -135,9 +129,10 @@ class _Pattern:
         if self.rows_per_sample == 1:
             return [x[:, None] for x in weights]
         first = (self.offsets * (self.rows_per_sample - 1)).index_select(0, self.sample)
-        first += self.range(self.problem.rows)
+        first += torch.arange(self.problem.rows, dtype=self.index)
         step = self.lengths.index_select(0, self.sample)
-        position = torch.addcmul(first[:, None], step[:, None], self.range(self.rows_per_sample))
+        query = torch.arange(self.rows_per_sample, dtype=self.index)
+        position = torch.addcmul(first[:, None], step[:, None], query)
         return [x.index_select(0, position.flatten()).view_as(position) for x in weights]
 
     def sum_queries(self, *terms: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,9 +141,9 @@ class _Pattern:
         weights, tables = zip(*terms, strict=True)
         # The tables are concatenated; positions [G, terms · Q] are those of the first sample's query rows.
         count = problem.batch * self.rows_per_sample
-        queries = self.range(self.rows_per_sample).view(problem.num_kv_heads, -1)
+        queries = torch.arange(self.rows_per_sample, dtype=self.index).view(problem.num_kv_heads, -1)
         positions = torch.cat([queries + i * count for i in range(len(terms))], 1)
-        first = self.range(count, self.rows_per_sample).index_select(0, self.sample)
+        first = torch.arange(0, count, self.rows_per_sample, dtype=self.index).index_select(0, self.sample)
         weights = torch.cat([x.unflatten(1, (problem.num_kv_heads, -1)) for x in weights], 2)
         out = F.embedding_bag(
             (first[:, None, None] + positions).flatten(0, 1),
@@ -289,7 +284,7 @@ def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
         return out, lse
     problem = _Problem(x)
     out, lse = (_dense_forward if problem.is_dense else _sparse_forward)(problem)
-    return problem.ungroup(out).to(query.dtype), problem.ungroup(lse[..., None])[..., 0]
+    return problem.ungroup(out).to(query.dtype), problem.ungroup(lse)
 
 
 def backward(
@@ -299,7 +294,7 @@ def backward(
     if x.key.dtype == torch.int32:
         return _digits_backward(grad, x, out, lse, needed)
     problem = _Problem(x)
-    grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
+    grads, lses = problem.group(grad), problem.group(lse)
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
     work = _dense_backward if problem.is_dense else _sparse_backward

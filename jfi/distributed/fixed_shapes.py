@@ -27,8 +27,8 @@ from jfi.cuda_graphs.static_batch import (
 from jfi.distributed.exchange import Exchange, PeerMemory, start_gather
 from jfi.distributed.input_dist import GroupInput, InputDistOutput, check_keys, count_samples
 from jfi.distributed.sharded_tables import ShardedTables
+from jfi.modules.validation import allow_no_samples
 from jfi.tables.gather_rows import bound_ids
-from jfi.utils import compat
 
 #: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of the input dist,
 #: whose kernels are small. The sorting of the tables' rows, which fills the GPU, has 0.
@@ -135,7 +135,7 @@ class FixedShapes:
     def ids_by_key(self, batch: Described) -> dict[str, JaggedTensor]:
         """Returns the ids of a batch, checked."""
         ids = ids_of(batch)
-        compat.allow_no_samples(ids)
+        allow_no_samples(ids)
         by_key = ids.to_dict()
         for group in self.groups:
             check_keys(group, by_key)

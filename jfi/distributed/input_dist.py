@@ -21,11 +21,10 @@ from jfi.distributed.exchange import Exchange, start_gather
 from jfi.distributed.planning import TableGroup
 from jfi.modules import KeyBias, PositionBias
 from jfi.modules.events import position_buckets
-from jfi.modules.validation import require_keys
+from jfi.modules.validation import allow_no_samples, require_keys
 from jfi.ops import partition_ids as kernels
 from jfi.tables.gather_rows import bound_ids, check_indices
-from jfi.utils import compat
-from jfi.utils.context import padding_state
+from jfi.utils.context import may_read, padding_state
 from jfi.utils.operands import MAX_SHARDS
 
 #: The columns of events begin at multiples of so many int32, as kernels load them best.
@@ -80,7 +79,7 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
 
     def __init__(self, groups: list[TableGroup], ids: KeyedJaggedTensor, pg: dist.ProcessGroup) -> None:
         super().__init__()
-        compat.allow_no_samples(ids)
+        allow_no_samples(ids)
         self._groups, self._pg, self._by_key = groups, pg, ids.to_dict()
         for group in groups:
             check_keys(group, self._by_key)
@@ -279,8 +278,8 @@ def check_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
         tables += zip(keys, group.field_shardings, strict=True)
     for key, sharding in tables:
         ids, rows_of = by_key[key], f"table '{sharding.table}'"
-        lengths = ids.lengths() if is_padded else None
-        check_indices(f"features['{key}']", ids.values(), sharding.num_rows, rows_of, lengths, padded=False)
+        count = int(ids.lengths().sum()) if is_padded and may_read(ids.lengths()) else None
+        check_indices(f"features['{key}']", ids.values(), sharding.num_rows, rows_of, count, padded=False)
     for feature in group.features:
         if isinstance(feature.bias, KeyBias):
             ids, bias = by_key[feature.bias_key].values(), f"the bias of feature '{feature.name}'"

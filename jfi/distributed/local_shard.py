@@ -102,7 +102,7 @@ class LocalShard(FusedTables):
     def handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Returns `gradient_handles` of positions [S] in `memory` each."""
         self.sync_learning_rate()
-        return self.gradient_handles([("rows", rows) for rows in requested], dtype)
+        return self.gradient_handles(self.weights, [("rows", rows) for rows in requested], dtype)
 
 
 def add_stepped_at(kernel: nn.Module, group: dist.ProcessGroup) -> Tensor:

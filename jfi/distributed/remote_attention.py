@@ -20,7 +20,6 @@ from jfi.distributed.exchange import gradient_scale
 from jfi.distributed.input_dist import GroupInput
 from jfi.modules import SequenceFeatureConfig, WeightBias
 from jfi.modules.validation import event_input, unread
-from jfi.ops.checks import may_read
 from jfi.ops.partial_target_attention import (
     add_parts,
     attend_to_part,
@@ -33,7 +32,7 @@ from jfi.ops.partial_target_attention import (
 from jfi.ops.target_attention import prepare_target_attention
 from jfi.tables.rows_by_id import RowsById, SavedTables
 from jfi.tables.table_rows import RemoteAttention, join
-from jfi.utils.context import once_differentiable
+from jfi.utils.context import may_read, once_differentiable
 from jfi.utils.operands import TargetAttentionInputs
 
 

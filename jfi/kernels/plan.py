@@ -426,7 +426,7 @@ def plan_target_attention(
         reason = "at most 2^15 events or one sample at a time"
         return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
     if impl == "torch":
-        dense = cpu_is_dense(num_keys * query_rows, batch)
+        dense = not 0 < num_keys * query_rows <= CPU_DENSE_SCORES * batch  # as jfi.cpu.target_attention decides
         kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")
         return _torch_plan("cpu", kernel, f"{than} {CPU_DENSE_SCORES} scores per sample and key head")
     sizes = (num_kv_heads, qheads_per_kvhead, head_dim, head_dim if value is None else value.shape[2])
@@ -483,11 +483,6 @@ def _jagged_refusal(
     tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
     filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
     return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
-
-
-def cpu_is_dense(scores: int, batch: int) -> bool:
-    """Returns whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
-    return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
 @cached

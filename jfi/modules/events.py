@@ -101,7 +101,7 @@ class Events:
         The table [F * num_buckets, H] has the learned values of a learned bias.
         """
         if self.bias_index is not None:
-            return table_bias(table, self.bias_index).to(dtype)
+            return table_bias(table, self.bias_index, dtype)
         if self.score_bias is not None:
             return self.score_bias.unsqueeze(1).expand(-1, num_heads).to(dtype)
         return None
@@ -223,7 +223,7 @@ def _read_group(
         _add_candidates(events, group, candidates)
     if isinstance(feature.relative_bias, TimeBias):
         events.times = join([validation.event_input(sequences, one.time_key).values() for one in group.features])
-    if feature.bias is not None and not is_by_pair(feature.bias, events.target_times is not None):
+    if feature.bias is not None and (events.target_times is None or not is_by_pair(feature.bias, True)):
         _add_bias(events, sequences, group, weights, is_padded)
     return events
 

@@ -17,7 +17,6 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.utils import compat
 from jfi.utils.arguments import check_device, check_module, check_type, module_name, shown
 from jfi.utils.context import not_scriptable
 
@@ -152,6 +151,7 @@ class JaggedFeatureInteraction(nn.Module):
         self.embedding_collection = embedding_collection
         self._project_for_ragged = project_history is None
         self.project_history = num_queries * num_heads > embedding_dim if project_history is None else project_history
+        self._reads_inputs = any([one.reads_weights or one.input_keys for one in features])  # more than embeddings
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
         self.groups = group_features(features, sequence_dim, target_dim)
@@ -335,8 +335,10 @@ class JaggedFeatureInteraction(nn.Module):
             )
         if not isinstance(sequences, KeyedJaggedTensor | torch.fx.Proxy):
             raise TypeError(f"sequences must be a KeyedJaggedTensor of ids, got {type(sequences).__name__}")
-        compat.allow_no_samples(sequences)
+        validation.allow_no_samples(sequences)
         embeddings = self.embedding_collection(sequences)
+        if not self._reads_inputs:
+            return embeddings
         return lookups.with_event_inputs(embeddings, sequences, self.features, "sequences")
 
     def extra_repr(self) -> str:

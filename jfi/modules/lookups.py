@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.events import as_dict
-from jfi.modules.sequence_configs import KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.sequence_configs import SequenceFeatureConfig, TimeBias
 from jfi.modules.validation import check_aligned, input_key, jagged_of, require_keys
 from jfi.tables.table_rows import RemoteRows, parts_of, with_weights
 from jfi.utils.arguments import check_type
@@ -58,15 +58,13 @@ def with_event_inputs(
         check_type(argument, ids, KeyedJaggedTensor, "a KeyedJaggedTensor of ids")
     sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:
-        bias, relative, key = feature.bias, feature.relative_bias, feature.sequence_keys[0]
-        # For targets with times TimeBias reads no ids; without times `check_inputs` requires these.
-        if isinstance(bias, KeyBias) and not (isinstance(bias, TimeBias) and bias.key not in present):
-            require_keys(argument, present, [bias.key])
-            sequences[input_key(bias.key)] = ids[bias.key]
-        if isinstance(relative, TimeBias):
-            require_keys(argument, present, [relative.key])
-            sequences[input_key(relative.key)] = ids[relative.key]
-        if feature.weighted_values or isinstance(bias, WeightBias):  # reads_weights, without a call for each batch
+        key, has_ages = feature.sequence_keys[0], isinstance(feature.bias, TimeBias)
+        for input_of in feature.input_keys:
+            # For targets with times TimeBias reads no ids; without times `check_inputs` requires these.
+            if input_of in present or not (has_ages and input_of == feature.bias_key):
+                require_keys(argument, present, [input_of])
+                sequences[input_key(input_of)] = ids[input_of]
+        if feature.reads_weights:
             id_key = key if key in present else key.rpartition("@")[0] or key  # TorchRec's `<id_key>@<table>`
             require_keys(argument, present, [id_key])
             name, events, own = f"{argument}['{id_key}']", jagged_of("sequences", sequences, key), ids[id_key]

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import validation
-from jfi.ops.checks import check_dense, may_read
+from jfi.ops.checks import check_dense
 from jfi.ops.sid_words import sid_words
 from jfi.semantic_ids.codec import Codec
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, trits_of_bytes
 from jfi.tables.id_counts import OutsideIds
 from jfi.tables.table_rows import DigitRows, bounded, parts_of
 from jfi.utils.arguments import check_choice, check_device, check_int, check_keys, check_type
-from jfi.utils.context import is_traced
+from jfi.utils.context import is_traced, may_read
 
 Read = Literal["digits", "decode"]
 
@@ -191,17 +191,17 @@ class SemanticIDEmbedding(nn.Module):
                 catalogue lacks gives zeros on a GPU, and `jfi.modules.outside_ids` counts it; so does an ID with a code
                 beyond its codebook, which is not counted.
         """
-        validation.check_ids("features", features, self.feature_names, sharded=True)
+        are_readable = validation.check_ids("features", features, self.feature_names, sharded=True)
         by_key, embeddings = features.to_dict(), {}
         if self.catalogue is not None:
             reads = [(key, "the catalogue", self.catalogue.size(0)) for key in self.feature_names]
-            by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device))
+            by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device), are_readable)
         else:
             by_feature = [by_key[key].values() for key in self.feature_names]
             for key, sids in zip(self.feature_names, by_feature, strict=True):
                 if sids.dtype != torch.int64:
                     raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
-                if may_read(sids):
+                if are_readable:
                     _check_sids(f"features['{key}']", sids, self.layout)
         for key, ids in zip(self.feature_names, by_feature, strict=True):
             parts = parts_of(by_key[key])

@@ -228,9 +228,7 @@ def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, atte
     """
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     query = affine(query_bias, events.target, query_weight)
-    rows = (
-        events.history if events.target_offsets is None else events.rows
-    )  # or digits, whose projection is in the weights
+    rows = events.history if events.target_offsets is None else events.rows  # digits, projected by the weights
     by_feature = rows.split(events.counts)
     key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))
     query = query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2))

@@ -19,10 +19,11 @@ from jfi.modules.sequence_configs import (
     WeightBias,
     has_own_buckets,
 )
-from jfi.ops.checks import FLOATING, check_dense, may_read
+from jfi.ops.checks import FLOATING, check_dense
+from jfi.ops.dispatch import PLAIN
 from jfi.tables.table_rows import UnreadRows
-from jfi.utils import compat
 from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int, check_type
+from jfi.utils.context import may_read
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -63,7 +64,8 @@ def unread(events: JaggedTensor) -> Tensor:
 def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
     """Checks that all parts are dense tensors on one device, and the lengths integers; returns the `unread` values."""
     values, weights = unread(events), events.weights_or_none()
-    check_dense(name, values)
+    if type(values) not in PLAIN or values.layout is not torch.strided or values.is_nested:
+        check_dense(name, values)
     if values.dim() == 0:
         raise ValueError(f"{name} must hold a tensor of at least one dimension, got one of none")
     if weights is not None:
@@ -73,11 +75,9 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
             must = f"{name} must have {what} in a dense int32 or int64 tensor [B]"
             if not isinstance(part, Tensor) or part.dtype not in _INTEGERS:
                 raise TypeError(f"{must}, got {part.dtype if isinstance(part, Tensor) else type(part).__name__}")
-            if part.layout is not torch.strided or part.is_nested or part.dim() != 1:
-                got = (
-                    f"shape {list(part.shape)}" if part.layout is torch.strided and not part.is_nested else part.layout
-                )
-                raise ValueError(f"{must}, got {got}")
+            is_dense = part.layout is torch.strided and not part.is_nested
+            if not is_dense or part.dim() != 1:
+                raise ValueError(f"{must}, got {f'shape {list(part.shape)}' if is_dense else part.layout}")
         for tensor in (part, weights):
             if tensor is not None and tensor.device != values.device:
                 raise ValueError(f"{name} must be on one device, got {values.device} and {tensor.device}")
@@ -85,11 +85,15 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
 
 
 @torch.fx.wrap
-def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
-    """Checks the ids that embedding collections are about to read, where these would fail less clearly.
+def allow_no_samples(ids: KeyedJaggedTensor) -> None:
+    """Fills the cache of to_dict, with which embedding collections begin, where it fails: for a batch of no samples."""
+    if ids.stride() == 0:
+        ids._jt_dict = {key: ids[key] for key in [*ids.keys()]}
 
-    They may then look up a batch of no samples, see `jfi.utils.compat.allow_no_samples`.
-    """
+
+@torch.fx.wrap
+def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> bool:
+    """Checks the ids that embedding collections are about to read; returns whether their contents may be read."""
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
     require_keys(argument, ids.keys(), needed)
@@ -99,8 +103,8 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
         raise TypeError(f"{argument} must hold int32 or int64 ids [S], got {got}")
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"{argument} must have weights of shape {list(values.shape)}, got {list(weights.shape)}")
-    varies = ids.variable_stride_per_key()
-    if may_read(values) and not varies:
+    varies, is_readable = ids.variable_stride_per_key(), may_read(values)
+    if is_readable and not varies:
         lengths = ids.lengths()
         if lengths.numel() != len(ids.keys()) * ids.stride():
             raise ValueError(f"{argument} must have as many lengths for each of its keys, got {lengths.numel()} in all")
@@ -114,7 +118,8 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
             f"{argument} must have one batch size for all keys, got {ids.stride_per_key()}: variable batch sizes (VBE) "
             "need a collection that is sharded, by DistributedModelParallel"
         )
-    compat.allow_no_samples(ids)
+    allow_no_samples(ids)
+    return is_readable
 
 
 def check_inputs(
@@ -348,10 +353,7 @@ def check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: Jagged
 
 def _check_lengths(name: str, tensor: JaggedTensor, values: Tensor, rows: str = "events") -> None:
     """Checks, where they are readable, that offsets go from 0 to the number of values, never down."""
-    if not may_read(values):
-        return
-    offsets = tensor.offsets()
-    if offsets.numel() == 0:
+    if not may_read(values) or (offsets := tensor.offsets()).numel() == 0:
         return
     first, last, count = offsets[0].item(), offsets[-1].item(), values.size(0)
     if (first, last) != (0, count):

@@ -51,10 +51,10 @@ def attention(
         width = query.shape[-1] if value is None or value.dim() == 1 else value.shape[-1]
         return query.new_empty(*query.shape[:-1], width), query.new_empty(query.shape[:-1], dtype=stats)
 
-    def run_backward(grad, dlse, *args):
+    def run_backward(grad, dlse, *args, **known):
         *tensors, out, lse, needed, impl = args
         dlse = None if dlse is None else dlse.contiguous()
-        grads = backward(aligned(grad), dlse, operands(*tensors), out, lse, needed, impl)
+        grads = backward(aligned(grad), dlse, operands(*tensors), out, lse, needed, impl, **known)
         return [x for x, need in zip(grads, needed, strict=False) if need]
 
     def fake_backward(grad, dlse, *args):

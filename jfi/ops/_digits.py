@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from jfi.ops.checks import check_device, check_dim, check_index, check_size, may_read
+from jfi.ops.checks import check_device, check_dim, check_index, check_size
 from jfi.tables.gather_rows import check_indices
+from jfi.utils.context import may_read
 from jfi.utils.operands import DIGITS_PER_WORD, ceil_div
 
 

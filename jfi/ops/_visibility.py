@@ -7,9 +7,9 @@ jagged attention read positions and never see a time.
 import torch
 from torch import Tensor
 
-from jfi.ops.checks import check_count, check_dim, check_size, check_times, may_read
+from jfi.ops.checks import check_count, check_dim, check_size, check_times
 from jfi.ops.dispatch import is_exported, operator
-from jfi.utils.context import is_traced
+from jfi.utils.context import is_traced, may_read
 from jfi.utils.operands import MAX_BUCKETS
 
 #: Keys of a sample whose positions fit 32 bits together with a bucket.

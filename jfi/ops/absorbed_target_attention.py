@@ -30,13 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.ops.checks import check_impl
+from jfi.kernels.plan import plan_target_attention
 from jfi.ops.dispatch import PLAIN, operators, refusal
-from jfi.ops.target_attention import fits_single_tile, table_bias, target_attention
+from jfi.ops.target_attention import fits_single_tile, run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.utils import compat
-from jfi.utils.context import is_traced, once_differentiable, without_autocast
+from jfi.utils.context import default_impl, is_traced, may_read, once_differentiable, without_autocast
+from jfi.utils.operands import TargetAttentionInputs
 
 
 def attend_absorbed(
@@ -74,17 +75,19 @@ def attend_absorbed(
     """
     by_id = history if isinstance(history, RowsById) else None
     fields = (history.rows,) if isinstance(history, RowsById) else history
-    impl = check_impl(impl, fields[0])
+    impl = default_impl(fields[0]) if impl == "auto" else impl
     num_queries = weights[0].shape[1] // weights[2].shape[1]
     # Whether the attention's kernels read a bias by its index and a value scale.
-    in_kernel = impl == "triton" and fits_single_tile(num_queries * num_heads)
+    in_kernel, is_read = impl == "triton" and fits_single_tile(num_queries * num_heads), False
     if key_bias is not None and key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(fields[0].dtype), None
+        is_read = may_read(key_bias_index)
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index, fields[0].dtype, is_read), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         fields, by_id = (read_rows(by_id),), None
     first = fields[0]
     tensors = (target, *fields, key_bias, *weights)
-    if not is_traced() and _are_plain(tensors) and _fits_one_node(tensors, value_scale, impl, in_kernel):
+    # A tracer lets nobody read.
+    if (is_read or not is_traced()) and _fits_one_node(tensors, value_scale, impl, in_kernel):
         if compat.functorch_transforms_active():
             raise refusal("jfi.ops.target_attention")
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
@@ -132,18 +135,12 @@ def _product_dtype(history: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else weight.dtype
 
 
-def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Returns whether none of these tensors is a subclass or meta."""
-    for x in tensors:  # noqa: SIM110 - a comprehension would be one more call
-        if x is not None and (type(x) not in PLAIN or x.is_meta):
-            return False
-    return True
-
-
 def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str, in_kernel: bool) -> bool:
-    """Returns whether the one node takes these dtypes on this device, and the value scale."""
+    """Returns whether the one node takes these tensors, no subclasses or meta ones, and the value scale."""
     for x in tensors:
-        if x is not None and (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.is_meta or (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
             return False
     # Kernels alone read the value scale, and the node has no gradient of it.
     return value_scale is None or (in_kernel and not (value_scale.requires_grad and torch.is_grad_enabled()))
@@ -168,16 +165,18 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
         num_heads, scale, max_seqlen, impl, dtype, *by_id = options
-        w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
+        w_qk, b_qk, w_vo = absorb(weights, num_heads, dtype, impl)
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
             query = query.to(history.dtype)
         query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
         events = (offsets, bias, index, value_scale, second)
-        attend = operators.target_attention_fwd
-        if not compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
-            attend = attend.eager
-        attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
+        x = TargetAttentionInputs(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen)
+        ctx.plan = plan_target_attention(x, impl) if impl == "triton" else None
+        if compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
+            attended, lse = operators.target_attention_fwd(*x, impl)
+        else:
+            attended, lse = run_forward(x, impl, ctx.plan)
         ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
         tables, indices = by_id
         ctx.tables = SavedTables(tables) if tables else None
@@ -191,8 +190,10 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
         key = history.unsqueeze(1)
         by_id: Any = [], []
+        chosen = ctx.plan
         if ctx.tables is not None:
             key, *by_id = ctx.tables.read(key, indices)
+            chosen = chosen if by_id[0] else None  # a plan of rows by id, which have been read
         num_heads, scale, max_seqlen, impl = ctx.options
         needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
         needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
@@ -205,6 +206,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
                 None,
                 *(query, key, None, *events, *by_id, scale, max_seqlen),
                 *(attended, lse, needed, impl),
+                chosen=chosen,
             )
             grads = iter(grads)
             found: list[Any] = [next(grads) if need else None for need in needed]
@@ -233,7 +235,9 @@ def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> t
     )
 
 
-def absorb(weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def absorb(
+    weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype, impl: str = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Multiplies the weights of multi-head target attention, so that keys and values need no projection.
 
     Args:
@@ -241,28 +245,21 @@ def absorb(weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype) -> t
             out as in ``torch.nn.MultiheadAttention``.
         num_heads: H, which divides D.
         dtype: of the products.
+        impl: "triton" computes them in one launch, without a graph.
 
     Returns:
         W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x] and W_vo [F, T · H · D_x, D], differentiable.  The queries
         of a target e are W_qk e + b_qk; the output is W_voᵀ a + b_o, where a is what the queries attended to.
     """
     features, num_queries = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
+    if impl == "triton":
+        from jfi.kernels import absorbed_weights
+
+        return absorbed_weights.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
     w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
     b_qk = torch.bmm(b_q, w_k).view(features, -1)
     return w_qk, b_qk, torch.bmm(w_v.mT, w_o).view(features, -1, w_o.size(2))
-
-
-def absorb_in_kernel(
-    weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `absorb` without a graph, on a GPU in one launch."""
-    if impl == "triton":
-        from jfi.kernels import absorbed_weights
-
-        num_queries = weights[0].shape[1] // weights[2].shape[1]
-        return absorbed_weights.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
-    return absorb(weights, num_heads, dtype)
 
 
 def affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:

@@ -7,22 +7,17 @@ the CPU, and on a GPU only under ``with jfi.ops.validation():``, since reading t
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from jfi.ops.dispatch import PLAIN
 from jfi.utils.arguments import check_ascending
-from jfi.utils.context import interprets, is_traced
+from jfi.utils.context import default_impl, interprets, is_traced, may_read, validates_on_gpu
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-
-#: Types of devices whose tensors are read without waiting.
-_READABLE = ("cpu",)
-_validates_on_gpu: ContextVar[bool] = ContextVar("_validates_on_gpu", default=False)
 
 
 @contextmanager
@@ -38,21 +33,11 @@ def validation() -> Iterator[None]:
         ...     jfi.ops.gather_rows((torch.zeros(5, 1),), (torch.tensor([0, 4]),)).shape
         torch.Size([2, 1])
     """
-    token = _validates_on_gpu.set(True)
+    token = validates_on_gpu.set(True)
     try:
         yield
     finally:
-        _validates_on_gpu.reset(token)
-
-
-def may_read(offsets: Tensor) -> bool:
-    """Returns whether the contents of offsets exist and reading them stalls no device or is asked for."""
-    # First, since a compiler cannot trace ContextVar.get.
-    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.is_meta:
-        return False
-    if not (offsets.device.type in _READABLE or _validates_on_gpu.get()):
-        return False
-    return not is_traced()
+        validates_on_gpu.reset(token)
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -264,7 +249,7 @@ def check_impl(impl: str, like: Tensor) -> str:
     if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     if impl == "auto":
-        return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
+        return default_impl(like)
     if impl == "triton" and like.dtype == torch.float64:
         raise TypeError("impl='triton' takes float32, bfloat16 or float16, got torch.float64: use impl='torch'")
     if impl == "triton" and like.device.type == "cpu" and not (is_traced() or interprets()):

@@ -120,7 +120,7 @@ def _prepare(
             f"query must have at most {plan.MAX_DIGITS} digits for impl='triton', got {num_digits}: use impl='torch'"
         )
     if key_bias is not None and key_bias_index is not None and impl == "torch":
-        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index, query.dtype), None
     # Rows by id have no memory.
     key = digits.contiguous() if indices is None else digits.new_zeros(()).expand(events.shape[0], digits.shape[1])
     by_id = ([], []) if indices is None else ([digits.contiguous()], [indices.contiguous()])

@@ -24,7 +24,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 #: Types of other arguments: looked up first, since isinstance(x, Tensor) is slow for them.
 _NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))
 
-#: What ``operator`` made, by name, so that the operators can be each other's gradients; ``eager`` of each is its work.
+#: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
 
 
@@ -44,6 +44,8 @@ def operator(
     exported: Callable[[], Callable] | None = None,
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
+
+    It takes keyword arguments too: what spares the function work where it is called directly.
 
     Args:
         function: the work, on real tensors. Lists of tensors have no gradient.
@@ -72,7 +74,7 @@ def operator(
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         direct = type(name, (torch.autograd.Function,), methods)
 
-    def call(*args):
+    def call(*args, **known):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
             return (registered if exported is None or not is_exported(args[0], args[-1]) else exported())(*args)
         if compat.functorch_transforms_active():  # of a backward pass; `public` refuses those of a forward
@@ -87,15 +89,14 @@ def operator(
                 if x.requires_grad:
                     wants_grad = True
             elif kind is list:
-                if not all([type(y) in PLAIN for y in x]):
+                if not all([type(y) in PLAIN or type(y) in _NO_TENSORS for y in x]):
                     return registered(*args)
             elif kind not in _NO_TENSORS and isinstance(x, Tensor):
                 return registered(*args)
         if wants_grad and torch.is_grad_enabled():
             return registered(*args) if direct is None else direct.apply(*args)
-        return function(*args)
+        return function(*args, **known)
 
-    call.eager = function
     setattr(operators, name, call)
     return call
 

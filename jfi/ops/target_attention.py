@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.kernels.plan import fits_single_tile
+from jfi.kernels.plan import AttentionPlan, fits_single_tile
 from jfi.ops._attention import attention
 from jfi.ops.checks import (
     check_count,
@@ -31,35 +31,45 @@ from jfi.ops.checks import (
     check_impl,
     check_offsets,
     check_scale,
-    may_read,
 )
 from jfi.ops.dispatch import public
 from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
-from jfi.utils.context import without_autocast
+from jfi.utils.context import may_read, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
-def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
-    x, impl = TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
+def run_forward(x: TargetAttentionInputs, impl: str, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the output and the log-sum-exp; autocast must be off. Without a plan the kernels make it."""
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
-        return execute.forward(x)
+        return execute.forward(x, chosen)
     from jfi.cpu import target_attention
 
+    return target_attention.forward(x)
+
+
+def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
     with without_autocast("cpu"):
-        return target_attention.forward(x)
+        return run_forward(TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1])
 
 
 def _backward(
-    grad: Tensor, _: None, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], impl: str
+    grad: Tensor,
+    _: None,
+    x: TargetAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    impl: str,
+    chosen: AttentionPlan | None = None,
 ) -> tuple[Tensor | None, ...]:
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
-        return execute.backward(grad, x, out, lse, needed)
+        return execute.backward(grad, x, out, lse, needed, chosen)
     from jfi.cpu import target_attention
 
     with without_autocast("cpu"):
@@ -176,7 +186,7 @@ def prepare_target_attention(
     check_count("max_seqlen", max_seqlen)
     in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
     if key_bias is not None and key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index, query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         key, by_id = read_rows(by_id).view(key.shape), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
@@ -193,13 +203,13 @@ def prepare_target_attention(
     return TargetAttentionInputs(*tensors, None, tables, indices, scale, max_seqlen), impl
 
 
-def table_bias(table: Tensor, index: Tensor) -> Tensor:
+def table_bias(table: Tensor, index: Tensor, dtype: torch.dtype, is_read: bool | None = None) -> Tensor:
     """Returns the bias [S, H] of each event, a row of a table [R, H]; zeros without a gradient where it is outside."""
-    if may_read(index):  # and has been checked
-        return torch.nn.functional.embedding(index, table)
+    if is_read or (is_read is None and may_read(index)):  # and has been checked
+        return torch.nn.functional.embedding(index, table).to(dtype)
     index = reference.bound_ids(index, table.shape[0])
     rows = torch.nn.functional.embedding(index.clamp(min=0), table)
-    return rows.masked_fill((index < 0).unsqueeze(1), 0)
+    return rows.masked_fill((index < 0).unsqueeze(1), 0).to(dtype)
 
 
 explains(target_attention, prepare_target_attention, plan.plan_target_attention)

@@ -149,7 +149,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     def _look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
         """Checks the ids, and returns the rows by embedding."""
-        validation.check_ids("features", features, self._id_keys, sharded=True)
+        are_readable = validation.check_ids("features", features, self._id_keys, sharded=True)
         weights, by_key = self._fused.weights, features.to_dict()
         processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1
         if processes > 1 and any([weight.requires_grad for weight in weights.values()]):
@@ -158,9 +158,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
         reads, found = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in self._lookups], {}
-        ids = bounded(by_key, reads, self.outside_ids[0].counts)
+        ids = bounded(by_key, reads, self.outside_ids[0].counts, are_readable)
         by_table = zip(self.outside_ids[0].tables, ids, strict=True)
-        handles = self._fused.gradient_handles(list(by_table), self._output_dtype)
+        handles = self._fused.gradient_handles(weights, list(by_table), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
             parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
             found[embedding] = TableRows(weights[table].detach(), own, handle, *parts)

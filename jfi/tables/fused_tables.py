@@ -223,12 +223,14 @@ class FusedTables(FusedOptimizer):
         self._flushed_at.copy_(self.steps)
         return found
 
-    def gradient_handles(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
+    def gradient_handles(
+        self, weights: dict[str, nn.Parameter], ids: list[tuple[str, Tensor]], dtype: torch.dtype | None
+    ) -> list[Tensor]:
         """Returns for each table and its ids [S] a tensor [S, D] without memory, whose gradient the step takes.
 
         An id of -1 is none. The gradients are of the dtype, or of that of the table if it is None.
         """
-        weights, handles, groups = self.weights, [], {}
+        handles, groups = [], {}
         if compat.current_backward() != -1:  # a checkpoint computes a part of the forward pass again
             self._running.current(self._finish).recomputes = True
         for i, (table, rows) in enumerate(ids):

@@ -22,12 +22,11 @@ from jfi.ops.checks import (
     check_impl,
     check_index,
     check_size,
-    may_read,
 )
 from jfi.ops.dispatch import PLAIN, operator, public
 from jfi.tables.step_rows import sort_rows
 from jfi.utils import compat
-from jfi.utils.context import interprets, is_traced
+from jfi.utils.context import default_impl, interprets, is_traced, may_read
 from jfi.utils.operands import MAX_STEPPED_WIDTH
 
 
@@ -143,39 +142,35 @@ def rows_without_memory(like: Tensor, dtype: torch.dtype | None, count: int) -> 
 
 
 def check_indices(
-    name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None, padded: bool = True
-) -> bool:
+    name: str, indices: Tensor, num_rows: int, rows_of: str, count: int | None = None, padded: bool = True
+) -> None:
     """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
-
-    Returns whether they were read, and so none is outside of the table.
 
     Args:
         name: of the indices, for the message.
         indices: [S].
         num_rows: N; an index is from 0 to N - 1.
         rows_of: what has the rows, for the message.
-        lengths: their sum says how many of the indices must be rows; those behind are padding and must be -1.
-        padded: whether -1 is allowed anywhere without lengths.
+        count: of the indices that must be rows, only where they may be read; those behind must be -1, padding.
+        padded: whether -1 is allowed anywhere without a count.
 
     Raises:
         ValueError: an index is out of range.
     """
-    if not may_read(indices):
-        return False
-    least, count = -1 if padded else 0, indices.shape[0]
-    if lengths is not None:
-        least, count = 0, min(count, int(lengths.sum()))
+    if count is None and not may_read(indices):
+        return
+    least = -1 if padded and count is None else 0
+    if count is not None:
         padding, indices = indices[count:], indices[:count]
         if padding.numel() and bool((padding != -1).any()):
             got = int(padding[padding != -1][0])
             raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
-    if not count:
-        return True
+    if not indices.numel():
+        return
     low, high = map(int, torch.aminmax(indices))
     if low < least or high >= num_rows:
         got = low if low < least else high
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
-    return True
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None) -> list[Tensor]:
@@ -240,14 +235,15 @@ def gather_rows(
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
         check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
+    impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     return gather_bounded(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype, impl)
 
 
 def gather_bounded(
-    tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, impl: str = "auto"
+    tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, impl: str | None = None
 ) -> Tensor:
-    """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
-    impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
+    """`gather_rows` of checked arguments and of indices that `bound_ids` has returned; impl=None is "auto"."""
+    impl = impl or ("torch" if "torch" in [default_impl(table) for table in tables] else "triton")
     tables, indices = [*map(Tensor.contiguous, tables)], [*map(Tensor.contiguous, indices)]
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():

@@ -306,15 +306,16 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided((count,), (1,)).view(-1, *width)
 
 
-def bounded(by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor) -> list[Tensor]:
-    """Returns the checked ids of each look-up, with -1 for those outside of its table, which the counts [K] count.
+def bounded(
+    by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor, are_readable: bool
+) -> list[Tensor]:
+    """Returns the ids of each look-up, checked if readable, else with -1 for those outside, which the counts [K] count.
 
     A look-up is its key, what it reads in the words of a message, and the number of rows there.
     """
-    ids, sizes, are_read = [], [], True
-    for key, rows_of, size in reads:
-        own = by_key[key].values()
-        are_read = check_indices(f"features['{key}']", own, size, rows_of, by_key[key].lengths()) and are_read
-        ids.append(own)
-        sizes.append(size)
-    return ids if are_read else bound_ids(ids, sizes, counts)
+    ids = [by_key[key].values() for key, _, _ in reads]
+    if not are_readable:
+        return bound_ids(ids, [size for _, _, size in reads], counts)
+    for own, (key, rows_of, size) in zip(ids, reads, strict=True):
+        check_indices(f"features['{key}']", own, size, rows_of, int(by_key[key].lengths().sum()))
+    return ids

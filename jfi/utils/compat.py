@@ -97,11 +97,6 @@ flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_att
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def expect_capture(optimizer: torch.optim.Optimizer) -> None:
-    """Silences the warning of an optimizer with capturable=True that a step of it is not captured."""
-    optimizer._warned_capturable_if_run_uncaptured = True
-
-
 def symmetric_memory(
     size: int, device: torch.device, group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
@@ -136,14 +131,3 @@ def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, argument
     """Launches a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
     run, function, packed_metadata = parts
     run(*grid, stream, function, packed_metadata, None, None, None, *arguments)
-
-
-@torch.fx.wrap
-def allow_no_samples(ids: Any) -> None:
-    """Lets embedding collections that are not sharded look up a batch of no samples.
-
-    `ids` are a KeyedJaggedTensor, whose to_dict, with which they begin, fails at stride 0: its cache is filled here.
-    """
-    if ids.stride() == 0:
-        keys = ids.keys()
-        ids._jt_dict = {key: ids[key] for key in keys}

@@ -1,13 +1,13 @@
-"""State around a call: compilers, tracers, interpreter, autocast, derivatives, TorchScript, and padding of its batch.
+"""State around a call: compilers, tracers, what may be read, autocast, derivatives, TorchScript, padding of its batch.
 
-The batches of a captured step are padded to a capacity: the values of a key are followed by padding, which its lengths
-do not count.
+The batches of a captured step are padded to a capacity: padding follows the values that the lengths of a key count.
 """
 
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -15,11 +15,27 @@ import torch
 from jfi.utils import compat
 
 _NOTHING = nullcontext()
+#: Types of devices whose tensors are read without waiting, and whether `jfi.ops.validation` waits for the others.
+_READABLE = ("cpu",)
+validates_on_gpu: ContextVar[bool] = ContextVar("validates_on_gpu", default=False)
 
 
 def is_traced() -> bool:
     """Returns whether a compiler, a tracer or a dispatch mode (fake tensors, make_fx) is active."""
     return torch.compiler.is_compiling() or compat.is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+
+
+def may_read(x: torch.Tensor) -> bool:
+    """Returns whether the contents of x exist, and reading them stalls no device or is wanted."""
+    # First, since a compiler cannot trace ContextVar.get.
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.is_meta:
+        return False
+    return (x.device.type in _READABLE or validates_on_gpu.get()) and not is_traced()
+
+
+def default_impl(like: torch.Tensor) -> str:
+    """Returns what impl="auto" stands for."""
+    return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:

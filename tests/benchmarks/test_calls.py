@@ -7,9 +7,9 @@ from benchmarks.calls import count_calls, embedding_collections, one_forward
 #: By embedding collection the most calls and files of one forward, and moves from file to file; one version of Python
 #: counts a comprehension as a call, another does not.
 LIMITS = {
-    "EmbeddingCollection": (73, 12, 27),
-    "FusedEmbeddingCollection": (118, 16, 47),
-    "embeddings": (70, 10, 25),
+    "EmbeddingCollection": (57, 8, 18),
+    "FusedEmbeddingCollection": (95, 12, 33),
+    "embeddings": (56, 8, 17),
 }
 
 

@@ -56,9 +56,9 @@ from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
-from jfi.ops import checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.tables.table_rows import RemoteRows
+from jfi.utils import context
 from jfi.utils.operands import TargetAttentionInputs
 
 #: Rows of the tables of bags.
@@ -267,7 +267,7 @@ def unchecked(case: Case) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(checks, "_READABLE", ()),
+        mock.patch.object(context, "_READABLE", ()),
         mock.patch.object(validation, "may_read", lambda x: False),
     ):
         yield
@@ -428,7 +428,7 @@ def as_on_a_gpu() -> Iterator[None]:
         return attend_to_part(trimmed(inputs), impl)
 
     with (
-        mock.patch.object(checks, "_READABLE", ()),
+        mock.patch.object(context, "_READABLE", ()),
         mock.patch.object(validation, "may_read", lambda x: False),
         mock.patch.multiple(remote_attention, attend_to_part=attend, part_gradients=gradients),
     ):

@@ -13,7 +13,6 @@ from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import stacked_attention
-from jfi.ops.dispatch import operators
 from jfi.tables import table_rows
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -445,14 +444,15 @@ def test_float32_parameters_with_half_precision_embeddings(events, target):
 @pytest.fixture
 def calls(monkeypatch):
     """The arguments of every call of the attention's kernels that the layer makes."""
-    attend, seen = operators.target_attention_fwd.eager, []
+    absorbed = sys.modules["jfi.ops.absorbed_target_attention"]
+    attend, seen = absorbed.run_forward, []
 
     def spy(*args):
         seen.append(args)
         with _disable_current_modes():  # the kernels' own memory is not the layer's
             return attend(*args)
 
-    monkeypatch.setattr(operators.target_attention_fwd, "eager", spy)
+    monkeypatch.setattr(absorbed, "run_forward", spy)
     return seen
 
 
@@ -469,7 +469,7 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events
         pooled = layer({"history": history}, {"item": target(2, dtype=torch.float32)})
     assert pooled.values().dtype == torch.bfloat16
     assert 0 < largest.numel < history.values().numel()  # no copy of the history, in whatever dtype
-    ((query, key, value, *_),) = calls
+    (((query, key, value, *_), *_),) = calls
     assert key.data_ptr() == history.values().data_ptr() and value is None  # read once, where it is
     assert query.dtype == torch.float32
     pooled.values().sum().backward()

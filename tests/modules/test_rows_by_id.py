@@ -22,7 +22,9 @@ def kernels(device, monkeypatch):
     """On a CPU too the layer takes the kernels, through Triton's interpreter."""
     if device.type == "cuda":
         return
-    for name in ("ops.target_attention", "ops.absorbed_target_attention", "tables.gather_rows", "tables.step_rows"):
+    for name in ("ops.absorbed_target_attention", "tables.gather_rows"):
+        monkeypatch.setattr(importlib.import_module(f"jfi.{name}"), "default_impl", lambda like: "triton")
+    for name in ("ops.target_attention", "tables.gather_rows", "tables.step_rows"):
         module = importlib.import_module(f"jfi.{name}")
         check = module.check_impl
         monkeypatch.setattr(module, "check_impl", lambda impl, like, check=check: check("triton", like))

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jfi import reference
 from jfi.kernels import absorbed_weights
-from jfi.ops.dispatch import operators
+from jfi.kernels.target_attention import execute
+from jfi.ops import absorbed_target_attention as absorbed
 
 LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
 
@@ -206,16 +207,27 @@ def problem_with_a_table(impl, device, **sizes):
 def test_half_precision_histories_are_not_cast(impl, device, monkeypatch):
     leaves, options = problem_with_a_table(impl, device, dtype=torch.float16)
     plain_on_gpu = impl == "torch" and device.type == "cuda"
-    owner, name = (reference, "target_attention") if plain_on_gpu else (operators.target_attention_fwd, "eager")
+    owner, name = (reference, "target_attention") if plain_on_gpu else (absorbed, "run_forward")
     attend, seen = getattr(owner, name), []
-    monkeypatch.setattr(owner, name, lambda *x: seen.append(x[:3]) or attend(*x))
+    monkeypatch.setattr(owner, name, lambda *x: seen.append(x) or attend(*x))
     got = results(absorbed_target_attention, leaves, options)
-    ((query, key, value),) = seen
+    query, key, value, *_ = seen[0] if plain_on_gpu else seen[0][0]
+    assert len(seen) == 1
     assert query.dtype == key.dtype == torch.float16 and value is None
     want = results(plain, double(leaves), options)
     assert got["out"].dtype == torch.float32 and got["field 0"].dtype == torch.float16
     for name, x in got.items():
         torch.testing.assert_close(x.double(), want[name], rtol=2e-2, atol=2e-2)
+
+
+def test_forward_and_backward_share_one_plan(device):
+    leaves, options = problem_with_a_table("triton", device)
+    with (
+        mock.patch.object(absorbed, "plan_target_attention", wraps=absorbed.plan_target_attention) as once,
+        mock.patch.object(execute, "plan_target_attention") as never,
+    ):
+        results(absorbed_target_attention, leaves, options)
+    assert once.call_count == 1 and not never.called
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

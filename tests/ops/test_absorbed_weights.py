@@ -5,7 +5,7 @@ import torch
 from ops.budget import check
 
 from jfi.kernels import absorbed_weights, plan
-from jfi.ops.absorbed_target_attention import absorb, absorb_in_kernel, weight_gradients
+from jfi.ops.absorbed_target_attention import absorb, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
 
@@ -56,7 +56,7 @@ def test_absorbed_weights_and_their_gradients(
         grads = torch.autograd.grad([query, out], [*leaves, output_bias], [dquery, grad])
         return [x.detach() for x in (w_qk, b_qk, w_vo)], grads
 
-    got = absorb_in_kernel(weights, num_heads, dtype, impl)
+    got = absorb(weights, num_heads, dtype, impl)
     dgot = weight_gradients(rows, weights, torch.float32, num_heads, impl)
     assert all(x.dtype == dtype for x in got) and all(x.dtype == torch.float32 for x in dgot)
     (truth, dtruth), (expected, dexpected) = plain(torch.float64), plain(dtype)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import jfi.ops as ops
 from jfi import reference, table1
-from jfi.ops import checks
+from jfi.utils import context
 
 LENGTHS = [3, 0, 40]
 
@@ -120,8 +120,8 @@ def test_a_compiler_meets_no_context_variable(monkeypatch):
     def get():
         raise RuntimeError("the context variable was read")
 
-    monkeypatch.setattr(checks, "_READABLE", ())
-    monkeypatch.setattr(checks, "_validates_on_gpu", SimpleNamespace(get=get))
+    monkeypatch.setattr(context, "_READABLE", ())
+    monkeypatch.setattr(context, "validates_on_gpu", SimpleNamespace(get=get))
     query, key, offsets = inputs("cpu")
 
     def attend(query, key):

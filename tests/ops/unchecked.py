@@ -10,7 +10,6 @@ import torch
 #: Modules that choose an implementation for an operator.
 _CHOOSE = [
     "ops.target_attention",
-    "ops.absorbed_target_attention",
     "ops.digit_attention",
     "ops.jagged_attention",
     "tables.gather_rows",
@@ -25,7 +24,7 @@ def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
     """On a CPU nothing within reads ids, and with `kernels` Triton's interpreter runs them; a GPU does so by itself."""
     with pytest.MonkeyPatch.context() as patched:
         if device.type == "cpu":
-            patched.setattr("jfi.ops.checks._READABLE", ())
+            patched.setattr("jfi.utils.context._READABLE", ())
             for name in _FREE:
                 patched.setattr(importlib.import_module(name), "may_read", lambda x: False)
             for name in _CHOOSE if kernels else ():
@@ -36,4 +35,6 @@ def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
                     return check("triton" if impl == "auto" else impl, like)
 
                 patched.setattr(module, "check_impl", chosen)
+            for name in ("ops.absorbed_target_attention", "tables.gather_rows") if kernels else ():
+                patched.setattr(importlib.import_module(f"jfi.{name}"), "default_impl", lambda like: "triton")
         yield

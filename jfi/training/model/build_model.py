@@ -44,7 +44,6 @@ from jfi.training.config import (
     check_bias,
     event_width,
 )
-from jfi.utils import compat
 from jfi.utils.operands import MAX_BUCKETS
 
 #: Rows that are drawn with one generator. Another number gives other initial values.
@@ -273,7 +272,7 @@ def keyed_optimizer(
             return OPTIMIZERS[group.name](values, lr=rate, weight_decay=group.decay)
         options = {"lr": torch.tensor(rate, device=device), "fused": True, "capturable": True}
         optimizer = OPTIMIZERS[group.name](values, weight_decay=group.decay, **options)
-        compat.expect_capture(optimizer)  # the first steps are not captured
+        optimizer._warned_capturable_if_run_uncaptured = True  # the first steps are not captured
         return optimizer
 
     return ClippingOptimizer(parameters, make, max_norm)
