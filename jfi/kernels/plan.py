@@ -7,8 +7,6 @@ line says otherwise.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -85,45 +83,11 @@ SHARED_MEMORY = {
     "jagged_attention_dkey": (0.75, 0.25, 0.65),
 }
 
-#: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest, and splits of
-#: the keys in the sm90 forward of jagged attention.
+#: For tests: the number of SMs instead of the device's own.
 NUM_SMS: int | None = None
-TARGET_FAMILY: str | None = None
-JAGGED_FAMILY: str | None = None
-SM90_SPLITS: int | None = None
 
 #: The reasons for the kernels for any GPU in an exported program, and for jfi.reference.
 _EXPORTED, _PLAIN = "torch.export, and AOTInductor takes no Gluon", "impl='torch' on a GPU: the plain formula"
-
-_caches: list[Callable] = []
-
-
-def cached(function: Callable) -> Callable:
-    """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
-    _caches.append(cache(function))
-    return _caches[-1]
-
-
-@contextmanager
-def override(**values: object) -> Iterator[None]:
-    """Replaces constants of this module, as ``MIN_CHUNK=128``, in the context, for tests and measurements.
-
-    Not thread-safe.  The first calls within the context and after it launch slowly, since all caches are cleared.
-    """
-    constants = globals()
-    unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
-    if unknown:
-        raise ValueError(f"override takes thresholds of {__name__}, got {', '.join(unknown)}")
-    before = {name: constants[name] for name in values}
-    try:
-        constants.update(values)
-        for function in _caches:
-            function.cache_clear()
-        yield
-    finally:
-        constants.update(before)
-        for function in _caches:
-            function.cache_clear()
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -167,7 +131,7 @@ MI350X = Device("cuda", "gfx950", 256, 160 * 1024, "AMD MI350X")
 CPU = Device("cpu")
 
 
-@cached
+@cache
 def device_of(device: torch.device) -> Device:
     """Returns the properties of a device of this host."""
     if device.type != "cuda":
@@ -259,7 +223,7 @@ class AttentionProblem:
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
 
 
-@cached
+@cache
 def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
     """Interned constructor of AttentionProblem: one object for the same values."""
     problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
@@ -325,7 +289,7 @@ class KernelPlan:
         return f"{self.kernel}: {size}{more}; {self.split}"
 
 
-@cached
+@cache
 def _kernel(kernel: str, split: Split | None = None, *tiles, num_splits: int = 1, **options) -> KernelPlan:
     """Returns the plan of a kernel, one object for the same values: launchers are cached by it."""
     return KernelPlan(kernel, split, *tiles, num_splits=num_splits, options=options)
@@ -350,7 +314,7 @@ class AttentionPlan:
         return "\n".join(lines)
 
 
-@cached
+@cache
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
     kernels = (_kernel(kernel),)
     return AttentionPlan(family, kernels, kernels, reason)
@@ -449,8 +413,7 @@ def plan_target_attention(
             ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
             backward = Split.LONGEST_FIRST if ordered else Split.SAMPLE
         return _plan_single_tile(problem, whole, whole and max_seqlen <= SHORT_ROWS, backward, block_r)
-    forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
-    reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
+    reason = f"more than {SINGLE_TILE_ROWS} query rows per key head"
     if exported:
         return _plan_multi_tile(problem, False, f"{reason}; {_EXPORTED}")
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
@@ -465,17 +428,15 @@ def fits_single_tile(query_rows: int) -> bool:
 
     Then key may also be the left half of the history's one head, whose right half is ``second``.
     """
-    return query_rows <= SINGLE_TILE_ROWS and TARGET_FAMILY in (None, "target_single_tile")
+    return query_rows <= SINGLE_TILE_ROWS
 
 
 def _jagged_refusal(
     problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale, aligned
 ) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
-    if TARGET_FAMILY not in (None, "jagged_sm90"):
-        return f"TARGET_FAMILY is {TARGET_FAMILY}"
     refusal = _sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
-    if refusal is not None or TARGET_FAMILY is not None:
+    if refusal is not None:
         return refusal
     least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
@@ -490,7 +451,7 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
     return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
-@cached
+@cache
 def _plan_single_tile(
     problem: AttentionProblem, whole: bool, short: bool, backward_split: Split, block_r: int
 ) -> AttentionPlan:
@@ -541,7 +502,7 @@ def _single_tile_backward(problem: AttentionProblem, whole: bool) -> tuple[int, 
     return 16, 2, 3 if shared else 2, 4
 
 
-@cached
+@cache
 def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Plans many query rows: tiles of them, and chunks of long histories."""
     name, programs, qheads = "target_attention_multi_tile", CHUNKED_PROGRAMS_PER_SM, problem.qheads_per_kvhead
@@ -597,7 +558,7 @@ def _multi_tile_tiles(problem: AttentionProblem) -> tuple[tuple[int, ...], ...]:
 
 
 # --- Packed digits ----------------------------------------------------------------------------------------------------
-@cached
+@cache
 def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refusal: str | None) -> AttentionPlan:
     """Plans packed digits; refusal: why the kernels in registers cannot run, whatever the problem, or None."""
     block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
@@ -656,8 +617,8 @@ def plan_jagged_attention(
     refusal = _sm90_refusal(problem, query_rows, num_keys, x.scale, aligned)
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key together with times or a bias by bucket"
-    if refusal is not None or JAGGED_FAMILY == "jagged_triton":
-        return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+    if refusal is not None:
+        return _plan_jagged_triton(problem, refusal)
     batch = x.key_offsets.shape[0] - 1
     tiles = _sm90_forward(problem, num_keys, batch)
     work = _sm90_work(problem, tiles, batch, query_rows, num_keys, x.tapers)
@@ -713,7 +674,7 @@ def _sm90_work(
     by_tile = tapers and count > 1 and samples * count <= SM90_TAPERING_TILES * programs
     aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
     most = min(aim // (samples * count), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
-    num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
+    num_splits = 1 << max(most, 1).bit_length() - 1
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 
 
@@ -725,7 +686,7 @@ def _sm90_forward(problem: AttentionProblem, num_keys: int, batch: int) -> tuple
     return (64, 64, 2, 3) if short else (64, 128, 2, 2)
 
 
-@cached
+@cache
 def _plan_sm90(
     problem: AttentionProblem, tiles: tuple, has_table: bool, split: Split, num_splits: int
 ) -> AttentionPlan:
@@ -749,7 +710,7 @@ def _plan_sm90(
     return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
 
 
-@cached
+@cache
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
     """Plans the kernels for any GPU: the wider a row, the smaller a tile."""
     forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)

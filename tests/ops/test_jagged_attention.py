@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
+from ops.overrides import FAMILIES, override
 from ops.ragged import CASES, LENGTHS, ON_HOPPER, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -137,7 +137,7 @@ def test_half_precision(width, value_width, num_heads, num_kv_heads, causal, win
         "family": family,
     }
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
-    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
+    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, **FAMILIES[family]):
         check(lengths, device, "triton", dtype, value_width=value_width, **options)
         check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
         if num_heads == num_kv_heads:

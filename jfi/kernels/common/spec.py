@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.plan import AttentionProblem, KernelPlan, Split, cached
+from jfi.kernels.plan import AttentionProblem, KernelPlan, Split
 from jfi.utils.operands import power_of_two
 
 
@@ -66,7 +66,8 @@ def launchers_of(function: JITFunction) -> Callable[..., Launcher]:
     ``more`` is a named tuple of constants in addition to those of the problem and the plan.
     """
 
+    @cache
     def launcher(problem: AttentionProblem, kernel: KernelPlan, more: tuple | None = None) -> Launcher:
         return Launcher(function, SPEC=attention_spec(problem, kernel, more), **kernel.launch)
 
-    return cached(launcher)
+    return launcher
