@@ -86,8 +86,8 @@ SHARED_MEMORY = {
 #: For tests: the number of SMs instead of the device's own.
 NUM_SMS: int | None = None
 
-#: The reasons for the kernels for any GPU in an exported program, and for jfi.reference.
-_EXPORTED, _PLAIN = "torch.export, and AOTInductor takes no Gluon", "impl='torch' on a GPU: the plain formula"
+#: The reason for jfi.reference.
+_PLAIN = "impl='torch' on a GPU: the plain formula"
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -100,6 +100,9 @@ class Device:
     num_sms: int = 1  # SMs, or compute units of an AMD GPU
     shared_memory: int | None = None  # bytes that one program may have; None means no limit
     name: str = ""  # as its maker writes it
+    exported: bool = (
+        False  # under torch.export: no address, no length, no number of samples, queries or events is known
+    )
 
     @cached_property
     def capability(self) -> tuple[int, int]:
@@ -200,6 +203,8 @@ class AttentionProblem:
     @cached_property
     def gluon_refusal(self) -> str | None:
         """The reason why no Gluon kernel takes a call; None if one may."""
+        if self.device.exported:
+            return "torch.export, and AOTInductor takes no Gluon"
         if self.device.capability[0] != 9:
             return "no Hopper GPU"
         return None if self.dtype.itemsize == 2 else f"{self.dtype} is not half precision"
@@ -224,15 +229,14 @@ class AttentionProblem:
 
 
 @cache
-def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
+def _problem(*fields) -> AttentionProblem:
     """Interned constructor of AttentionProblem: one object for the same values."""
-    problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
+    problem = AttentionProblem(*fields)
     if problem.width_bytes > MAX_WIDTH_BYTES:
-        raise ValueError(
-            f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
-            f"got {max(problem.head_dim, problem.value_dim)}: use impl='torch'"
-        )
-    fits = problem.width_bytes * TF32X3_ROWS <= (device.shared_memory or H200.shared_memory)
+        most, width = MAX_WIDTH_BYTES // problem.dtype.itemsize, max(problem.head_dim, problem.value_dim)
+        limit = f"at most {most} wide for impl='triton' and {problem.dtype}"
+        raise ValueError(f"key and value must be {limit}, got {width}: use impl='torch'")
+    fits = problem.width_bytes * TF32X3_ROWS <= (problem.device.shared_memory or H200.shared_memory)
     return problem if fits else replace(problem, precision="ieee")
 
 
@@ -364,24 +368,20 @@ def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple
 
 
 # --- Target attention -------------------------------------------------------------------------------------------------
-def plan_target_attention(
-    x: TargetAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
-) -> AttentionPlan:
+def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
     """Returns the plan of `jfi.ops.target_attention`.
 
     Args:
         x: the operands; of tensors, shapes, dtypes and addresses are read.
         impl: "triton" or "torch".
         device: where it would run; None means on x's device.
-        exported: on a GPU under torch.export: no address, no length and no number of samples or events is known.
     """
     query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
     packed = is_packed(key)
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads, _ = key.shape
-    if exported:  # sizes may be symbols, of which these must be known
-        num_queries, num_heads, head_dim, num_kv_heads = map(int, (num_queries, num_heads, head_dim, num_kv_heads))
+    batch, num_keys = query.shape[0], key.shape[0]
+    # Under torch.export sizes may be symbols, of which these must be known.
+    num_queries, num_heads, head_dim, num_kv_heads = map(int, (*query.shape[1:], key.shape[1]))
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch" and device.type != "cpu":
@@ -397,51 +397,40 @@ def plan_target_attention(
     flags = (value is None, bias is not None, bias_index is not None, value_scale is not None)
     rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
     padded_queries = 0 if packed else 1 << (query_rows - 1).bit_length()
-    dtypes = (query.dtype, tables[0].dtype if tables and not packed else None)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), padded_queries, dtypes, device)
+    table_dtype = tables[0].dtype if tables and not packed else None
+    types = (precision_of(query.dtype, device), padded_queries, query.dtype, table_dtype, device)
+    problem = _problem(*sizes, *flags, *rows, *types)
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
         min_scale = DIGIT_TABLE_MIN_SCALE if block_r else MIN_SCALE
-        refusal = _EXPORTED if exported else None if scale > min_scale else f"scale is at most {min_scale}"
+        refusal = None if device.exported or scale > min_scale else f"scale is at most {min_scale}"
         return _plan_digits(problem, block_r, num_queries == 1, refusal)
-    if fits_single_tile(query_rows):
-        whole = not exported and max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
+    if query_rows <= SINGLE_TILE_ROWS:
+        whole = not device.exported and max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
         whole = whole and max_seqlen <= PROGRAM_PER_SAMPLE_BYTES // problem.row_bytes
         backward = Split.STREAM_K
         if whole and (table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS):
             ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
             backward = Split.LONGEST_FIRST if ordered else Split.SAMPLE
         return _plan_single_tile(problem, whole, whole and max_seqlen <= SHORT_ROWS, backward, block_r)
-    reason = f"more than {SINGLE_TILE_ROWS} query rows per key head"
-    if exported:
-        return _plan_multi_tile(problem, False, f"{reason}; {_EXPORTED}")
-    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
+    refusal = _jagged_refusal(problem, x, query_rows)
     if refusal is None:
         return _plan_sm90(problem, _sm90_forward(problem, num_keys, batch), False, Split.TILE_SCHEDULER, 1)
-    return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
+    reason = f"more than {SINGLE_TILE_ROWS} query rows per key head, and not jagged attention: {refusal}"
+    by_tma = not device.exported and 0 < num_keys < 2**31 and _is_aligned(x)
+    return _plan_multi_tile(problem, by_tma, reason)
 
 
-def fits_single_tile(query_rows: int) -> bool:
-    """Returns whether the single-tile kernels take so many query rows per key head: only they read bias tables.
-
-    Then key may also be the left half of the history's one head, whose right half is ``second``.
-    """
-    return query_rows <= SINGLE_TILE_ROWS
-
-
-def _jagged_refusal(
-    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale, aligned
-) -> str | None:
+def _jagged_refusal(problem: AttentionProblem, x: TargetAttentionInputs, query_rows: int) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
-    refusal = _sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
-    if refusal is not None:
+    rows = x.query.shape[0] * problem.num_kv_heads * query_rows
+    if refusal := _sm90_refusal(problem, x, rows):
         return refusal
     least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
         return f"fewer than {least} query rows per key head"
-    tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
+    tiles = x.query.shape[0] * problem.num_kv_heads * ceil_div(query_rows, 64)
     filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
     return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
 
@@ -589,13 +578,8 @@ def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refus
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------
-def plan_jagged_attention(
-    x: JaggedAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
-) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`.
-
-    ``exported`` means on a GPU under torch.export: no address and no size is known.
-    """
+def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
     query, key, value = x.query, x.key, x.value
     device = device_of(query.device) if device is None else device
     if impl == "torch" and device.type != "cpu":
@@ -609,12 +593,10 @@ def plan_jagged_attention(
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
     flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), 0, (query.dtype, None), device)
-    if exported:
-        return _plan_jagged_triton(problem, _EXPORTED)
+    types = (precision_of(query.dtype, device), 0, query.dtype, None, device)
+    problem = _problem(*sizes, *flags, *rows, *types)
     query_rows, num_keys = query.shape[0] * num_heads, key.shape[0]
-    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = _sm90_refusal(problem, query_rows, num_keys, x.scale, aligned)
+    refusal = _sm90_refusal(problem, x, query_rows)
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key together with times or a bias by bucket"
     if refusal is not None:
@@ -648,15 +630,20 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def _sm90_refusal(problem: AttentionProblem, rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+def _is_aligned(x: TargetAttentionInputs | JaggedAttentionInputs) -> bool:
+    """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
+    return all([y is None or y.data_ptr() % 16 == 0 for y in (x.query, x.key, x.value)])
+
+
+def _sm90_refusal(problem: AttentionProblem, x: TargetAttentionInputs | JaggedAttentionInputs, rows: int) -> str | None:
     """Returns why the sm90 kernels do not take a call with so many (query, head) pairs; None if they do."""
     if problem.sm90_refusal is not None:
         return problem.sm90_refusal
-    if not scale > MIN_SCALE:
+    if not x.scale > MIN_SCALE:
         return f"scale is at most {MIN_SCALE}"
-    if max(rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
+    if max(rows, x.key.shape[0] * problem.num_kv_heads) >= SM90_MAX_ROWS:
         return f"rows · heads are at least {SM90_MAX_ROWS}"
-    return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
+    return None if _is_aligned(x) else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
 def _sm90_work(

@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.kernels import plan
 from jfi.ops.checks import check_impl
 from jfi.ops.dispatch import PLAIN, operators, refusal
-from jfi.ops.target_attention import fits_single_tile, table_bias, target_attention
+from jfi.ops.target_attention import table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.utils import compat
@@ -77,7 +78,7 @@ def attend_absorbed(
     impl = check_impl(impl, fields[0])
     num_queries = weights[0].shape[1] // weights[2].shape[1]
     # Whether the attention's kernels read a bias by its index and a value scale.
-    in_kernel = impl == "triton" and fits_single_tile(num_queries * num_heads)
+    in_kernel = impl == "triton" and num_queries * num_heads <= plan.SINGLE_TILE_ROWS
     if key_bias is not None and key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(fields[0].dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):

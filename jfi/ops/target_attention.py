@@ -20,7 +20,6 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.kernels.plan import fits_single_tile
 from jfi.ops._attention import attention
 from jfi.ops.checks import (
     check_count,
@@ -174,7 +173,7 @@ def prepare_target_attention(
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_count("max_seqlen", max_seqlen)
-    in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
+    in_kernel = impl == "triton" and query.shape[1] * num_heads // key.shape[1] <= plan.SINGLE_TILE_ROWS
     if key_bias is not None and key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
