@@ -83,11 +83,7 @@ SHARED_MEMORY = {
     "jagged_attention_dkey": (0.75, 0.25, 0.65),
 }
 
-#: For tests: the number of SMs instead of the device's own.
-NUM_SMS: int | None = None
-
-#: The reason for jfi.reference.
-_PLAIN = "impl='torch' on a GPU: the plain formula"
+Inputs = TargetAttentionInputs | JaggedAttentionInputs
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -138,9 +134,9 @@ CPU = Device("cpu")
 def device_of(device: torch.device) -> Device:
     """Returns the properties of a device of this host."""
     if device.type != "cuda":
-        return Device(device.type, num_sms=NUM_SMS or 1)
+        return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
-    num_sms = NUM_SMS or properties.multi_processor_count
+    num_sms = properties.multi_processor_count
     if interprets():
         return Device("cuda", num_sms=num_sms)
     if torch.version.hip is not None:
@@ -194,11 +190,6 @@ class AttentionProblem:
     def row_bytes(self) -> int:
         """Bytes of a history row, padded to a tile's width."""
         return self.width_bytes * (1 if self.shared_kv else 2)
-
-    @cached_property
-    def sum_precision(self) -> str:
-        """input_precision of tl.dot for sums of float32 over query rows, which keep its precision in every dtype."""
-        return "ieee" if self.device.is_amd else "tf32x3"
 
     @cached_property
     def gluon_refusal(self) -> str | None:
@@ -319,7 +310,7 @@ class AttentionPlan:
 
 
 @cache
-def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
+def _torch_plan(family: str, kernel: str, reason: str = "impl='torch' on a GPU: the plain formula") -> AttentionPlan:
     kernels = (_kernel(kernel),)
     return AttentionPlan(family, kernels, kernels, reason)
 
@@ -369,12 +360,9 @@ def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple
 
 # --- Target attention -------------------------------------------------------------------------------------------------
 def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.target_attention`.
+    """Returns the plan of `jfi.ops.target_attention` for impl "triton" or "torch" and a device, None for x's own.
 
-    Args:
-        x: the operands; of tensors, shapes, dtypes and addresses are read.
-        impl: "triton" or "torch".
-        device: where it would run; None means on x's device.
+    Of tensors it reads shapes, dtypes and addresses.
     """
     query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
@@ -385,7 +373,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch" and device.type != "cpu":
-        return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention", _PLAIN)
+        return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention")
     if impl == "torch" and packed:
         reason = "at most 2^15 events or one sample at a time"
         return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
@@ -424,14 +412,13 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
 
 def _jagged_refusal(problem: AttentionProblem, x: TargetAttentionInputs, query_rows: int) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
-    rows = x.query.shape[0] * problem.num_kv_heads * query_rows
-    if refusal := _sm90_refusal(problem, x, rows):
+    samples = x.query.shape[0] * problem.num_kv_heads
+    if refusal := _sm90_refusal(problem, x, samples * query_rows):
         return refusal
     least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
         return f"fewer than {least} query rows per key head"
-    tiles = x.query.shape[0] * problem.num_kv_heads * ceil_div(query_rows, 64)
-    filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
+    filled = samples * ceil_div(query_rows, 64) >= FILLING_TILES_PER_SM * problem.device.num_sms
     return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
 
 
@@ -449,8 +436,7 @@ def _plan_single_tile(
     *tiles, programs = _single_tile_forward(problem, whole, short)
     forward = _fitted(problem, f"{name}_fwd", split, (SINGLE_TILE_ROWS, *tiles), programs)
     *tiles, programs = _single_tile_backward(problem, backward_split is not Split.STREAM_K)
-    tiles = (SINGLE_TILE_ROWS, *tiles)
-    backward = _fitted(problem, f"{name}_bwd", backward_split, tiles, programs, BLOCK_R=block_r)
+    backward = _fitted(problem, f"{name}_bwd", backward_split, (SINGLE_TILE_ROWS, *tiles), programs, BLOCK_R=block_r)
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
@@ -583,7 +569,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     query, key, value = x.query, x.key, x.value
     device = device_of(query.device) if device is None else device
     if impl == "torch" and device.type != "cpu":
-        return _torch_plan("reference", "jfi.reference.jagged_attention", _PLAIN)
+        return _torch_plan("reference", "jfi.reference.jagged_attention")
     if impl == "torch":
         if refusal := cpu_flash_refusal(x):
             return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
@@ -630,12 +616,12 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def _is_aligned(x: TargetAttentionInputs | JaggedAttentionInputs) -> bool:
+def _is_aligned(x: Inputs) -> bool:
     """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
     return all([y is None or y.data_ptr() % 16 == 0 for y in (x.query, x.key, x.value)])
 
 
-def _sm90_refusal(problem: AttentionProblem, x: TargetAttentionInputs | JaggedAttentionInputs, rows: int) -> str | None:
+def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None:
     """Returns why the sm90 kernels do not take a call with so many (query, head) pairs; None if they do."""
     if problem.sm90_refusal is not None:
         return problem.sm90_refusal

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from jfi.kernels import plan
 
@@ -20,9 +21,11 @@ def splits(number: int) -> dict[str, int]:
 
 
 @contextmanager
-def override(**values: object) -> Iterator[None]:
-    """Replaces constants, as ``MIN_CHUNK=128``, in the context; devices, problems and plans are made anew."""
-    constants = vars(plan)
+def override(num_sms: int | None = None, **values: object) -> Iterator[None]:
+    """Replaces constants, as ``MIN_CHUNK=128``, and devices' number of SMs in the context; plans are made anew."""
+    constants, device_of = vars(plan), plan.device_of
+    if num_sms is not None:
+        values["device_of"] = lambda device: replace(device_of(device), num_sms=num_sms)
     before = {name: constants[name] for name in values}
     try:
         constants.update(values)

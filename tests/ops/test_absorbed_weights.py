@@ -14,7 +14,7 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
 @pytest.fixture(autouse=True)
 def short_chunks():
     """So many SMs that a batch is split."""
-    with override(NUM_SMS=1000):
+    with override(num_sms=1000):
         yield
 
 

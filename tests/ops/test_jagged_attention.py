@@ -137,7 +137,7 @@ def test_half_precision(width, value_width, num_heads, num_kv_heads, causal, win
         "family": family,
     }
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
-    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, **FAMILIES[family]):
+    with override(num_sms=2, SM90_SHORT_KEYS={64: short, 128: short}, **FAMILIES[family]):
         check(lengths, device, "triton", dtype, value_width=value_width, **options)
         check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
         if num_heads == num_kv_heads:

@@ -84,7 +84,7 @@ def example(name: str, device: torch.device, padding: int = 0) -> tuple:
             target(**by_bucket | {"key_bias_index": integers(200)}),
             {"query": query, "key": key, "key_bias": random(200, 2)},
         ),
-        "target, split": (target(), {"query": query, "key": key, "key_bias": key_bias}, {"NUM_SMS": 3}),
+        "target, split": (target(), {"query": query, "key": key, "key_bias": key_bias}, {"num_sms": 3}),
         "target, many": (target(), {"query": many, "key": key, "value": value, "key_bias": key_bias}),
         "target, many, value = key": (target(), {"query": many, "key": key, "key_bias": key_bias}),
         "target, many in a tile": (

@@ -25,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def short_ranges():
     """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
-    with override(MIN_CHUNK=128, NUM_SMS=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
+    with override(MIN_CHUNK=128, num_sms=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
         yield
 
 

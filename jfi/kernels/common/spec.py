@@ -51,7 +51,9 @@ def attention_spec(problem: AttentionProblem, kernel: KernelPlan, more: tuple | 
     names = [field.name for field in fields(problem)]
     values = {name: getattr(problem, name) for name in names[: names.index("padded_queries")]}
     values |= {"block_m": kernel.block_m, "block_n": kernel.block_n}
-    values |= {"block_d": problem.block_d, "block_e": problem.block_e, "sum_precision": problem.sum_precision}
+    values |= {"block_d": problem.block_d, "block_e": problem.block_e}
+    # Sums of float32 over query rows keep its precision in every dtype.
+    values["sum_precision"] = "ieee" if problem.device.is_amd else "tf32x3"
     values |= {"stages": kernel.num_stages, "num_splits": kernel.num_splits}
     values["program_per_sample"] = kernel.split in (Split.SAMPLE, Split.LONGEST_FIRST)
     values["longest_first"] = kernel.split is Split.LONGEST_FIRST
