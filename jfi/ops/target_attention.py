@@ -8,7 +8,8 @@ backward recomputes the weights in one more sweep:
 
     dv = Σ_t,h P dO      dS = P (dO·v - Δ)      dk = scale Σ_t,h dS q      dq = scale Σ_s dS k      dbias = Σ_t dS
 
-If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.
+If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.  Where a
+sample's queries fill several tiles, jagged attention with T queries a sample may be faster: the plan says so.
 """
 
 from collections.abc import Sequence
@@ -32,20 +33,24 @@ from jfi.ops.checks import (
     check_scale,
     may_read,
 )
-from jfi.ops.dispatch import public
+from jfi.ops.dispatch import operators, public
 from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
 from jfi.utils.context import without_autocast
-from jfi.utils.operands import TargetAttentionInputs
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
 def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
     x, impl = TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "triton":
+        chosen = plan.plan_target_attention(x, impl)
+        if chosen.family == "jagged_sm90":
+            out, lse = operators.jagged_attention_fwd.eager(*_as_jagged(x), impl)
+            return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
         from jfi.kernels.target_attention import execute
 
-        return execute.forward(x)
+        return execute.forward(x, chosen)
     from jfi.cpu import target_attention
 
     with without_autocast("cpu"):
@@ -56,13 +61,29 @@ def _backward(
     grad: Tensor, _: None, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], impl: str
 ) -> tuple[Tensor | None, ...]:
     if impl == "triton":
+        chosen = plan.plan_target_attention(x, impl)
+        if chosen.family == "jagged_sm90":
+            grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
+            needed = [*needed[:4], False]  # no table of biases
+            grads = iter(operators.jagged_attention_bwd.eager(grad, None, *_as_jagged(x), out, lse, needed, impl))
+            dquery, *others = [next(grads) if need else None for need in needed]
+            return None if dquery is None else dquery.view_as(x.query), *others
         from jfi.kernels.target_attention import execute
 
-        return execute.backward(grad, x, out, lse, needed)
+        return execute.backward(grad, x, out, lse, needed, chosen)
     from jfi.cpu import target_attention
 
     with without_autocast("cpu"):
         return target_attention.backward(grad, x, out, lse, needed)
+
+
+def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
+    """T queries for every sample."""
+    batch, num_queries = x.query.shape[:2]
+    query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
+    tensors = (x.query.flatten(0, 1), x.key, x.value, query_offsets, x.offsets, x.bias)
+    no_edges = dict.fromkeys(("edges", "table", "query_time", "key_time"))
+    return JaggedAttentionInputs(*tensors, **no_edges, scale=x.scale, left=None, right=None, is_causal=False)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
