@@ -92,12 +92,11 @@ def attention(
             gradients[i] = next(computed) if need else None
         return tuple(gradients)
 
-    schema = f"({fields}, str impl) -> (Tensor, Tensor)"
-
     @cache
     def exported() -> Callable:
-        op = import_module("jfi.kernels.exported").operator(name, schema)  # imported when wanted, since it needs Triton
+        op = import_module("jfi.kernels.exported").operator(name)  # imported when wanted, since it needs Triton
         op.register_autograd(differentiate, setup_context=save)
         return op
 
+    schema = f"({fields}, str impl) -> (Tensor, Tensor)"
     return operator(f"{name}_fwd", forward, fake, save, differentiate, schema, exported)

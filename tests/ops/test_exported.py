@@ -45,7 +45,7 @@ def test_the_exported_forward(case, device):
         history, own = digits[:, None].float(), pack_words(digits)[:, None]
     x = TargetAttentionInputs(**absent | {"query": query, "key": own, "offsets": offsets} | given)
     with override(MIN_CHUNK=64, num_sms=4):  # the long history is split
-        found, lse = target_attention_fwd(*x, "triton")
+        found, lse = target_attention_fwd(x)
     wanted = jfi.ops.target_attention(query, history, offsets=offsets, scale=0.3, **options)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert lse.shape == query.shape[:3]

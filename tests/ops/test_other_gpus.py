@@ -98,7 +98,7 @@ def test_precision_follows_the_device():
     amd = ["ieee", "ieee"]
     assert by_width[128] == ["tf32x3"] * 8 + amd
     assert by_width[256] == ["tf32x3", *["ieee"] * 3, *["tf32x3"] * 3, "ieee", *amd]
-    attention_spec = pytest.importorskip("jfi.kernels.common.spec").attention_spec
+    attention_spec = pytest.importorskip("jfi.kernels.common.launch").attention_spec
     for device in (MI300X, MI350X):
         chosen = next(plans(device, torch.float16, 64))
         assert attention_spec(chosen.problem, chosen.forward[0]).sum_precision.value == "ieee"

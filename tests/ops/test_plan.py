@@ -263,7 +263,7 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
 
 
 def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
-    spec, chosen = pytest.importorskip("jfi.kernels.common.spec"), explain(1024, 500_000, 128, 300)
+    spec, chosen = pytest.importorskip("jfi.kernels.common.launch"), explain(1024, 500_000, 128, 300)
     visibility = pytest.importorskip("jfi.kernels.jagged_attention.visibility").Visibility
     first, equal, other = (
         spec.attention_spec(chosen.problem, chosen.forward[0], visibility(True, right, 0, False, False))

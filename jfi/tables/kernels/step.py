@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels import plan
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, spec_of
 from jfi.kernels.common.primitives import widen
-from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
 from jfi.tables.kernels.rounding import round_to, rounding_keys
 from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, ceil_div, power_of_two
