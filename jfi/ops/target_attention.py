@@ -82,8 +82,8 @@ def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
     batch, num_queries = x.query.shape[:2]
     query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
     tensors = (x.query.flatten(0, 1), x.key, x.value, query_offsets, x.offsets, x.bias)
-    no_edges = dict.fromkeys(("edges", "table", "query_time", "key_time"))
-    return JaggedAttentionInputs(*tensors, **no_edges, scale=x.scale, left=None, right=None, is_causal=False)
+    # No edges, no table of biases, no times, no window.
+    return JaggedAttentionInputs(*tensors, None, None, None, None, x.scale, None, None, False)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
