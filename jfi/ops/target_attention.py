@@ -38,18 +38,18 @@ from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
 from jfi.utils.context import without_autocast
-from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
+from jfi.utils.operands import TargetAttentionInputs
 
 
 def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
     x, impl = TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
     if impl == "triton":
-        chosen = plan.plan_target_attention(x, impl)
-        if chosen.family == "jagged_sm90":
-            out, lse = operators.jagged_attention_fwd.eager(*_as_jagged(x), impl)
-            return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
         from jfi.kernels.target_attention import execute
 
+        chosen = plan.plan_target_attention(x, impl)
+        if chosen.family == "jagged_sm90":
+            out, lse = operators.jagged_attention_fwd.eager(*execute.as_jagged(x), impl)
+            return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
         return execute.forward(x, chosen)
     from jfi.cpu import target_attention
 
@@ -61,15 +61,17 @@ def _backward(
     grad: Tensor, _: None, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], impl: str
 ) -> tuple[Tensor | None, ...]:
     if impl == "triton":
+        from jfi.kernels.target_attention import execute
+
         chosen = plan.plan_target_attention(x, impl)
         if chosen.family == "jagged_sm90":
             grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
             needed = [*needed[:4], False]  # no table of biases
-            grads = iter(operators.jagged_attention_bwd.eager(grad, None, *_as_jagged(x), out, lse, needed, impl))
+            grads = iter(
+                operators.jagged_attention_bwd.eager(grad, None, *execute.as_jagged(x), out, lse, needed, impl)
+            )
             dquery, *others = [next(grads) if need else None for need in needed]
             return None if dquery is None else dquery.view_as(x.query), *others
-        from jfi.kernels.target_attention import execute
-
         return execute.backward(grad, x, out, lse, needed, chosen)
     from jfi.cpu import target_attention
 
@@ -77,23 +79,11 @@ def _backward(
         return target_attention.backward(grad, x, out, lse, needed)
 
 
-def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
-    """T queries for every sample."""
-    batch, num_queries = x.query.shape[:2]
-    query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
-    tensors = (x.query.flatten(0, 1), x.key, x.value, query_offsets, x.offsets, x.bias)
-    # No edges, no table of biases, no times, no window.
-    return JaggedAttentionInputs(*tensors, None, None, None, None, x.scale, None, None, False)
-
-
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
 target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT)
 
 
-_BY_EVENT = ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")
-
-
-@partial(public, packed={"offsets": _BY_EVENT})
+@partial(public, packed={"offsets": ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")})
 def target_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,

@@ -65,11 +65,7 @@ def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> 
     return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
 
 
-def _like_table(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty(num_rows, grad.shape[1], dtype=dtype)
-
-
-operator("table_gradient", _sum_rows, _like_table)
+operator("table_gradient", _sum_rows, lambda x, _, rows, dtype: x.new_empty(rows, x.shape[1], dtype=dtype))
 
 
 def rounding_seed(table: str, first_row: int = 0) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from jfi.kernels.common.launch import empty_like
 from jfi.kernels.plan import AttentionPlan
 from jfi.kernels.target_attention import multi_tile_bwd, multi_tile_fwd, single_tile_bwd, single_tile_fwd
-from jfi.utils.operands import TargetAttentionInputs
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan) -> tuple[Tensor, Tensor]:
@@ -57,3 +57,12 @@ def backward(
         return tuple(None if y is None else y.zero_() for y in grads)
     kernels = multi_tile_bwd if chosen.family == "target_multi_tile" else single_tile_bwd
     return kernels.backward(grad, x, out, lse, needed, chosen)
+
+
+def as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
+    """T queries for every sample."""
+    batch, num_queries = x.query.shape[:2]
+    query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
+    tensors = (x.query.flatten(0, 1), x.key, x.value, query_offsets, x.offsets, x.bias)
+    # No edges, no table of biases, no times, no window.
+    return JaggedAttentionInputs(*tensors, None, None, None, None, x.scale, None, None, False)
