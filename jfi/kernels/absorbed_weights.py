@@ -26,9 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels import plan
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, spec_of
 from jfi.kernels.common.primitives import INTERPRET
-from jfi.kernels.common.spec import spec_of
 from jfi.kernels.plan import precision_of
 from jfi.utils.operands import ceil_div, power_of_two
 

@@ -7,8 +7,6 @@ line says otherwise.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -85,45 +83,7 @@ SHARED_MEMORY = {
     "jagged_attention_dkey": (0.75, 0.25, 0.65),
 }
 
-#: For `override`: the number of SMs instead of the device's own, kernel families instead of the fastest, and splits of
-#: the keys in the sm90 forward of jagged attention.
-NUM_SMS: int | None = None
-TARGET_FAMILY: str | None = None
-JAGGED_FAMILY: str | None = None
-SM90_SPLITS: int | None = None
-
-#: The reasons for the kernels for any GPU in an exported program, and for jfi.reference.
-_EXPORTED, _PLAIN = "torch.export, and AOTInductor takes no Gluon", "impl='torch' on a GPU: the plain formula"
-
-_caches: list[Callable] = []
-
-
-def cached(function: Callable) -> Callable:
-    """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
-    _caches.append(cache(function))
-    return _caches[-1]
-
-
-@contextmanager
-def override(**values: object) -> Iterator[None]:
-    """Replaces constants of this module, as ``MIN_CHUNK=128``, in the context, for tests and measurements.
-
-    Not thread-safe.  The first calls within the context and after it launch slowly, since all caches are cleared.
-    """
-    constants = globals()
-    unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
-    if unknown:
-        raise ValueError(f"override takes thresholds of {__name__}, got {', '.join(unknown)}")
-    before = {name: constants[name] for name in values}
-    try:
-        constants.update(values)
-        for function in _caches:
-            function.cache_clear()
-        yield
-    finally:
-        constants.update(before)
-        for function in _caches:
-            function.cache_clear()
+Inputs = TargetAttentionInputs | JaggedAttentionInputs
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -136,6 +96,9 @@ class Device:
     num_sms: int = 1  # SMs, or compute units of an AMD GPU
     shared_memory: int | None = None  # bytes that one program may have; None means no limit
     name: str = ""  # as its maker writes it
+    exported: bool = (
+        False  # under torch.export: no address, no length, no number of samples, queries or events is known
+    )
 
     @cached_property
     def capability(self) -> tuple[int, int]:
@@ -167,13 +130,13 @@ MI350X = Device("cuda", "gfx950", 256, 160 * 1024, "AMD MI350X")
 CPU = Device("cpu")
 
 
-@cached
+@cache
 def device_of(device: torch.device) -> Device:
     """Returns the properties of a device of this host."""
     if device.type != "cuda":
-        return Device(device.type, num_sms=NUM_SMS or 1)
+        return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
-    num_sms = NUM_SMS or properties.multi_processor_count
+    num_sms = properties.multi_processor_count
     if interprets():
         return Device("cuda", num_sms=num_sms)
     if torch.version.hip is not None:
@@ -229,13 +192,10 @@ class AttentionProblem:
         return self.width_bytes * (1 if self.shared_kv else 2)
 
     @cached_property
-    def sum_precision(self) -> str:
-        """input_precision of tl.dot for sums of float32 over query rows, which keep its precision in every dtype."""
-        return "ieee" if self.device.is_amd else "tf32x3"
-
-    @cached_property
     def gluon_refusal(self) -> str | None:
         """The reason why no Gluon kernel takes a call; None if one may."""
+        if self.device.exported:
+            return "torch.export, and AOTInductor takes no Gluon"
         if self.device.capability[0] != 9:
             return "no Hopper GPU"
         return None if self.dtype.itemsize == 2 else f"{self.dtype} is not half precision"
@@ -259,16 +219,15 @@ class AttentionProblem:
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
 
 
-@cached
-def _problem(sizes: tuple, flags: tuple, rows: tuple, precision, padded_queries, dtypes, device) -> AttentionProblem:
+@cache
+def _problem(*fields) -> AttentionProblem:
     """Interned constructor of AttentionProblem: one object for the same values."""
-    problem, dtype = AttentionProblem(*sizes, *flags, *rows, precision, padded_queries, *dtypes, device), dtypes[0]
+    problem = AttentionProblem(*fields)
     if problem.width_bytes > MAX_WIDTH_BYTES:
-        raise ValueError(
-            f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
-            f"got {max(problem.head_dim, problem.value_dim)}: use impl='torch'"
-        )
-    fits = problem.width_bytes * TF32X3_ROWS <= (device.shared_memory or H200.shared_memory)
+        most, width = MAX_WIDTH_BYTES // problem.dtype.itemsize, max(problem.head_dim, problem.value_dim)
+        limit = f"at most {most} wide for impl='triton' and {problem.dtype}"
+        raise ValueError(f"key and value must be {limit}, got {width}: use impl='torch'")
+    fits = problem.width_bytes * TF32X3_ROWS <= (problem.device.shared_memory or H200.shared_memory)
     return problem if fits else replace(problem, precision="ieee")
 
 
@@ -325,7 +284,7 @@ class KernelPlan:
         return f"{self.kernel}: {size}{more}; {self.split}"
 
 
-@cached
+@cache
 def _kernel(kernel: str, split: Split | None = None, *tiles, num_splits: int = 1, **options) -> KernelPlan:
     """Returns the plan of a kernel, one object for the same values: launchers are cached by it."""
     return KernelPlan(kernel, split, *tiles, num_splits=num_splits, options=options)
@@ -350,8 +309,8 @@ class AttentionPlan:
         return "\n".join(lines)
 
 
-@cached
-def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
+@cache
+def _torch_plan(family: str, kernel: str, reason: str = "impl='torch' on a GPU: the plain formula") -> AttentionPlan:
     kernels = (_kernel(kernel),)
     return AttentionPlan(family, kernels, kernels, reason)
 
@@ -400,28 +359,21 @@ def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple
 
 
 # --- Target attention -------------------------------------------------------------------------------------------------
-def plan_target_attention(
-    x: TargetAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
-) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.target_attention`.
+def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """Returns the plan of `jfi.ops.target_attention` for impl "triton" or "torch" and a device, None for x's own.
 
-    Args:
-        x: the operands; of tensors, shapes, dtypes and addresses are read.
-        impl: "triton" or "torch".
-        device: where it would run; None means on x's device.
-        exported: on a GPU under torch.export: no address, no length and no number of samples or events is known.
+    Of tensors it reads shapes, dtypes and addresses.
     """
     query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
     packed = is_packed(key)
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads, _ = key.shape
-    if exported:  # sizes may be symbols, of which these must be known
-        num_queries, num_heads, head_dim, num_kv_heads = map(int, (num_queries, num_heads, head_dim, num_kv_heads))
+    batch, num_keys = query.shape[0], key.shape[0]
+    # Under torch.export sizes may be symbols, of which these must be known.
+    num_queries, num_heads, head_dim, num_kv_heads = map(int, (*query.shape[1:], key.shape[1]))
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch" and device.type != "cpu":
-        return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention", _PLAIN)
+        return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention")
     if impl == "torch" and packed:
         reason = "at most 2^15 events or one sample at a time"
         return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
@@ -433,59 +385,44 @@ def plan_target_attention(
     flags = (value is None, bias is not None, bias_index is not None, value_scale is not None)
     rows = (1 if second is None else 2, len(tables), key.shape[2] if packed else 0)
     padded_queries = 0 if packed else 1 << (query_rows - 1).bit_length()
-    dtypes = (query.dtype, tables[0].dtype if tables and not packed else None)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), padded_queries, dtypes, device)
+    table_dtype = tables[0].dtype if tables and not packed else None
+    types = (precision_of(query.dtype, device), padded_queries, query.dtype, table_dtype, device)
+    problem = _problem(*sizes, *flags, *rows, *types)
     table_rows = 0 if bias_index is None else bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     if packed:
         min_scale = DIGIT_TABLE_MIN_SCALE if block_r else MIN_SCALE
-        refusal = _EXPORTED if exported else None if scale > min_scale else f"scale is at most {min_scale}"
+        refusal = None if device.exported or scale > min_scale else f"scale is at most {min_scale}"
         return _plan_digits(problem, block_r, num_queries == 1, refusal)
-    if fits_single_tile(query_rows):
-        whole = not exported and max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
+    if query_rows <= SINGLE_TILE_ROWS:
+        whole = not device.exported and max_seqlen is not None and max_seqlen <= PROGRAM_PER_SAMPLE_ROWS
         whole = whole and max_seqlen <= PROGRAM_PER_SAMPLE_BYTES // problem.row_bytes
         backward = Split.STREAM_K
         if whole and (table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS):
             ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
             backward = Split.LONGEST_FIRST if ordered else Split.SAMPLE
         return _plan_single_tile(problem, whole, whole and max_seqlen <= SHORT_ROWS, backward, block_r)
-    forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
-    reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
-    if exported:
-        return _plan_multi_tile(problem, False, f"{reason}; {_EXPORTED}")
-    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
+    refusal = _jagged_refusal(problem, x, query_rows)
     if refusal is None:
         return _plan_sm90(problem, _sm90_forward(problem, num_keys, batch), False, Split.TILE_SCHEDULER, 1)
-    return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
+    reason = f"more than {SINGLE_TILE_ROWS} query rows per key head, and not jagged attention: {refusal}"
+    by_tma = not device.exported and 0 < num_keys < 2**31 and _is_aligned(x)
+    return _plan_multi_tile(problem, by_tma, reason)
 
 
-def fits_single_tile(query_rows: int) -> bool:
-    """Returns whether the single-tile kernels take so many query rows per key head: only they read bias tables.
-
-    Then key may also be the left half of the history's one head, whose right half is ``second``.
-    """
-    return query_rows <= SINGLE_TILE_ROWS and TARGET_FAMILY in (None, "target_single_tile")
-
-
-def _jagged_refusal(
-    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale, aligned
-) -> str | None:
+def _jagged_refusal(problem: AttentionProblem, x: TargetAttentionInputs, query_rows: int) -> str | None:
     """Returns why jagged attention's sm90 kernels cannot run, or are slower than the multi-tile kernels; or None."""
-    if TARGET_FAMILY not in (None, "jagged_sm90"):
-        return f"TARGET_FAMILY is {TARGET_FAMILY}"
-    refusal = _sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
-    if refusal is not None or TARGET_FAMILY is not None:
+    samples = x.query.shape[0] * problem.num_kv_heads
+    if refusal := _sm90_refusal(problem, x, samples * query_rows):
         return refusal
     least = JAGGED_QUERY_ROWS[problem.head_dim][problem.shared_kv]
     if query_rows < least:
         return f"fewer than {least} query rows per key head"
-    tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
-    filled = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
+    filled = samples * ceil_div(query_rows, 64) >= FILLING_TILES_PER_SM * problem.device.num_sms
     return None if filled else f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
 
 
-@cached
+@cache
 def _plan_single_tile(
     problem: AttentionProblem, whole: bool, short: bool, backward_split: Split, block_r: int
 ) -> AttentionPlan:
@@ -494,8 +431,7 @@ def _plan_single_tile(
     *tiles, programs = _single_tile_forward(problem, whole, short)
     forward = _fitted(problem, f"{name}_fwd", split, (SINGLE_TILE_ROWS, *tiles), programs)
     *tiles, programs = _single_tile_backward(problem, backward_split is not Split.STREAM_K)
-    tiles = (SINGLE_TILE_ROWS, *tiles)
-    backward = _fitted(problem, f"{name}_bwd", backward_split, tiles, programs, BLOCK_R=block_r)
+    backward = _fitted(problem, f"{name}_bwd", backward_split, (SINGLE_TILE_ROWS, *tiles), programs, BLOCK_R=block_r)
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
@@ -536,7 +472,7 @@ def _single_tile_backward(problem: AttentionProblem, whole: bool) -> tuple[int, 
     return 16, 2, 3 if shared else 2, 4
 
 
-@cached
+@cache
 def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Plans many query rows: tiles of them, and chunks of long histories."""
     name, programs, qheads = "target_attention_multi_tile", CHUNKED_PROGRAMS_PER_SM, problem.qheads_per_kvhead
@@ -592,7 +528,7 @@ def _multi_tile_tiles(problem: AttentionProblem) -> tuple[tuple[int, ...], ...]:
 
 
 # --- Packed digits ----------------------------------------------------------------------------------------------------
-@cached
+@cache
 def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refusal: str | None) -> AttentionPlan:
     """Plans packed digits; refusal: why the kernels in registers cannot run, whatever the problem, or None."""
     block_n, warps = 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4
@@ -623,17 +559,12 @@ def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refus
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------
-def plan_jagged_attention(
-    x: JaggedAttentionInputs, impl: str, device: Device | None = None, exported: bool = False
-) -> AttentionPlan:
-    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`.
-
-    ``exported`` means on a GPU under torch.export: no address and no size is known.
-    """
+def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """Returns the plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
     query, key, value = x.query, x.key, x.value
     device = device_of(query.device) if device is None else device
     if impl == "torch" and device.type != "cpu":
-        return _torch_plan("reference", "jfi.reference.jagged_attention", _PLAIN)
+        return _torch_plan("reference", "jfi.reference.jagged_attention")
     if impl == "torch":
         if refusal := cpu_flash_refusal(x):
             return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
@@ -643,16 +574,14 @@ def plan_jagged_attention(
     num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
     flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
-    problem = _problem(sizes, flags, rows, precision_of(query.dtype, device), 0, (query.dtype, None), device)
-    if exported:
-        return _plan_jagged_triton(problem, _EXPORTED)
+    types = (precision_of(query.dtype, device), 0, query.dtype, None, device)
+    problem = _problem(*sizes, *flags, *rows, *types)
     query_rows, num_keys = query.shape[0] * num_heads, key.shape[0]
-    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = _sm90_refusal(problem, query_rows, num_keys, x.scale, aligned)
+    refusal = _sm90_refusal(problem, x, query_rows)
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key together with times or a bias by bucket"
-    if refusal is not None or JAGGED_FAMILY == "jagged_triton":
-        return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+    if refusal is not None:
+        return _plan_jagged_triton(problem, refusal)
     batch = x.key_offsets.shape[0] - 1
     tiles = _sm90_forward(problem, num_keys, batch)
     work = _sm90_work(problem, tiles, batch, query_rows, num_keys, x.tapers)
@@ -682,15 +611,20 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def _sm90_refusal(problem: AttentionProblem, rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+def _is_aligned(x: Inputs) -> bool:
+    """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
+    return all([y is None or y.data_ptr() % 16 == 0 for y in (x.query, x.key, x.value)])
+
+
+def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None:
     """Returns why the sm90 kernels do not take a call with so many (query, head) pairs; None if they do."""
     if problem.sm90_refusal is not None:
         return problem.sm90_refusal
-    if not scale > MIN_SCALE:
+    if not x.scale > MIN_SCALE:
         return f"scale is at most {MIN_SCALE}"
-    if max(rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
+    if max(rows, x.key.shape[0] * problem.num_kv_heads) >= SM90_MAX_ROWS:
         return f"rows · heads are at least {SM90_MAX_ROWS}"
-    return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
+    return None if _is_aligned(x) else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
 def _sm90_work(
@@ -708,7 +642,7 @@ def _sm90_work(
     by_tile = tapers and count > 1 and samples * count <= SM90_TAPERING_TILES * programs
     aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
     most = min(aim // (samples * count), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
-    num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
+    num_splits = 1 << max(most, 1).bit_length() - 1
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 
 
@@ -720,7 +654,7 @@ def _sm90_forward(problem: AttentionProblem, num_keys: int, batch: int) -> tuple
     return (64, 64, 2, 3) if short else (64, 128, 2, 2)
 
 
-@cached
+@cache
 def _plan_sm90(
     problem: AttentionProblem, tiles: tuple, has_table: bool, split: Split, num_splits: int
 ) -> AttentionPlan:
@@ -744,7 +678,7 @@ def _plan_sm90(
     return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
 
 
-@cached
+@cache
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
     """Plans the kernels for any GPU: the wider a row, the smaller a tile."""
     forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)

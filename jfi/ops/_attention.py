@@ -94,7 +94,7 @@ def attention(
 
     @cache
     def exported() -> Callable:
-        op = import_module(f"jfi.kernels.{name}.export").forward  # imported when wanted, since it needs Triton
+        op = import_module("jfi.kernels.exported").operator(name)  # imported when wanted, since it needs Triton
         op.register_autograd(differentiate, setup_context=save)
         return op
 

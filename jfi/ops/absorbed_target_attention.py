@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.kernels.plan import plan_target_attention
+from jfi.kernels import plan
 from jfi.ops.dispatch import PLAIN, operators, refusal
-from jfi.ops.target_attention import fits_single_tile, run_forward, table_bias, target_attention
+from jfi.ops.target_attention import run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
 from jfi.utils import compat
@@ -78,7 +78,7 @@ def attend_absorbed(
     impl = default_impl(fields[0]) if impl == "auto" else impl
     num_queries = weights[0].shape[1] // weights[2].shape[1]
     # Whether the attention's kernels read a bias by its index and a value scale.
-    in_kernel, is_read = impl == "triton" and fits_single_tile(num_queries * num_heads), False
+    in_kernel, is_read = impl == "triton" and num_queries * num_heads <= plan.SINGLE_TILE_ROWS, False
     if key_bias is not None and key_bias_index is not None and not in_kernel:
         is_read = may_read(key_bias_index)
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index, fields[0].dtype, is_read), None
@@ -172,7 +172,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
         events = (offsets, bias, index, value_scale, second)
         x = TargetAttentionInputs(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen)
-        ctx.plan = plan_target_attention(x, impl) if impl == "triton" else None
+        ctx.plan = plan.plan_target_attention(x, impl) if impl == "triton" else None
         if compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
             attended, lse = operators.target_attention_fwd(*x, impl)
         else:

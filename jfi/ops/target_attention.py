@@ -8,7 +8,8 @@ backward recomputes the weights in one more sweep:
 
     dv = Σ_t,h P dO      dS = P (dO·v - Δ)      dk = scale Σ_t,h dS q      dq = scale Σ_s dS k      dbias = Σ_t dS
 
-If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.
+If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.  Where a
+sample's queries fill several tiles, jagged attention with T queries a sample may be faster: the plan says so.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.kernels.plan import AttentionPlan, fits_single_tile
+from jfi.kernels.plan import AttentionPlan
 from jfi.ops._attention import attention
 from jfi.ops.checks import (
     check_count,
@@ -32,7 +33,7 @@ from jfi.ops.checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops.dispatch import public
+from jfi.ops.dispatch import operators, public
 from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
@@ -45,6 +46,10 @@ def run_forward(x: TargetAttentionInputs, impl: str, chosen: AttentionPlan | Non
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
+        chosen = chosen or plan.plan_target_attention(x, impl)
+        if chosen.family == "jagged_sm90":
+            out, lse = operators.jagged_attention_fwd(*execute.as_jagged(x), impl)
+            return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
         return execute.forward(x, chosen)
     from jfi.cpu import target_attention
 
@@ -69,6 +74,13 @@ def _backward(
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
+        chosen = chosen or plan.plan_target_attention(x, impl)
+        if chosen.family == "jagged_sm90":
+            grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
+            needed = [*needed[:4], False]  # no table of biases
+            grads = iter(operators.jagged_attention_bwd(grad, None, *execute.as_jagged(x), out, lse, needed, impl))
+            dquery, *others = [next(grads) if need else None for need in needed]
+            return None if dquery is None else dquery.view_as(x.query), *others
         return execute.backward(grad, x, out, lse, needed, chosen)
     from jfi.cpu import target_attention
 
@@ -80,10 +92,7 @@ _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
 target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT)
 
 
-_BY_EVENT = ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")
-
-
-@partial(public, packed={"offsets": _BY_EVENT})
+@partial(public, packed={"offsets": ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")})
 def target_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
@@ -184,7 +193,7 @@ def prepare_target_attention(
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_count("max_seqlen", max_seqlen)
-    in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
+    in_kernel = impl == "triton" and query.shape[1] * num_heads // key.shape[1] <= plan.SINGLE_TILE_ROWS
     if key_bias is not None and key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index, query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):

@@ -243,7 +243,8 @@ class FusedTables(FusedOptimizer):
         for kind, group in groups.items():
             # Frozen ones too: batches that accumulate with and without them number the rows alike.
             tables = {name: x for name, x in weights.items() if (x.shape[1], x.dtype) == kind}
-            rows, sizes = self._global_rows([*group.values()], tables), [len(rows) for _, rows in group.values()]
+            _, counted = zip(*group.values(), strict=True)
+            rows, sizes = self._global_rows([*group.values()], tables), [*map(len, counted)]
             zero = next(iter(tables.values())).new_zeros((), dtype=dtype)
             made = tuple([zero.expand(size, kind[0]) for size in sizes])
             made = EventRows.apply(made, partial(self._keep, tuple(tables), sizes), rows, *tables.values())

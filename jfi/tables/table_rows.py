@@ -313,9 +313,9 @@ def bounded(
 
     A look-up is its key, what it reads in the words of a message, and the number of rows there.
     """
-    ids = [by_key[key].values() for key, _, _ in reads]
-    if not are_readable:
-        return bound_ids(ids, [size for _, _, size in reads], counts)
-    for own, (key, rows_of, size) in zip(ids, reads, strict=True):
-        check_indices(f"features['{key}']", own, size, rows_of, int(by_key[key].lengths().sum()))
-    return ids
+    ids = []
+    for key, rows_of, size in reads:
+        ids.append(by_key[key].values())
+        if are_readable:
+            check_indices(f"features['{key}']", ids[-1], size, rows_of, int(by_key[key].lengths().sum()))
+    return ids if are_readable else bound_ids(ids, [size for _, _, size in reads], counts)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import launches
 import torch
 import triton.tools.tensor_descriptor
+from overrides import override, splits
 from row_optimizers import CLASSES
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -198,7 +199,7 @@ def hopper() -> list[Launch]:
                 assert made.family == "jagged_sm90", made
         gluon = {launch.key: launch.source.fn for launch in found if isinstance(launch.source, GluonASTSource)}
         assert (len(gluon), len(set(gluon.values()))) == (12, 3), gluon  # short and long share the backward's
-        with plan.override(SM90_SPLITS=4):
+        with override(**splits(4)):
             launches.attend(*launches.tensors(300, 4, 64), torch.randn(300, 4).half(), (5, 0))
             query, key, _ = launches.tensors(300, 1, 128)
             launches.attend_by_time(query, key, None, "ages", H200)  # value = key

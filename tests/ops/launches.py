@@ -6,10 +6,11 @@ Nothing runs: where `Launcher.__call__` records, outputs stay as they were alloc
 from collections.abc import Iterator
 
 import torch
+from overrides import FAMILIES, override
 from row_optimizers import CLASSES, states_of
 from torch import Tensor
 
-from jfi.kernels import absorbed_weights, plan
+from jfi.kernels import absorbed_weights
 from jfi.kernels.digit_attention.sid_words import sid_words
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
@@ -136,7 +137,7 @@ def attend_many(
     query, key = torch.randn(8, num_queries, 1, width).to(dtype), torch.randn(800, 1, width).to(dtype)
     value, bias = key.clone() if own_values else None, torch.randn(800, 1).to(dtype)
     x = TargetAttentionInputs(query, key, value, torch.arange(0, 801, 100), bias, *(None,) * 3, [], [], 0.125, None)
-    with plan.override(TARGET_FAMILY="target_multi_tile"):
+    with override(**FAMILIES["target_multi_tile"]):
         return _run_target(x, device, subsets(query, key, value, bias, None, every=every))
 
 

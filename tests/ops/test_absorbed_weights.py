@@ -3,8 +3,9 @@
 import pytest
 import torch
 from ops.budget import check
+from ops.overrides import override
 
-from jfi.kernels import absorbed_weights, plan
+from jfi.kernels import absorbed_weights
 from jfi.ops.absorbed_target_attention import absorb, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
@@ -13,7 +14,7 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
 @pytest.fixture(autouse=True)
 def short_chunks():
     """So many SMs that a batch is split."""
-    with plan.override(NUM_SMS=1000):
+    with override(num_sms=1000):
         yield
 
 

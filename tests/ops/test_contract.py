@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from ops.overrides import override
 from ops.ragged import SLOW_HERE, offsets_of
 
 import jfi.ops as ops
@@ -379,14 +380,13 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
 
 def test_a_million_queries_fit_the_grid(device, monkeypatch):
     """A catalogue scored for one user whose history is split."""
-    from jfi.kernels import plan
     from jfi.kernels.common.launch import Launcher
 
     grids = []
     monkeypatch.setattr(Launcher, "__call__", lambda launcher, grid, *_: grids.append(grid))
     query = torch.zeros(1, 1_100_000, 1, 1, device=device, requires_grad=True)
     key, offsets = torch.zeros(1000, 1, 1, device=device), torch.tensor([0, 1000], device=device)
-    with plan.override(MIN_CHUNK=1, NUM_SMS=2**24):
+    with override(MIN_CHUNK=1, num_sms=2**24):
         out = ops.target_attention(query, key, offsets=offsets, impl="triton")
         out.sum().backward()
     assert len(grids) >= 4 and all(size <= 65_535 for grid in grids for size in grid[1:])

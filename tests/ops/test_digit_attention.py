@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.overrides import override
 from ops.ragged import LENGTHS, offsets_of
 
 from jfi import ops as jfi_ops
@@ -136,13 +137,13 @@ def test_offsets_and_indices_of_32_bits(device, poisoned):
 @pytest.mark.parametrize("bias", [None, 7], ids=str)
 @pytest.mark.parametrize("num_digits", [32, 64])
 def test_long_histories_in_half_precision(num_digits, bias, device, poisoned):
-    with plan.override(MIN_CHUNK=64, NUM_SMS=1):
+    with override(MIN_CHUNK=64, num_sms=1):
         check(*make([3, 3000, 0, 40, 2000], num_digits, (2, 9), torch.bfloat16, device, bias), "triton")
 
 
 @pytest.mark.parametrize("bias", [None, 7], ids=str)
 def test_long_histories_are_split_and_combined(bias, device, poisoned):
-    with plan.override(MIN_CHUNK=64, NUM_SMS=2):
+    with override(MIN_CHUNK=64, num_sms=2):
         check(*make([3, 300, 0, 40, 200], 25, (2, 9), device=device, bias=bias), "triton")
 
 
@@ -185,7 +186,7 @@ def test_hidden_rows_of_a_table_in_half_precision(device, poisoned):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_the_same_bits_again(impl, device):
     query, _, words, given = make([3, 300, 0, 40], 40, device=device, bias=7)
-    with plan.override(MIN_CHUNK=64, NUM_SMS=2):
+    with override(MIN_CHUNK=64, num_sms=2):
         outs = [jfi_ops.digit_attention(query, words, **given, impl=impl) for _ in range(2)]
         grads = [torch.autograd.grad(out.square().sum(), [query, given["key_bias"]]) for out in outs]
     assert torch.equal(*outs) and all(map(torch.equal, *grads))

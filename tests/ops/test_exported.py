@@ -1,7 +1,10 @@
 """The forward of target attention for torch.export, run eagerly, against the operator; a package of it needs a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from ops.overrides import override
 from ops.ragged import offsets_of
 
 import jfi.ops
@@ -15,7 +18,7 @@ LENGTHS = [5, 0, 300, 32]
 
 @pytest.mark.parametrize("case", ["one", "bias by index", "bias", "halves", "tables", "digits", "many"])
 def test_the_exported_forward(case, device):
-    from jfi.kernels.target_attention import export
+    from jfi.kernels.exported import target_attention_fwd
 
     offsets, events = offsets_of(LENGTHS, device), sum(LENGTHS)
     heads, queries = (1, 1) if case == "one" else (4, 20 if case == "many" else 1)
@@ -41,8 +44,8 @@ def test_the_exported_forward(case, device):
         digits = torch.randint(-1, 2, (events, 32), device=device)
         history, own = digits[:, None].float(), pack_words(digits)[:, None]
     x = TargetAttentionInputs(**absent | {"query": query, "key": own, "offsets": offsets} | given)
-    with plan.override(MIN_CHUNK=64, NUM_SMS=4):  # the long history is split
-        found, lse = export.forward(*x, "triton")
+    with override(MIN_CHUNK=64, num_sms=4):  # the long history is split
+        found, lse = target_attention_fwd(x)
     wanted = jfi.ops.target_attention(query, history, offsets=offsets, scale=0.3, **options)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert lse.shape == query.shape[:3]
@@ -55,7 +58,7 @@ def test_the_plan_of_an_exported_program_knows_no_length_and_no_address(queries,
     optional = (None,) * 4
     x = TargetAttentionInputs(query, key, None, torch.tensor([0, 3, 3, 8]), *optional, [], [], 0.125, 5)
     for device in (A100, plan.H100):
-        chosen = plan_target_attention(x, "triton", device, exported=True)
+        chosen = plan_target_attention(x, "triton", replace(device, exported=True))
         assert chosen.family == family
         assert chosen.forward[0].split in (plan.Split.STREAM_K, plan.Split.CHUNKS)
         assert not chosen.forward[0].options.get("BY_TMA")

@@ -11,15 +11,17 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from ops.launches import attend, attend_by_time, tensors
+from ops.overrides import override, splits
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import jfi.ops
+from jfi.kernels import plan
 from jfi.kernels.common.combine import SplitPartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import sm90_primitives, visibility
-from jfi.kernels.plan import A100, H200, override, plan_jagged_attention, plan_target_attention
-from jfi.kernels.target_attention import execute as target_attention
+from jfi.kernels.plan import A100, H200, plan_jagged_attention
+from jfi.ops.dispatch import operators
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
@@ -88,14 +90,14 @@ def test_splits_are_combined_after_the_forward(monkeypatch):
     monkeypatch.setattr(Launcher, "__call__", record)
     for num_kv_heads in (1, 4):
         launches.clear()
-        with override(SM90_SPLITS=3):
+        with override(**splits(4)):
             attend(*tensors(300, num_kv_heads, 64))
         names = [name for name, _, _ in launches]
         assert names[:3] == ["_schedule_kernel", "jagged_attention_sm90_fwd_kernel", "_combine_splits_kernel"]
         (_, given, numbers), (_, combined, _) = launches[1:3]
-        assert numbers[0] == 3 * num_kv_heads * given[0].shape[0]
+        assert numbers[0] == 4 * num_kv_heads * given[0].shape[0]
         values, lse, out, out_lse = combined
-        assert values.shape == (300 * 4 // num_kv_heads, 3, num_kv_heads, 64) and lse.shape == values.shape[:3]
+        assert values.shape == (300 * 4 // num_kv_heads, 4, num_kv_heads, 64) and lse.shape == values.shape[:3]
         assert given[2] is values and given[3] is lse
         assert (out.shape, out_lse.shape) == ((300, 4, 64), (300, 4))
 
@@ -128,14 +130,12 @@ def test_target_attention_hands_many_queries_to_them(monkeypatch, value):
     own = torch.randn(1200, 2, 64).half() if value == "own" else None
     bias = torch.randn(1200, 2).half()
     x = TargetAttentionInputs(query, key, own, torch.arange(601) * 2, bias, None, None, None, [], [], 0.125, None)
-    plan = plan_target_attention(x, "triton", H200)
-    assert plan.family == "jagged_sm90", plan
-    out, lse = target_attention.forward(x, plan)
+    monkeypatch.setattr(plan, "device_of", lambda device: H200)
+    out, lse = operators.target_attention_fwd(*x, "triton")
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
-    needed = (True, True, own is not None, True, False)
-    grads = target_attention.backward(torch.randn_like(out), x, out, lse, needed, plan)
-    shapes = [None if grad is None else grad.shape for grad in grads]
-    assert shapes == [query.shape, key.shape, None if own is None else own.shape, bias.shape, None]
+    needed = [True, True, own is not None, True, False]
+    grads = operators.target_attention_bwd(torch.randn_like(out), None, *x, out, lse, needed, "triton")
+    assert [grad.shape for grad in grads] == [y.shape for y in (query, key, own, bias) if y is not None]
     assert sum("sm90" in name for name in launches) == 3
 
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
+from ops.overrides import FAMILIES, override
 from ops.ragged import CASES, LENGTHS, ON_HOPPER, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels.plan import override
+from jfi.utils.operands import JaggedAttentionInputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -137,7 +138,7 @@ def test_half_precision(width, value_width, num_heads, num_kv_heads, causal, win
         "family": family,
     }
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
-    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
+    with override(num_sms=2, SM90_SHORT_KEYS={64: short, 128: short}, **FAMILIES[family]):
         check(lengths, device, "triton", dtype, value_width=value_width, **options)
         check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
         if num_heads == num_kv_heads:
@@ -366,19 +367,19 @@ def test_rows_whose_positions_do_not_fit_32_bits_are_refused(name, device, monke
 @pytest.mark.parametrize("case", ["candidates", "causal"])
 def test_the_exported_forward(case, device):
     """The operator that replaces jagged_attention in an exported program, run eagerly, against the plain formula."""
-    from jfi.kernels.jagged_attention import export
+    from jfi.kernels.exported import jagged_attention_fwd
 
     offsets = offsets_of([5, 0, 3, 32], device)
     if case == "candidates":
         query, queries = torch.randn(30, 4, 24, device=device), offsets_of([7, 2, 1, 20], device)
         inputs = (query, torch.randn(40, 1, 24, device=device), None, queries, offsets)
-        found, _ = export.forward(
-            *inputs, torch.ones(40, 4, device=device), None, None, None, None, 0.3, None, None, False, "triton"
-        )
+        rest = (torch.ones(40, 4, device=device), None, None, None, None, 0.3, None, None, False)
+        found, _ = jagged_attention_fwd(JaggedAttentionInputs(*inputs, *rest))
         plain = reference.jagged_attention(*inputs, False, None, torch.ones(40, 4, device=device), 0.3)[0]
     else:
         inputs = (*torch.randn(3, 40, 4, 24, device=device), offsets, offsets)
-        found, _ = export.forward(*inputs, None, None, None, None, None, 0.3, None, 0, False, "triton")
+        rest = (None, None, None, None, None, 0.3, None, 0, False)
+        found, _ = jagged_attention_fwd(JaggedAttentionInputs(*inputs, *rest))
         plain = reference.jagged_attention(*inputs, True, None, None, 0.3)[0]
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from ops.absorbed import absorbed_target_attention
+from ops.overrides import override
 from ops.ragged import offsets_of
 from ops.unchecked import as_on_a_gpu
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jfi import ops, table1
-from jfi.kernels import plan
 from jfi.semantic_ids import pack_words
 
 IMPLS = ["triton", "torch"]
@@ -84,7 +84,7 @@ def example(name: str, device: torch.device, padding: int = 0) -> tuple:
             target(**by_bucket | {"key_bias_index": integers(200)}),
             {"query": query, "key": key, "key_bias": random(200, 2)},
         ),
-        "target, split": (target(), {"query": query, "key": key, "key_bias": key_bias}, {"NUM_SMS": 3}),
+        "target, split": (target(), {"query": query, "key": key, "key_bias": key_bias}, {"num_sms": 3}),
         "target, many": (target(), {"query": many, "key": key, "value": value, "key_bias": key_bias}),
         "target, many, value = key": (target(), {"query": many, "key": key, "key_bias": key_bias}),
         "target, many in a tile": (
@@ -170,7 +170,7 @@ def gradients(name: str, impl: str, device: torch.device, wanted: tuple[str, ...
     """The gradients of the wanted inputs; with ``traced`` by the registered operators, forward and backward."""
     torch.manual_seed(0)
     function, leaves, *overrides = example(name, device)
-    with plan.override(**overrides[0] if overrides else {}):
+    with override(**overrides[0] if overrides else {}):
         if traced:
             with Recorded():
                 return _gradients(function, leaves, impl, wanted)
@@ -210,7 +210,7 @@ def test_rows_behind_the_last_sample_change_nothing(name, device, poisoned):
         function, leaves, *overrides = example(name, device, padding)
         for x in leaves.values():
             x.requires_grad_()
-        with as_on_a_gpu(device), plan.override(**overrides[0] if overrides else {}):
+        with as_on_a_gpu(device), override(**overrides[0] if overrides else {}):
             out = function("triton", **leaves)
             grad = torch.linspace(-1, 1, 7, device=device).to(out)[torch.arange(out.numel(), device=device) % 7]
             grad = grad.view_as(out)
@@ -242,7 +242,7 @@ def test_only_what_is_needed_is_made(name, device, monkeypatch):
     for wanted in example(name, device)[1]:
         function, leaves, *overrides = example(name, device)
         leaves[wanted].requires_grad_()
-        with plan.override(**overrides[0] if overrides else {}):
+        with override(**overrides[0] if overrides else {}):
             out = function("triton", **leaves)
             given.clear()
             with Recorded() as recorded:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from ops.overrides import FAMILIES, override, splits
 
 import jfi.ops
 import jfi.table1
@@ -96,11 +97,9 @@ def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, wid
 
 @pytest.mark.parametrize("family", ["target_multi_tile", "jagged_sm90"])
 def test_a_family_can_be_forced(family):
-    with plan.override(TARGET_FAMILY=family):
+    with override(**FAMILIES[family]):
         assert explain(1024, 500_000, 64, 100).family == family
-    with plan.override(TARGET_FAMILY="target_multi_tile"):
-        reason = "TARGET_FAMILY is not target_single_tile, and not jagged attention: TARGET_FAMILY is target_multi_tile"
-        assert explain(1024, 500_000, 64, 1).reason == reason
+        assert explain(1024, 500_000, 64, 1).family == family
 
 
 @pytest.mark.parametrize("family", ["target_single_tile", "target_multi_tile"])
@@ -111,7 +110,7 @@ def test_a_forced_family_computes_the_same_from_a_bias_table_and_scaled_values(f
     by_event = {"value": key * value_scale[:, None, None], "key_bias": table[index], "impl": "torch"}
     expected = jfi.ops.target_attention(query, key, offsets=offsets, **by_event)
     events = {"key_bias": table, "key_bias_index": index, "value_scale": value_scale, "impl": "triton"}
-    with plan.override(TARGET_FAMILY=family):
+    with override(**FAMILIES[family]):
         torch.testing.assert_close(jfi.ops.target_attention(query, key, offsets=offsets, **events), expected)
 
 
@@ -189,18 +188,11 @@ def test_short_and_long_histories_share_the_kernels_that_are_the_same():
     assert short.backward[0] is long.backward[0] and short.backward[1] is long.backward[1]
 
 
-def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
-    before = plan.SINGLE_TILE_ROWS
-    with pytest.raises(RuntimeError, match="leaves"), plan.override(SINGLE_TILE_ROWS=1):
+def test_an_override_ends_with_its_context():
+    with pytest.raises(RuntimeError, match="leaves"), override(SINGLE_TILE_ROWS=1):
         assert explain(8, 8000, 64, 2).family == "target_multi_tile"
         raise RuntimeError("leaves")
-    assert before == plan.SINGLE_TILE_ROWS and explain(8, 8000, 64, 2).family == "target_single_tile"
-    for name in ("few_query_rows", "NOTHING", "SAMPLE_WEIGHT"):
-        with (
-            pytest.raises(ValueError, match=f"override takes thresholds of .*, got {name}"),
-            plan.override(**{name: 1}),
-        ):
-            pass
+    assert explain(8, 8000, 64, 2).family == "target_single_tile"
 
 
 def explain_jagged(batch, queries, keys, num_heads=4, *, num_kv_heads=1, width=128, **options):
@@ -255,8 +247,8 @@ def test_few_tiles_are_ordered_by_the_keys_that_they_see(shape, options, split):
 
 
 def test_the_number_of_splits_can_be_forced_and_an_empty_batch_has_none():
-    with plan.override(SM90_SPLITS=3):
-        assert explain_jagged(4, 10, 10).forward[0].num_splits == 3
+    with override(**splits(4)):
+        assert explain_jagged(4, 10, 10).forward[0].num_splits == 4
     assert explain_jagged(0, 0, 0).forward[0].num_splits == 1
 
 
@@ -271,7 +263,7 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
 
 
 def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
-    spec, chosen = pytest.importorskip("jfi.kernels.common.spec"), explain(1024, 500_000, 128, 300)
+    spec, chosen = pytest.importorskip("jfi.kernels.common.launch"), explain(1024, 500_000, 128, 300)
     visibility = pytest.importorskip("jfi.kernels.jagged_attention.visibility").Visibility
     first, equal, other = (
         spec.attention_spec(chosen.problem, chosen.forward[0], visibility(True, right, 0, False, False))

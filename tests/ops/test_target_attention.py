@@ -6,12 +6,12 @@ import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
+from ops.overrides import FAMILIES, override
 from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 from triton import language as tl
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels import plan
 from jfi.kernels.common.stream_k import RANKS, longest_first
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -21,7 +21,7 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture(autouse=True)
 def short_ranges():
     """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
-    with plan.override(MIN_CHUNK=128, NUM_SMS=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
+    with override(MIN_CHUNK=128, num_sms=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
         yield
 
 
@@ -87,7 +87,7 @@ def test_ragged(case, dtype, impl, device):
 
 @pytest.mark.parametrize("most", [0, 2**30])
 def test_a_program_per_sample_in_their_order_or_in_that_of_their_lengths(most, device):
-    with plan.override(LONGEST_FIRST_SAMPLES_PER_SM=most):
+    with override(LONGEST_FIRST_SAMPLES_PER_SM=most):
         lengths = torch.randint(0, 12, (RANKS.value + 3,)).tolist()
         compare_with_reference(lengths, device, "triton", torch.float32, 1, 1, 1, 16, None, None, max(lengths))
 
@@ -117,7 +117,7 @@ def test_programs_take_each_sample_once_and_the_long_ones_first(samples, dtype, 
 @pytest.mark.parametrize("longest", [0, 2**30])
 @pytest.mark.parametrize(("width", "value_width"), [(32, None), (64, None), (64, 64), (128, None)])
 def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, device):
-    with plan.override(SHORT_ROWS=longest):
+    with override(SHORT_ROWS=longest):
         check([3, 0, 150, 65], device, "triton", num_heads=2, width=width, value_width=value_width)
 
 
@@ -189,7 +189,7 @@ def test_many_candidates_are_jagged_attention(num_heads, num_kv_heads, bias, wid
         "width": width,
         "value_width": None if shared else width,
     }
-    with plan.override(TARGET_FAMILY="jagged_sm90"):
+    with override(**FAMILIES["jagged_sm90"]):
         query = torch.empty(4, 300, num_heads, width, dtype=torch.bfloat16, device=device)
         key = torch.empty(369, num_kv_heads, width, dtype=torch.bfloat16, device=device)
         offsets = offsets_of([5, 0, 300, 64], device)

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from ops.budget import compare
+from ops.overrides import FAMILIES, override, splits
 from ops.ragged import ON_HOPPER, SLOW_HERE, offsets_of
 from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -161,7 +161,7 @@ def test_times_beside_half_precision(impl, device):
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="the splits are those of the Hopper kernels")
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("bias", ["time", "position", None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1)])
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, None)])
@@ -169,7 +169,7 @@ def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, n
     """A split begins in the midst of a query's buckets; splits of short samples and of what is hidden are empty."""
     options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "width": width, "value_width": value_width}
     queries, keys = [0, 1, 64, 130, 5, 40], [7, 650, 64, 530, 0, 1]
-    with override(NUM_SMS=2, SM90_SPLITS=num_splits):
+    with override(num_sms=2, **splits(num_splits)):
         for most, max_visible in ((10**6, None), (300, 250)):
             limits = {"most": most, "max_visible": max_visible, "num_buckets": 32}
             check(queries, keys, device, "triton", torch.bfloat16, bias=bias, **limits, **options)
@@ -210,7 +210,7 @@ def test_half_precision(width, value_width, num_heads, num_kv_heads, bias, dtype
     queries, keys = [0, 1, 64, 130, 5, 40], [7, 400, 64, 300, 0, 1]
     if not torch.cuda.is_available():
         queries, keys = queries[1:3], keys[1:3]
-    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
+    with override(num_sms=2, SM90_SHORT_KEYS={64: short, 128: short}, **FAMILIES[family]):
         for most, max_visible in ((10**6, None), (300, 70)):
             limits = {"most": most, "max_visible": max_visible}
             check(queries, keys, device, "triton", dtype, bias=bias, num_buckets=32, **limits, **options)

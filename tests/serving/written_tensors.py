@@ -9,6 +9,7 @@ package runs without Python, where only the operators that are made of kernel la
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -23,8 +24,7 @@ from triton.runtime import JITFunction, driver
 
 import jfi.ops
 from jfi.cpu.bucket_edges import bucket_edges
-from jfi.kernels import plan
-from jfi.kernels.common import exported
+from jfi.kernels import exported, plan
 from jfi.kernels.jagged_attention import triton_fwd
 from jfi.kernels.plan import A100, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.target_attention import execute
@@ -132,6 +132,7 @@ def exported_operators(module: torch.nn.Module, arguments: tuple, varies: str) -
 def launches() -> list[Launch]:
     """The launches of jagged attention and of target attention, one of each kernel and set of constants."""
     found: list[Launch] = []
+    device = replace(A100, exported=True)
 
     def record(kernel: JITFunction) -> mock.MagicMock:
         got = mock.MagicMock()
@@ -145,7 +146,7 @@ def launches() -> list[Launch]:
     distance = JaggedAttentionInputs(*tensors, edges, torch.randn(5, 4), None, None, 0.3, None, None, True)
     with mock.patch.object(exported, "wrap_triton", record):
         for x in (window, distance):
-            triton_fwd.forward(x, plan_jagged_attention(x, "triton", A100, exported=True), exported.launch)
+            triton_fwd.forward(x, plan_jagged_attention(x, "triton", device), exported.launch)
         key, ages = torch.randn(8, 1, 32), torch.zeros(8, dtype=torch.int32)
         second, table = torch.randn(8, 16), torch.randn(9, 32, dtype=torch.bfloat16)
         half, many = torch.randn(3, 4, 4, 32, dtype=torch.bfloat16), torch.randn(3, 20, 4, 32)
@@ -160,7 +161,7 @@ def launches() -> list[Launch]:
             (many.bfloat16(), key.bfloat16(), None, offsets, None, None, None, None, [], []),
         ):
             x = TargetAttentionInputs(*operands, 0.3, None)
-            chosen = plan_target_attention(x, "triton", A100, exported=True)
+            chosen = plan_target_attention(x, "triton", device)
             execute.launch_forward(x, chosen, exported.launch)
     return found
 

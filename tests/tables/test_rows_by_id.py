@@ -6,12 +6,12 @@ import pytest
 import torch
 from ops.absorbed import absorbed_target_attention
 from ops.budget import compare
+from ops.overrides import override
 from ops.ragged import offsets_of
 from ops.test_absorbed_target_attention import problem
 
 import jfi.ops as ops
 from jfi import reference
-from jfi.kernels import plan
 from jfi.kernels.plan import H200
 from jfi.utils.operands import MAX_TABLES
 
@@ -25,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def short_ranges():
     """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
-    with plan.override(MIN_CHUNK=128, NUM_SMS=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
+    with override(MIN_CHUNK=128, num_sms=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
         yield
 
 

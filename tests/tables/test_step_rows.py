@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from ops.overrides import override
 from ops.ragged import SLOW_HERE
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
-from jfi.kernels import plan
 from jfi.tables.kernels import step as kernels
 from jfi.tables.step_rows import RowOptimizer, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.tables.step_rows_cpu import round_stochastically
@@ -174,7 +174,7 @@ def test_widths(width, name, device):
     block = kernels.step_tiles(power_of_two(width))[0]
     rows = torch.cat([torch.full((5 * block,), 3), torch.full((block // 2,), 5), torch.randint(0, 49, (4 * block,))])
     rows = rows[torch.randperm(len(rows))]
-    with plan.override(NUM_SMS=2):
+    with override(num_sms=2):
         optimizer = RowOptimizer(name, weight_decay=0.1, ema_decay=0.9)
         # Adam divides sums that cancel by their own size.
         tolerance = 1e-4 if name == "adam" else 1e-5
@@ -190,7 +190,7 @@ def test_rows_of_many_chunks(of, num_sms, device):
     rows = torch.full((700,), 4)
     rows[count:] = 5
     rows[:chunk] = torch.tensor(3 if of == "its first place" else 4)
-    with plan.override(NUM_SMS=num_sms):
+    with override(num_sms=num_sms):
         step_beside_torch(RowOptimizer("adagrad"), [10], [700], rows, 3, torch.float32, device)
 
 

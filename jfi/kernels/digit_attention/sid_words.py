@@ -1,12 +1,13 @@
 """Semantic IDs of ternary digits, five to a byte, as words of two bits a digit: one kernel."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.plan import cached
 from jfi.utils.operands import DIGITS_PER_WORD, ceil_div
 
 _BLOCK = 512
@@ -38,7 +39,7 @@ def sid_words_kernel(sids_ptr, words_ptr, count, L: tl.constexpr, W: tl.constexp
         tl.store(words_ptr + (first + at) * W + w, word, mask=mask)
 
 
-@cached
+@cache
 def _launcher(num_digits: int) -> Launcher:
     words = ceil_div(num_digits + 2, DIGITS_PER_WORD)
     return Launcher(sid_words_kernel, L=num_digits, W=words, BLOCK_S=_BLOCK, num_warps=4)

@@ -4,13 +4,14 @@ A block of ids counts those of each rank; then every block finds where its own b
 before it, and writes them. Ranks and shards are few (`MAX_SHARDS`), so that an id is compared with all.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.plan import cached
 from jfi.utils import operands
 from jfi.utils.operands import ceil_div, power_of_two
 
@@ -178,7 +179,7 @@ def _collect_kernel(
         tl.store(out_ptr + column * capacity.to(tl.int64) + at, tl.where(mask, x, padding), mask=at < capacity)
 
 
-@cached
+@cache
 def _launcher(kernel: triton.JITFunction, **constants: object) -> Launcher:
     return Launcher(kernel, **constants, num_warps=4)
 

@@ -1,12 +1,13 @@
 """Copies from a tensor into the memory of several GPUs, one kernel."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.plan import cached
 from jfi.utils.operands import ceil_div
 
 #: Words that a program writes to another GPU, and its warps.
@@ -25,7 +26,7 @@ def _push_kernel(words_ptr, targets_ptr, addresses_ptr, count, stride, offset, U
     tl.store(to + at, words, mask=mask)
 
 
-@cached
+@cache
 def _launcher(unit: int) -> Launcher:
     return Launcher(_push_kernel, UNIT=unit, BLOCK=PUSHED_WORDS, num_warps=PUSH_WARPS)
 

@@ -7,6 +7,8 @@ bias of a row is one number.  What a row enters next is loaded ahead.  Sums of t
 passes each bucket of a row once, and stores its sum as it leaves it.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.plan import cached
 from jfi.utils import operands
 from jfi.utils.operands import ceil_div, power_of_two
 
@@ -197,7 +198,7 @@ def bucket_edges_kernel(
     tl.store(to, edge, mask=mask[:, None] & (column <= NUM_BUCKETS)[None, :])
 
 
-@cached
+@cache
 def _launcher(num_buckets: int, is_causal: bool, by_time: bool) -> Launcher:
     columns = power_of_two(num_buckets + 1, 1)
     constants = {"NUM_BUCKETS": num_buckets, "IS_CAUSAL": is_causal, "BY_TIME": by_time}

@@ -7,9 +7,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.common.combine import SplitPartials
-from jfi.kernels.common.launch import Launcher, empty_like
+from jfi.kernels.common.launch import Launcher, empty_like, launchers_of
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.launch import empty_like
+from jfi.kernels.common.launch import empty_like, launchers_of
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_head, store_rows
 from jfi.kernels.jagged_attention.buckets import add_bucket_sums, bucket_bias, bucket_of, load_bucket, visible_range

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi.kernels.common.launch import launchers_of
 from jfi.kernels.common.online_softmax import log_sum_exp, no_sums, nonzero, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range

@@ -15,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.combine import chunk_partial
-from jfi.kernels.common.launch import empty_like
+from jfi.kernels.common.launch import empty_like, launchers_of
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E, max_tiles
-from jfi.kernels.common.spec import launchers_of
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan
-from jfi.kernels.target_attention.multi_tile_chunks import (
+from jfi.kernels.target_attention.multi_tile_fwd import (
     STATISTICS,
     find_chunk,
     history_descriptor,

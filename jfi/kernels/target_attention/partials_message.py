@@ -9,6 +9,8 @@
 A number takes two elements of a row in half precision, which must then have an even width to be aligned.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,6 @@ from jfi.kernels.common.combine import add_partial, weighted_sum
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import no_sums
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
-from jfi.kernels.plan import cached
 from jfi.utils.operands import ceil_div, power_of_two
 
 
@@ -122,7 +123,7 @@ def _combine_kernel(
     store_rows(out_ptr, acc, row, mask, WIDTH, WIDTH, BLOCK_D)
 
 
-@cached
+@cache
 def _launcher(kernel: triton.JITFunction, width: int, **constants: object) -> Launcher:
     block_d = power_of_two(width, 1)
     block_m = max(COPY_ELEMENTS // block_d, 1)

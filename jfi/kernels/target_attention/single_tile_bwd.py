@@ -18,12 +18,11 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.common.combine import RangePartials, partials_layout
-from jfi.kernels.common.launch import empty_like
-from jfi.kernels.common.spec import launchers_of
+from jfi.kernels.common.launch import empty_like, launchers_of
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_head, store_rows
 from jfi.kernels.plan import AttentionPlan, Split
-from jfi.kernels.target_attention.single_tile_events import (
+from jfi.kernels.target_attention.single_tile_fwd import (
     EVENTS,
     event_pointers,
     field_columns,
@@ -245,7 +244,7 @@ def backward(
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
     if kernel.kernel == "digit_attention_registers_bwd":
-        from jfi.kernels.digit_attention.registers_bwd import launcher
+        from jfi.kernels.digit_attention.registers_kernels import bwd_launcher as launcher
 
         # By event the bias has a gradient of one query row: the plan takes the kernel above for several.
         tiles = num_queries if sums_table else 1

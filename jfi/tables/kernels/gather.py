@@ -1,5 +1,7 @@
 """Rows of embedding tables by id, and ids with -1 for those outside of their tables."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,6 @@ from torch import Tensor
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_columns, load_rows, store_rows
-from jfi.kernels.plan import cached
 from jfi.utils.operands import MAX_TABLES, ceil_div, power_of_two
 
 #: Ids that a program bounds.
@@ -73,7 +74,7 @@ def gather_rows_kernel(
     store_rows(out_ptr + first * D, x, at, mask, D, D, BLOCK_D)
 
 
-@cached
+@cache
 def _launcher(width: int, num_tables: int, adds: bool) -> Launcher:
     block_d = power_of_two(width, 1)
     constants = {"D": width, "BLOCK_D": block_d, "NUM_TABLES": num_tables, "ADDS": adds}
@@ -143,7 +144,7 @@ def bound_ids_kernel(
                     tl.atomic_add(counts_ptr + i, outside.to(tl.int64), mask=outside > 0)
 
 
-@cached
+@cache
 def _bound_launcher() -> Launcher:
     return Launcher(bound_ids_kernel, BLOCK=_BOUNDED_IDS, num_warps=4)
 

@@ -1,12 +1,13 @@
 """Ids mapped to rows by a search among the sorted ids of a table; see `jfi.tables.map_ids`."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.plan import cached
 from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
 
 #: Ids that a program maps; 128 and 2 or 4 warps take as long within 5 %.
@@ -60,7 +61,7 @@ def map_ids_kernel(
         tl.atomic_add(num_reserved_ptr, reserved, mask=reserved > 0)
 
 
-@cached
+@cache
 def _launcher() -> Launcher:
     special = {"MISSING": MISSING, "PADDING": PADDING, "NO_ID": NO_ID}
     return Launcher(map_ids_kernel, BLOCK=_IDS, **special, num_warps=_WARPS)

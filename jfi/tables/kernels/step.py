@@ -10,6 +10,7 @@ A warp takes whole rows of a block, so each thread adds up its own columns witho
 The optimizers are those of `jfi.utils.operands.RowOptimizer`.
 """
 
+from functools import cache
 from itertools import chain
 
 import torch
@@ -18,11 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels import plan
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, spec_of
 from jfi.kernels.common.primitives import widen
-from jfi.kernels.common.spec import spec_of
 from jfi.kernels.common.tiles import COPY_ELEMENTS
-from jfi.kernels.plan import cached
 from jfi.tables.kernels.rounding import round_to, rounding_keys
 from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, ceil_div, power_of_two
 
@@ -290,7 +289,7 @@ def step_tiles(width: int) -> tuple[int, int]:
     return (32, 8) if width <= 64 else (8, 16)
 
 
-@cached
+@cache
 def _launchers(
     optimizer: RowOptimizer,
     firsts: tuple[int, ...],

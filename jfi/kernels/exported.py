@@ -1,20 +1,64 @@
-"""Launches that torch.export sees: they become nodes of the graph, and AOTInductor compiles the kernels into a package.
+"""Attention for torch.export: launches are nodes of the graph, and AOTInductor compiles the kernels into a package.
 
 A package runs in processes without Python, where the operators that jfi registers do not exist.  Only the kernels for
 any GPU can be exported: AOTInductor takes no Gluon.
 """
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from inspect import Parameter, Signature
+from typing import Any
 
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
+from torch.library import triton_op, wrap_triton
 from triton.runtime import JITFunction
 
+from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher, Tensors
+from jfi.kernels.jagged_attention import triton_fwd
+from jfi.kernels.target_attention import execute
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
+
+
+def operator(name: str) -> Callable:
+    """Registers ``torch.ops.jfi.<name>_exported_fwd`` over the operands of an attention and impl."""
+    operands, forward = _FORWARDS[name]
+
+    def run(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
+        return forward(operands(*operands_and_impl[:-1]))
+
+    kinds = operands.__annotations__ | {"impl": str}
+    parameters = [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for field, kind in kinds.items()]
+    run.__signature__ = Signature(parameters, return_annotation=tuple[Tensor, Tensor])  # of the operator's schema
+    return triton_op(f"jfi::{name}_exported_fwd", run, mutates_args=())
+
+
+def jagged_attention_fwd(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
+    """Runs the forward of queries and keys that may not be empty."""
+    return triton_fwd.forward(x, plan.plan_jagged_attention(x, "triton", _device_of(x.query)), launch)
+
+
+def target_attention_fwd(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
+    """Runs the forward of a batch with samples."""
+    # Inductor takes offsets for written, since addresses follow from them, and would copy them: of slices of one
+    # tensor, as a request's may be, AOTInductor cannot.  This is a tensor of its own; the first offset is 0.
+    x = x._replace(offsets=F.pad(x.offsets[1:], (1, 0)))
+    return execute.launch_forward(x, plan.plan_target_attention(x, "triton", _device_of(x.query)), launch)
+
+
+_FORWARDS = {
+    "jagged_attention": (JaggedAttentionInputs, jagged_attention_fwd),
+    "target_attention": (TargetAttentionInputs, target_attention_fwd),
+}
+
+
+def _device_of(query: Tensor) -> plan.Device:
+    return replace(plan.device_of(query.device), exported=True)
 
 
 def launch(
