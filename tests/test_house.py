@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
     "": 341,
-    "baselines": 380,
+    "baselines": 382,
     "cli": 1745,
     "cpu": 928,
     "cuda_graphs": 796,
@@ -25,8 +25,8 @@ BUDGET = {
     "serving": 7675,
     "table1": 1144,
     "tables": 3264,
-    "training": 7574,
-    "utils": 2021,
+    "training": 7579,
+    "utils": 2024,
 }
 
 

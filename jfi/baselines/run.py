@@ -57,7 +57,9 @@ def run_baselines(
         (['item mean', 'item + user mean', 'popularity by time'], ['half_life'])
     """
     if dataset.schema.labels[0].task != "binary":
-        raise ConfigError("baselines predict a binary label, got data.task: regression")
+        raise ConfigError(
+            "baselines predict a binary label, got a regression; jfi compare leaves them out with --baselines false"
+        )
     results: dict[str, list[BaselineResult]] = {}
     for seed in seeds if dataset.is_implicit else seeds[:1]:
         with Display("baselines", None, ticking=True):

@@ -10,11 +10,13 @@ import msgspec
 
 from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import load_dataset
+from jfi.data.prepared.manifest import resolve
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.config_parser import parse_config
-from jfi.training.distributed.processes import launched
+from jfi.training.distributed.processes import World, launched
 from jfi.training.metrics.label_metrics import MONITORS
 from jfi.training.run.run_folder import check_new, check_writable, new_run_dir
+from jfi.training.run.state import newer_samples
 from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import write_file
 
@@ -36,9 +38,9 @@ def compare(
     if run_dir is not None:
         check_new(Path(run_dir), "")
     check_writable(Path(run_dir or "runs"))
+    config = dataclasses.replace(config, data=resolve(config.data.with_absolute_paths()))
     if config.training.warm_start is not None:
-        lines, config = check_warm_start(config.training.warm_start, config)
-        print(*lines, sep="\n", flush=True)
+        config = check_warm_start(config.training.warm_start, config)[1]
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)
     label, several = dataset.schema.labels[0], len(dataset.schema.labels) > 1
@@ -46,9 +48,7 @@ def compare(
     baselines: dict[str, list[BaselineResult]] = {}
     if with_baselines:
         print("-- baselines", flush=True)
-        after = config.training.rows_after
-        rows = dataset if after in (None, "auto") else dataset.newer_than(after)
-        baselines = run_baselines(rows, seeds, config.monitor)
+        baselines = run_baselines(newer_samples(config, dataset, World()), seeds, config.monitor)
     results: dict[str, list[Result]] = {pooling: [] for pooling in poolings}
     for seed in seeds:
         for pooling in poolings:

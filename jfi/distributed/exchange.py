@@ -89,7 +89,7 @@ def start_gather(counts: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Wo
     if pg.size() == 1:
         return counts.unsqueeze(0), None
     gathered = counts.new_empty(pg.size(), counts.size(0))
-    return gathered, dist.all_gather_into_tensor(gathered.view(-1), counts, group=pg, async_op=True)
+    return gathered, compat.all_gather(gathered.view(-1), counts, group=pg, async_op=True)
 
 
 def gradient_scale(pg: dist.ProcessGroup) -> float:

@@ -75,7 +75,7 @@ class TrainingConfig:
         gradient_accumulation_steps: number of parts of a batch whose gradients are computed one after another. Their
             sum is the gradient of the whole batch, up to rounding, and activations take the memory of one part;
             `batch_size`, steps, learning rates and clipping are those of the whole batch. Under torchrun each process
-            has so many parts, and `sharding.exchange` must not be `rows`.
+            has so many parts, and attention must go to the rows.
         admit_every: with a `capacity` of `data.features`, steps between two admissions, in which new values get rows of
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
         publish_every: with `jfi train --follow`, seconds between two published versions of the model, which `jfi serve

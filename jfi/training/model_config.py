@@ -206,8 +206,8 @@ class OptimizerGroup:
             of all rows in each step; a row gets that of all steps since it was last stepped when a batch reads it
             again, so other rows cost nothing. `auto`, of tables alone, is that of elements with a normal prior of
             standard deviation 0.2: 25 / (training samples, sampled negatives included). With `training.warm_start` it
-            is that of the other run; it is 0 under torchrun with `sharding.exchange: rows` or `group_size`, and with
-            rows of `model.pretrained` that are trained.
+            is that of the other run; it is 0 under torchrun where rows are exchanged or with `sharding.group_size`, and
+            with rows of `model.pretrained` that are trained.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
@@ -267,7 +267,8 @@ class ShardingConfig:
             TorchRec's planner chooses for each table.
         min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
         compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
-            the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
+            the GPU, for tables that exceed GPU memory; it needs `exchange: rows`), or `auto`: the planner chooses,
+            with `exchange: attention` always `fused`.
         cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
         exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
             sends queries to the processes that own the rows, and partial outputs back; `auto` takes attention where

@@ -199,6 +199,8 @@ def _continue(
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
     if trainer.config != config:  # config.yaml was changed, and leaves settings open
         world.on_first(lambda: save_config(trainer.config, run.config))
+        if trainer.chosen is not None and world.is_first:
+            print(trainer.chosen, flush=True)
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()

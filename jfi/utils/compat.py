@@ -78,6 +78,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
@@ -92,6 +93,8 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: Registers a call without arguments for the end of the running backward pass.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+# torch 2.13 renames it, and warns of the old name.
+all_gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
 flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

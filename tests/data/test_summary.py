@@ -137,7 +137,8 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
         (1, 601, "01", {}, False),
         (1, 60, "10", {}, False),
         (1, 60, "01", {"history": "tag == buy"}, False),  # no view is an event of histories,
-        (1, 60, "01", {"history": "tag == buy", "statistics": ["user_item"]}, True),  # but statistics read its label
+        (1, 60, "01", {"history": "tag == buy", "statistics": ["user", "item"]}, False),
+        (1, 60, "01", {"history": "tag == buy", "statistics": ["user_item"]}, True),  # they read its label
         (1, 60, "01", {"history": "tag == view"}, True),
         (1, 60, "01", {"task": "regression"}, False),
         (1, 60, "01", {"label": None}, False),

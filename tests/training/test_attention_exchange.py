@@ -20,6 +20,7 @@ from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import check_sharded
 from jfi.training.loop.captured_steps import check_graphs
 from jfi.training.run.recorder import read_metrics
+from jfi.training.run.run_position import config_changes
 from jfi.training.run.saved_run import load_run
 
 STEPS, STOP_AT = 21, 7
@@ -192,7 +193,7 @@ def schema(folder) -> DataSchema:
 )
 def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, reason):
     config = configured(folder, "refused", **{"exchange": "attention", **change})
-    with pytest.raises(ConfigError, match=rf"sharding\.exchange: got 'attention', but .*{re.escape(reason)}"):
+    with pytest.raises(ConfigError, match=rf"sharding\.exchange: got 'attention', must be .*{re.escape(reason)}"):
         with_exchange(config, schema)
 
 
@@ -213,7 +214,7 @@ def test_what_needs_attention_is_refused_where_rows_are_exchanged(folder, schema
     section, name = key.rsplit(".", 1)
     setattr(operator.attrgetter(section)(config), name, value)
     why = "encoder.num_layers is above 0" if exchange == "auto" else "sharding.exchange is rows"
-    error = f"{key}: got {value!r}, must be {must} under torchrun without sharding.exchange: attention, and {why}"
+    error = f"{key}: got {value!r}, must be {must} under torchrun where processes exchange rows of histories: {why}"
     with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
         check_sharded(config, World())
         with_exchange(config, schema)
@@ -241,6 +242,8 @@ def test_the_line_of_the_defaults_says_which_exchange(folder, schema):
     assert "sharding.exchange: attention" in line
     assert settle(config, dataset, world, 0.25)[0].optimizer.embeddings.decay == 0.25
     assert settled_as(config, settled) == settled
+    changes = [name for name, _ in config_changes(dataclasses.asdict(config), settled)]
+    assert "optimizer.embeddings.weight_decay" in changes and "sharding.exchange" not in changes
     sharding = dataclasses.replace(config.sharding, group_size=1)
     grouped = settle(dataclasses.replace(config, sharding=sharding), dataset, world)[0]
     assert grouped.sharding.exchange == "attention" and grouped.optimizer.embeddings.weight_decay == 0

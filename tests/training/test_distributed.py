@@ -368,7 +368,10 @@ def test_tables_of_several_widths_are_sharded_and_the_losses_stay(folder, one_la
     with without_pictures():
         train(configs[0])
     refused = dataclasses.replace(configs[1], sharding=dataclasses.replace(configs[1].sharding, exchange="attention"))
-    with pytest.raises(ConfigError, match=r"sharding.exchange: got 'attention', but tables of users and contexts have"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sharding.exchange: got 'attention', must be auto or rows, since tables of users and contexts have",
+    ):
         train(refused)
     torch.distributed.destroy_process_group()
     for name in environment(0, 1):

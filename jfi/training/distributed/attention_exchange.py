@@ -29,7 +29,7 @@ def with_exchange(config: Config, schema: DataSchema) -> tuple[Config, str | Non
         return config, None
     reason = _why_not(build_model(config.model, config.encoder, schema, torch.device("meta")), config)
     if reason is not None and wanted == "attention":
-        raise ConfigError(f"sharding.exchange: got 'attention', but {reason}")
+        raise ConfigError(f"sharding.exchange: got 'attention', must be auto or rows, since {reason}")
     if reason is not None:
         check_rows(config, reason)
     exchange = "attention" if reason is None else "rows"
@@ -53,7 +53,8 @@ def check_rows(config: Config, reason: str) -> None:
     ):
         if not supported:
             raise ConfigError(
-                f"{key}: got {got!r}, must be {must} under torchrun without sharding.exchange: attention, and {reason}"
+                f"{key}: got {got!r}, must be {must} under torchrun where processes exchange rows of histories: "
+                f"{reason}"
             )
 
 

@@ -110,7 +110,8 @@ def shard_model(
     try:
         plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders))
     except ConfigError as fault:
-        if not remote:
+        may_cache = world.device.type == "cuda" and config.sharding.group_size is None
+        if not (remote and may_cache and config.sharding.compute_kernel == "auto"):
             raise
         raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
     plan = groups.own_plan(plan)

@@ -46,6 +46,21 @@ from jfi.training.run.warm_start import warm_start
 _TICK = 0.1
 
 
+def newer_samples(config: Config, dataset: InteractionDataset, world: World) -> InteractionDataset:
+    """Returns the dataset with the training samples that `training.rows_after` leaves."""
+    after = config.training.rows_after
+    if after in (None, "auto"):
+        return dataset
+    newer = dataset.newer_than(after)
+    counts = " of ".join(f"{one.num_samples('train'):,}" for one in (newer, dataset))
+    line = f"training.rows_after: {counts} training samples are newer than {date_of(after) or after}"
+    if not newer.num_samples("train"):
+        raise ConfigError(f"{line}; name a table with newer rows, or set training.rows_after: null")
+    if world.is_first:
+        tqdm.write(f"{line}; older rows are only events of histories")
+    return newer
+
+
 class RunState:
     """The model, the optimizer and the progress of one run.
 
@@ -61,7 +76,7 @@ class RunState:
 
     def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
         #: The line is about what the config has left open.
-        newer = self._newer_samples(config, dataset, world)
+        newer = newer_samples(config, dataset, world)
         decay = None
         if warm is not None:
             decay = BestEpoch.of(warm, "training.warm_start: run").config.optimizer.embeddings.decay
@@ -118,21 +133,6 @@ class RunState:
             self.modules["average"] = ModelAverage(self.model, config.optimizer.ema_decay)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
-
-    @staticmethod
-    def _newer_samples(config: Config, dataset: InteractionDataset, world: World) -> InteractionDataset:
-        """Returns the dataset with the training samples that `training.rows_after` leaves."""
-        after = config.training.rows_after
-        if after in (None, "auto"):
-            return dataset
-        newer = dataset.newer_than(after)
-        counts = " of ".join(f"{one.num_samples('train'):,}" for one in (newer, dataset))
-        line = f"training.rows_after: {counts} training samples are newer than {date_of(after) or after}"
-        if not newer.num_samples("train"):
-            raise ConfigError(f"{line}; name a table with newer rows, or set training.rows_after: null")
-        if world.is_first:
-            tqdm.write(f"{line}; older rows are only events of histories")
-        return newer
 
     def load_pretrained(self) -> None:
         """Fills the tables of a new run with the embeddings of `model.pretrained`, but for rows that started warm.

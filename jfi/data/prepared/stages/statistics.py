@@ -110,7 +110,7 @@ def _spread(rows: np.ndarray, most: int) -> np.ndarray:
 
 
 def _with_negatives(statistics: Statistics, samples: np.ndarray, negatives: NegativeSampler) -> Columns:
-    """The statistics of some training samples, spread evenly, and of as many negatives as a run draws."""
+    """The statistics of some samples, spread evenly, and of as many negatives as a run draws."""
     events, per = statistics.index.events, negatives.per_positive
     rows = _spread(samples, max(1, _SAMPLES // (1 + per)))
     drawn = np.repeat(rows, per)

@@ -217,7 +217,7 @@ def _warn_of_raw_events(dataset: InteractionDataset, columns: Columns) -> list[s
     rows = rows[:: max(1, len(rows) // _ASKED)].astype(np.int64)
     label, asked = arrays.events.label[rows], Tallies(index, index.questions(rows))
     soon = asked.age("history", ("user", "item")) <= _SOON
-    if arrays.statistics is not None:  # which also read the labels of rows that are in no history
+    if "user_item" in columns.config.statistics_groups():  # they also read the labels of rows that are in no history
         soon |= asked.age("labeled", ("user", "item")) <= _SOON
     of_negatives, of_positives = (
         np.count_nonzero(soon & (label == value)) / max(1, np.count_nonzero(label == value)) for value in (0, 1)
