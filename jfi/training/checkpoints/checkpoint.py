@@ -149,7 +149,7 @@ def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
     try:
         reader, planner = TensorReader(path), TensorLoadPlanner()
         for name, states in state.get("optimizer", {}).get("state", {}).items():
-            if f"optimizer.state.{name}.stepped_at" not in reader.metadata.state_dict_metadata:
+            if ".".join(("optimizer", "state", name, "stepped_at")) not in reader.metadata.state_dict_metadata:
                 states.pop("stepped_at", None)
         with _plainly():
             dcp.load(
