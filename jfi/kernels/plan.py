@@ -96,9 +96,8 @@ class Device:
     num_sms: int = 1  # SMs, or compute units of an AMD GPU
     shared_memory: int | None = None  # bytes that one program may have; None means no limit
     name: str = ""  # as its maker writes it
-    exported: bool = (
-        False  # under torch.export: no address, no length, no number of samples, queries or events is known
-    )
+    #: Under torch.export: no address, no length, no number of samples, queries or events is known.
+    exported: bool = False
 
     @cached_property
     def capability(self) -> tuple[int, int]:

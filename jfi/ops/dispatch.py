@@ -45,7 +45,7 @@ def operator(
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
-    It takes keyword arguments too: what spares the function work where it is called directly.
+    Keyword arguments, such as a plan, spare the function work; only a direct call passes them on.
 
     Args:
         function: the work, on real tensors. Lists of tensors have no gradient.

@@ -148,8 +148,8 @@ def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
     verify_checkpoint(path, world)
     try:
         reader, planner = TensorReader(path), TensorLoadPlanner()
-        for name, states in state.get("optimizer", {}).get("state", {}).items():
-            if ".".join(("optimizer", "state", name, "stepped_at")) not in reader.metadata.state_dict_metadata:
+        for table, states in state.get("optimizer", {}).get("state", {}).items():
+            if not any(name.endswith(f".{table}.stepped_at") for name in reader.metadata.state_dict_metadata):
                 states.pop("stepped_at", None)
         with _plainly():
             dcp.load(

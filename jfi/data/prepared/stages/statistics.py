@@ -66,18 +66,17 @@ def compute_statistics(
     columns.computed |= statistics.of_rows(rows, columns.new)
     names = config.statistics_columns()
     if missing := [name for name in names if name not in schema.encodings.moments]:
-        labeled, found = ~np.isnan(events.label), columns.computed
-        weights, held_out = columns.train & labeled, (events.split == SPLITS.index("validation")) & labeled
-        now = found
+        labeled, training, validation = ~np.isnan(events.label), columns.computed, columns.computed
+        trained, held_out = columns.train & labeled, (events.split == SPLITS.index("validation")) & labeled
         if negatives is not None:
-            found = _with_negatives(statistics, np.flatnonzero(weights), negatives)
-            weights = np.ones(len(found[missing[0]]), bool)
+            training = _with_negatives(statistics, np.flatnonzero(trained), negatives)
+            trained = np.ones(len(training[missing[0]]), bool)
             held_out &= np.isin(events.item, negatives.candidates)  # others are no samples
-            now = _with_negatives(statistics, np.flatnonzero(held_out), negatives)
-            held_out = np.ones(len(now[missing[0]]), bool)
-        encodings.moments.update({name: moments(found[name], weights) for name in missing})
-        some, checked = (_spread(np.flatnonzero(one), _ROWS) for one in (weights, held_out))
-        values = ((name, found[name][some], now[name][checked]) for name in missing)
+            validation = _with_negatives(statistics, np.flatnonzero(held_out), negatives)
+            held_out = np.ones(len(validation[missing[0]]), bool)
+        encodings.moments.update({name: moments(training[name], trained) for name in missing})
+        trained, held_out = (_spread(np.flatnonzero(one), _ROWS) for one in (trained, held_out))
+        values = ((name, training[name][trained], validation[name][held_out]) for name in missing)
         columns.notes.extend(_learn_scales(values, encodings))
     return dense_statistics(statistics, schema, names)
 
@@ -90,12 +89,12 @@ def _learn_scales(values: Iterable[tuple[str, np.ndarray, np.ndarray]], encoding
         encodings: are added to.
     """
     noted: dict[str, list[str]] = {"left out": [], "clipped": []}
-    for name, known, now in values:
-        known = known[np.isfinite(known)]
+    for name, training, validation in values:
+        known = training[np.isfinite(training)]
         mean = encodings.moments[name][0]
         low, high = np.quantile(known, _BOUNDS).tolist() if len(known) else (mean, mean)
-        outside = float(np.mean((now < low) | (now > high))) if len(now) else 0.0
-        is_left_out = outside > _MOST_OUTSIDE and len(now) >= _LEAST_ROWS
+        outside = float(np.mean((validation < low) | (validation > high))) if len(validation) else 0.0
+        is_left_out = outside > _MOST_OUTSIDE and len(validation) >= _LEAST_ROWS
         encodings.bounds[name] = (mean, mean) if is_left_out else (low, high)
         if outside >= _NOTED:
             noted["left out" if is_left_out else "clipped"].append(f"{name} {outside:.1%}")
