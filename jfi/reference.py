@@ -69,7 +69,8 @@ segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
 def segment_ids(offsets: Tensor, rows: int) -> Tensor:
     """Returns the sample that each packed row belongs to, [rows] int64; the last one for padding behind all samples."""
     index = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:-1].contiguous(), index, right=True)
+    # Not in offsets[1:-1]: Inductor's searchsorted reads a view from the start of its storage on a GPU (torch 2.11).
+    return (torch.searchsorted(offsets, index, right=True) - 1).clamp(max=offsets.shape[0] - 2)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -296,7 +296,7 @@ class SequenceDLRM(nn.Module):
         collections = (self.embedding_bag_collection, self.embedding_collection)
         present = [collection for collection in collections if collection is not None]
         kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
-        return bool(present) and not any(isinstance(collection, kinds) for collection in present)
+        return len(present) > 0 and not any(isinstance(collection, kinds) for collection in present)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
