@@ -222,15 +222,15 @@ def build_model(
             EmbeddingBagCollection(tables=bags, device=tables),
             EmbeddingCollection(tables=[items], device=tables),
         )
-    model = SequenceDLRM(
-        *collections,
-        [feature_of(shape)],
-        shape.dense_features,
-        [*shape.dense_layers, shape.D],
-        [*shape.over_layers, 1],
-        pooling="mean" if pooling == MEAN else AttentionPooling(shape.H),
-        dense_device=device,
-    )
+    with device:
+        model = SequenceDLRM(
+            *collections,
+            [feature_of(shape)],
+            shape.dense_features,
+            [*shape.dense_layers, shape.D],
+            [*shape.over_layers, 1],
+            pooling="mean" if pooling == MEAN else AttentionPooling(shape.H),
+        )
     if pooling == PADDED:
         longest = shape.N if by_id else None
         model.sequence_arch.pooling = PaddedAttention(feature_of(shape), shape.D, shape.H, device, longest)

@@ -66,12 +66,12 @@ class Heads:
         """Returns the number of outputs in training."""
         return self.count + self.auxiliary
 
-    def arch(self, width: int, layer_sizes: list[int], device: torch.device | None = None) -> nn.Module:
+    def arch(self, width: int, layer_sizes: list[int]) -> nn.Module:
         """Returns the module from [B, width] to [B, count], in training mode [B, trained]; `layer_sizes` end in 1."""
         arch = OverArch if self.trained == 1 else TaskArch
         options = {} if self.trained == 1 else {"heads": self}
-        made = arch(width, layer_sizes, device=device, **options)
-        return made if self.moments is None else nn.Sequential(made, OutputScale(self.moments, device))
+        made = arch(width, layer_sizes, **options)
+        return made if self.moments is None else nn.Sequential(made, OutputScale(self.moments))
 
 
 class TaskArch(nn.Module):
@@ -80,20 +80,17 @@ class TaskArch(nn.Module):
     The layer sizes are that of the bottom (or of an expert), then those of each tower, which end in 1.
     """
 
-    def __init__(
-        self, in_features: int, layer_sizes: list[int], *, heads: Heads, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, in_features: int, layer_sizes: list[int], *, heads: Heads) -> None:
         super().__init__()
         first, *tower = layer_sizes
         self.experts = nn.ModuleList(
-            MLP(in_features, [first], bias=True, activation="relu", device=device) for _ in range(heads.experts or 1)
+            MLP(in_features, [first], bias=True, activation="relu") for _ in range(heads.experts or 1)
         )
         self.count = heads.count
         gates = heads.trained if heads.experts else 0
-        self.gates = nn.ModuleList(nn.Linear(in_features, heads.experts, device=device) for _ in range(gates))
+        self.gates = nn.ModuleList(nn.Linear(in_features, heads.experts) for _ in range(gates))
         self.towers = nn.ModuleList(
-            OverArch(first, tower, device=device) if len(tower) > 1 else nn.Linear(first, 1, device=device)
-            for _ in range(heads.trained)
+            OverArch(first, tower) if len(tower) > 1 else nn.Linear(first, 1) for _ in range(heads.trained)
         )
 
     def forward(self, features: Tensor) -> Tensor:
@@ -113,11 +110,11 @@ class OutputScale(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
+    def __init__(self, moments: Sequence[tuple[float, float]]) -> None:
         super().__init__()
         means, deviations = zip(*moments, strict=True)
-        self.register_buffer("mean", torch.tensor(means, dtype=torch.float32, device=device))
-        self.register_buffer("deviation", torch.tensor(deviations, dtype=torch.float32, device=device))
+        self.register_buffer("mean", torch.tensor(means, dtype=torch.float32))
+        self.register_buffer("deviation", torch.tensor(deviations, dtype=torch.float32))
 
     def forward(self, outputs: Tensor) -> Tensor:
         count = len(self.mean)

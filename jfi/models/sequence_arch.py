@@ -67,7 +67,6 @@ class SequenceArch(nn.Module):
         widths: by key that of its embeddings; those that are not `embedding_dim` wide are projected.
         embedding_dim: width of every entry.
         event_dim: width of the embeddings of events.
-        device: of the parameters outside the encoder.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class SequenceArch(nn.Module):
         pooling: AttentionPooling | Literal["mean", "sum", "none"],
         encoder: JaggedEncoder | None,
         user_keys: list[str],
-        device: torch.device | None,
     ) -> None:
         super().__init__()
         self.user_keys = user_keys
@@ -92,7 +90,7 @@ class SequenceArch(nn.Module):
         if isinstance(pooling, AttentionPooling):
             sizes = embedding_dim, pooling.num_heads
             for _ in range(pooling.layers if features else 0):
-                layers.append(JaggedFeatureInteraction(pooled, *sizes, sequence_dim=event_dim, device=device))
+                layers.append(JaggedFeatureInteraction(pooled, *sizes, sequence_dim=event_dim))
         elif features and pooling != "none":
             layers.append(JaggedPooling(pooled, event_dim, pooling))
         self.pooling, self.encoder = layers[0] if layers else None, encoder
@@ -101,16 +99,14 @@ class SequenceArch(nn.Module):
         further = nn.ModuleList(layers[1:])
         self.refined_keys = list(dict.fromkeys(feature.target_keys[0] for feature in features))
         refined_width = len(self.refined_keys) * embedding_dim
-        refine = nn.ModuleList(nn.Linear(layer.output_width, refined_width, device=device) for layer in layers[1:])
+        refine = nn.ModuleList(nn.Linear(layer.output_width, refined_width) for layer in layers[1:])
         self.further = nn.ModuleDict({"layers": further, "refine": refine})
         keys = bag_keys + single_keys
         others = [key for key in keys if widths[key] != embedding_dim]
-        self.projections = nn.ModuleDict(
-            {module_name(key): nn.Linear(widths[key], embedding_dim, device=device) for key in others}
-        )
+        self.projections = nn.ModuleDict({module_name(key): nn.Linear(widths[key], embedding_dim) for key in others})
         self.pooled_projection = None
         if layers and not attends and event_dim != embedding_dim:
-            self.pooled_projection = nn.Linear(event_dim, embedding_dim, device=device)
+            self.pooled_projection = nn.Linear(event_dim, embedding_dim)
         pooled_width = sum(layer.output_width for layer in layers[:2])
         #: F.
         self.num_entries = len(keys) + pooled_width // (embedding_dim if attends else event_dim)

@@ -34,7 +34,6 @@ from jfi.modules.sequence_configs import check_features
 from jfi.utils.arguments import (
     MAX_LAYERS,
     check_choice,
-    check_device,
     check_int,
     check_keys,
     check_list_of_sizes,
@@ -64,7 +63,8 @@ class SequenceDLRM(nn.Module):
     `feature_names=["item", "history_item"]`. The target then has the same embedding as the events of the same id.
 
     `forward` has the signature of `torchrec.models.dlrm.DLRM.forward`, so `torchrec.models.dlrm.DLRMTrain` wraps it
-    for training and for TorchRec's train pipelines.
+    for training and for TorchRec's train pipelines. What it makes itself is on PyTorch's default device: construct it
+    under `with torch.device("cuda"):`, or move it.
 
     Args:
         embedding_bag_collection: tables of the features that share none with a history, or None.
@@ -88,7 +88,6 @@ class SequenceDLRM(nn.Module):
             tables are tables of the collections, with the same keys and as many rows.
         heads: several outputs, or one on another scale than a logit's; see `Heads`. None for one logit. Of several, the
             first layer of OverArch is shared, or a mixture of experts, and each output has the others for itself.
-        dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -137,7 +136,6 @@ class SequenceDLRM(nn.Module):
         semantic_ids: SemanticIDEmbedding | None = None,
         growing_ids: GrowingIds | None = None,
         heads: Heads | None = None,
-        dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(pooling, AttentionPooling):
@@ -150,7 +148,6 @@ class SequenceDLRM(nn.Module):
         _check_layer_sizes(dense_arch_layer_sizes, over_arch_layer_sizes)
         check_number("dropout", dropout, lambda p: 0 <= p <= 1, "in [0, 1]")
         check_keys("user_keys", [] if user_keys is None else user_keys)
-        check_device("dense_device", dense_device)
         _check_optional("embedding_bag_collection", embedding_bag_collection, EmbeddingBagCollectionInterface)
         _check_optional("embedding_collection", embedding_collection, EmbeddingCollectionInterface)
         _check_optional("encoder", encoder, JaggedEncoder)
@@ -192,8 +189,8 @@ class SequenceDLRM(nn.Module):
         self.semantic_ids = semantic_ids
         self.growing_ids = growing_ids
         self._user_keys = user_keys or []
-        options = pooling, encoder, self._user_keys, dense_device
-        self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, embedding_dim, event_dim, *options)
+        options = embedding_dim, event_dim, pooling, encoder, self._user_keys
+        self.sequence_arch = SequenceArch(features, bag_keys, single_keys, widths, *options)
         num_entries, biased = self.sequence_arch.num_entries, self.sequence_arch.features
         self._id_keys = [key for _, key, _ in bags + singles]
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
@@ -202,15 +199,14 @@ class SequenceDLRM(nn.Module):
         self._from_times = [feature.bias.key for feature in biased if isinstance(feature.bias, TimeBias)]
         self.dropout = nn.Dropout(dropout)
         self._dense_in_features = dense_in_features
-        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
-        # It has a buffer of indices, which it would copy to the device in every step.
-        self.inter_arch = InteractionArch(num_entries).to(dense_device)
+        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes)
+        self.inter_arch = InteractionArch(num_entries)
         width, crossed = embedding_dim + num_entries + math.comb(num_entries, 2), (1 + num_entries) * embedding_dim
         self.cross_net = None
         if cross_layers:
-            self.cross_net = LowRankCrossNet(crossed, cross_layers, low_rank=embedding_dim).to(dense_device)
+            self.cross_net = LowRankCrossNet(crossed, cross_layers, low_rank=embedding_dim)
             width += crossed
-        self.over_arch = (heads or Heads()).arch(width, over_arch_layer_sizes, dense_device)
+        self.over_arch = (heads or Heads()).arch(width, over_arch_layer_sizes)
 
     __prepare_scriptable__ = not_scriptable("SequenceDLRM")
 

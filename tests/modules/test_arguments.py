@@ -260,7 +260,6 @@ CASES = {
             "semantic_ids": "None",
             "growing_ids": "None",
             "heads": "None",
-            "dense_device": NO_DEVICE,
         },
         SequenceDLRM.__init__,
     ),

@@ -298,8 +298,7 @@ def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monke
         **sizes,
         pooling=AttentionPooling(2, layers=2),
         semantic_ids=embedding,
-        dense_device=device,
-    )
+    ).to(device)
     sids, counts = batch(25, device)["seen"].values(), [1, 1, 1, 1, *LENGTHS]
     values = [sids[:4], sids]
     if beside:
@@ -339,8 +338,7 @@ def test_a_model_with_timelines_attends_to_digits(by_item, device, monkeypatch):
         [4, 1],
         pooling=AttentionPooling(2, layers=2),
         semantic_ids=embedding,
-        dense_device=device,
-    )
+    ).to(device)
     rows, events = [2, 0, 3, 1], sum(LENGTHS)
     items = torch.randint(len(sids), (sum(rows) + events,), device=device)
     lengths = torch.tensor([1] * sum(rows) + LENGTHS + [0, 0], device=device)
