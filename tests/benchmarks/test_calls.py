@@ -22,6 +22,15 @@ def test_one_forward_makes_few_calls_and_moves_between_few_files(name):
     assert 0 < calls.moves <= most_moves
 
 
+@pytest.mark.parametrize(
+    ("name", "calls"), [("EmbeddingCollection", 2), ("FusedEmbeddingCollection", 4), ("embeddings", 2)]
+)
+def test_a_call_asks_once_whether_it_may_read_and_is_traced(name, calls):
+    """The layer and its operator each; a fused collection and the reader of its rows too."""
+    names = [function for _, function in one_forward(embedding_collections()[name]).made]
+    assert names.count("may_read") <= names.count("is_traced") == calls
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_no_file_is_entered_more_than_twice_on_the_way_of_a_batch(name):
     assert max(one_forward(embedding_collections()[name]).entries("modules/").values()) <= 2
