@@ -26,9 +26,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(VENV)/.installed
 	$(PYTHON) -m jfi compare --config configs/quickstart.yaml
 
-# Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures.
+# Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures; those in
+# tests/conftest.py come first.  Temporary files are in memory where 8 GB are free: the suite makes and removes many.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope
+FREE := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000')
+PYTEST := $(if $(FREE),TMPDIR=/dev/shm) OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope \
+    --no-loadscope-reorder -o tmp_path_retention_policy=failed
 
 test: lint
 	$(PYTEST) -m "not slow"

@@ -22,6 +22,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: The modules that take longest, which workers begin with: one that came last would run alone.
+LONGEST = (
+    *("training/test_growing_runs", "serving/test_publish", "serving/test_counters", "ops/test_jagged_attention"),
+    *("ops/test_target_attention", "training/test_distributed", "ops/test_timelines", "serving/test_forged_artifacts"),
+    *("ops/test_needed_gradients", "modules/test_compiled_layers", "tables/test_step_rows", "serving/test_ends"),
+    *("serving/test_capacity_run", "tables/test_rows_by_id", "follow/test_kills", "data/test_malformed"),
+    *("follow/test_published", "training/test_attention_exchange", "ops/test_contract", "training/test_run"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

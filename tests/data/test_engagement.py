@@ -144,7 +144,7 @@ def test_a_policy_that_keeps_all_changes_no_bit(config, tmp_path, batching):
 
 
 @pytest.mark.parametrize("batching", ["sample", "user"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_nothing_after_a_sample_changes_its_history(tmp_path, batching, seed):
     data, cut = table(seed=seed), 2 * 3600
     given = {"interactions": str(tmp_path / "log.parquet"), "label": "buys", "max_history": 16, "batching": batching}

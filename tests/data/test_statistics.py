@@ -127,7 +127,7 @@ def learnt_schema():
     return load_dataset(replace(CONFIG, interactions=random_table(0))).schema
 
 
-@settings(max_examples=40)
+@settings(max_examples=8)
 @given(st.integers(0, 10_000), st.data())
 def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
     table = random_table(seed, count=60)

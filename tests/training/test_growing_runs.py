@@ -100,8 +100,9 @@ def test_a_run_whose_tables_grow_has_rows_of_the_values_that_it_has_seen(table, 
     assert not run.schema.encodings.vocabularies.keys() & capacity.keys()
 
 
-@pytest.mark.parametrize("ema", [None, 0.9])
-@pytest.mark.parametrize("every", [{"checkpoint_every": 9}, {"eval_every": 10, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    ("ema", "every"), [(0.9, {"checkpoint_every": 9}), (None, {"eval_every": 10, "gradient_accumulation_steps": 2})]
+)
 def test_a_run_that_ends_at_each_checkpoint_goes_on_to_the_same_bits(table, tmp_path, monkeypatch, ema, every):
     """The ids of the steps between an admission and a checkpoint are not lost."""
     made = config(table, tmp_path / "whole", SMALL, ema, **every, admit_every=7)
