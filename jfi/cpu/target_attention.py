@@ -253,19 +253,19 @@ def _dense_backward(
 
 
 def _decoded(x: TargetAttentionInputs) -> TargetAttentionInputs:
-    """Returns the operands with the digits of packed events as their keys."""
-    words = x.tables[0].index_select(0, x.indices[0]) if x.tables else x.key[:, 0]
+    """Returns the operands with the digits of packed events as their keys, without padding behind the last sample."""
+    real = slice(int(x.offsets[-1]))
+    words = x.tables[0].index_select(0, x.indices[0][real]) if x.tables else x.key[real, 0]
     key = unpack_digits(words, x.query.shape[3])[:, None].to(torch.promote_types(x.query.dtype, torch.float32))
-    value = None if x.value_scale is None else key * x.value_scale[:, None, None].to(key.dtype)
-    return x._replace(key=key, value=value)
+    value = None if x.value_scale is None else key * x.value_scale[real, None, None].to(key.dtype)
+    return x._replace(key=key, value=value, bias=None if x.bias is None else x.bias[real])
 
 
 def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    query = x.query
     problem = _Problem(x)
     out, lse = (_dense_forward if problem.is_dense else _sparse_forward)(problem)
-    return problem.ungroup(out).to(query.dtype), problem.ungroup(lse)
+    return problem.ungroup(out).to(x.query.dtype), problem.ungroup(lse)
 
 
 def backward(
@@ -277,6 +277,8 @@ def backward(
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
     work = _dense_backward if problem.is_dense else _sparse_backward
-    dquery, *others = work(problem, grads, deltas, lses, needed[:4])
+    dquery, *others, dbias = work(problem, grads, deltas, lses, needed[:4])
+    if dbias is not None and problem.rows < len(x.bias):  # padding behind the last sample
+        dbias = F.pad(dbias, (0, 0, 0, len(x.bias) - problem.rows))
     dquery = None if dquery is None else problem.ungroup(dquery * x.scale).to(x.query.dtype)
-    return dquery, *(None if y is None else y.to(x.query.dtype) for y in others)
+    return dquery, *(None if y is None else y.to(x.query.dtype) for y in (*others, dbias))
