@@ -230,7 +230,8 @@ class _Map(nn.Module):
 
     def tensors(self) -> IdMap:
         """Returns the ids with their rows, and what was recorded."""
-        return IdMap(*[getattr(self, name) for name in IdMap._fields])
+        recorded = self.is_seen, self.new_ids, self.num_new, self.num_reserved
+        return IdMap(self.sorted_ids, self.rows, *recorded)
 
     def forget_recorded(self) -> None:
         for buffer in (self.is_seen, self.new_ids, self.num_new, self.batches):
