@@ -321,7 +321,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 #: The folder tables holds files of several layers, each of which follows its layer's rules; others are modules.
-LAYER_OF_TABLES = {"kernels": "kernels", "step_rows_cpu": "cpu", "__init__": "ops"}
+LAYER_OF_TABLES = {"kernels": "kernels", "__init__": "ops"}
 LAYER_OF_TABLES |= dict.fromkeys(("step_rows", "gather_rows", "rows_by_id", "map_ids"), "ops")
 
 

@@ -126,7 +126,7 @@ class StepGraphs:
                 outputs = self._step(bucket.buffers.batch(bucket.block))
             for module in self._model.modules():
                 if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
-                    module.wait_sorted()  # look-ups without a backward pass: a capture must join all streams
+                    module.fused_optimizer.wait_sorted()  # also without a backward pass: a capture joins streams
             return outputs
 
         if bucket.replay is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ class UnreadRows(JaggedTensor):
         self.rows = rows
         super().__init__(rows, lengths=lengths, offsets=offsets, weights=weights)
         self._read: Tensor | None = None
+        self._has_gradient = False
 
     def read(self) -> Tensor:
         """Returns the embeddings [S, D], with their gradient."""
@@ -42,20 +44,14 @@ class UnreadRows(JaggedTensor):
         return other
 
     @property
-    def is_trained(self) -> bool:
-        """Returns whether the embeddings have a gradient."""
-        return self.rows.requires_grad
-
-    @property
     def is_read(self) -> bool:
         """Returns whether the embeddings [S, D] have been made."""
         return self._read is not None
 
     @property
     def _values(self) -> Tensor:  # read by JaggedTensor's methods
-        wants_grad = torch.is_grad_enabled() and self.is_trained
-        if self._read is None or (wants_grad and not self._read.requires_grad):
-            self._read = self.read()
+        if self._read is None or (torch.is_grad_enabled() and not self._has_gradient):
+            self._read, self._has_gradient = self.read(), torch.is_grad_enabled()
         return self._read
 
     @_values.setter
@@ -154,8 +150,6 @@ class RemoteRows(UnreadRows):
         parts: lengths, offsets and weights.
     """
 
-    is_trained = True
-
     def __init__(self, events: dict[str, RemoteAttention], rows: Tensor, **parts: Tensor | None) -> None:
         self.events = events
         super().__init__(rows, **parts)
@@ -190,16 +184,13 @@ class DigitRows(UnreadRows):
         weights: Tensor | None = None,
     ) -> None:
         self.ids, self.embedding = ids, embedding
-        self._words: Tensor | None = None
         rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
         super().__init__(rows, lengths, offsets, weights)
 
-    @property
+    @cached_property
     def words(self) -> Tensor:
         """Returns words [S, ceil((L + 2) / 16)] int32; or those of a catalogue, of which the events are `indices`."""
-        if self._words is None:
-            self._words = self.embedding.words(self.ids)
-        return self._words
+        return self.embedding.words(self.ids)
 
     @property
     def indices(self) -> Tensor | None:
@@ -214,10 +205,6 @@ class DigitRows(UnreadRows):
         other = self.with_parts(**parts_of(self))
         other.rows = self.rows.new_zeros((), dtype=dtype).expand_as(self.rows)
         return other
-
-    @property
-    def is_trained(self) -> bool:
-        return any([one.requires_grad for one in self.embedding.parameters()])
 
 
 def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:

@@ -260,7 +260,7 @@ def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
 
 def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
     """As a captured step has it: IDs of 0, and events that no sample has."""
-    for name in ("ops.checks.may_read", "ops._digits.may_read", "modules.validation.may_read"):
+    for name in ("ops.checks.may_read", "ops.digit_attention.may_read", "modules.validation.may_read"):
         module = importlib.import_module("jfi." + name.rpartition(".")[0])
         monkeypatch.setattr(module, name.rpartition(".")[2], lambda *_: False)
     layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(25, device)
