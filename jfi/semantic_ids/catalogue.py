@@ -1,6 +1,7 @@
 """The semantic IDs of a catalogue of items: a codec with its files, and the IDs of items that are new."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ def fit_catalogue(
         codec.save(unfinished / CODEC)
         content.save(unfinished / CONTENT)
         write_file(unfinished / OPTIONS, json.dumps(options, indent=1) + "\n")
-        write_file(unfinished / FIGURES, json.dumps(quality.as_dict(), indent=1) + "\n")
+        write_file(unfinished / FIGURES, json.dumps(asdict(quality), indent=1) + "\n")
         draw_quality(quality, content.source_names, title, unfinished / PICTURE)
         written = (CODEC, CONTENT, OPTIONS, FIGURES, PICTURE)
         write_sums(unfinished, {name: sha256_of(unfinished / name) for name in written})

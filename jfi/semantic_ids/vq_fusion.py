@@ -6,11 +6,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from jfi.semantic_ids.codec import Codec, FitInputs, Progress
-from jfi.semantic_ids.decoders import FusionDecoder
+from jfi.semantic_ids.codec import Codec, Decoder, Progress
 from jfi.semantic_ids.discrete_pca import DiscretePCA
-from jfi.semantic_ids.packing import Layout
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
 from jfi.semantic_ids.sources import spread
 
@@ -19,6 +18,35 @@ _REFIT_ROWS = 2**14
 #: The part of the steps after which the quantizer stays as it is, so that the decoders learn its final digits.
 _MOVING = 0.75
 _OWN = "quantizer."
+_WEIGHTS = ("hidden_weight", "hidden_bias", "weight", "bias")
+
+
+class FusionDecoder(Decoder):
+    """The decoders of a VQ fusion, each a two-layer perceptron, of the latent that digits stand for.
+
+    Args:
+        quantizer: digits to the normalized latent.
+        mean, scale: `[latent]`, of the latent.
+        weights: of each source the weight and bias of the hidden layer, and those of the output.
+    """
+
+    def __init__(self, quantizer: Decoder, mean: Tensor, scale: Tensor, weights: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+        self.width, self._num_sources = sum(one[2].shape[0] for one in weights), len(weights)
+        self.register_buffer("mean", mean)
+        self.register_buffer("scale", scale)
+        for number, one in enumerate(weights):
+            for name, tensor in zip(_WEIGHTS, one, strict=True):
+                self.register_buffer(f"{name}_{number}", tensor)
+
+    def forward(self, digits: Tensor) -> Tensor:
+        latent = self.quantizer(digits) * self.scale + self.mean
+        parts = []
+        for number in range(self._num_sources):
+            hidden, hidden_bias, out, bias = (getattr(self, f"{name}_{number}") for name in _WEIGHTS)
+            parts.append(F.linear(F.silu(F.linear(latent, hidden, hidden_bias)), out, bias))
+        return torch.cat(parts, 1)
 
 
 class _Network(nn.Module):
@@ -107,18 +135,14 @@ class VQFusion(Codec):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}, must be finite and at least 0")
         chosen = {"kind": type(quantizer).__name__, "settings": quantizer.settings}
-        settings = {**sizes, **weights, "quantizer": chosen, "refit_every": refit_every, "seed": seed}
+        settings = {**sizes, **weights, "quantizer": chosen, "refit_every": refit_every}
         settings["source_weights"] = None if source_weights is None else list(source_weights)
-        super().__init__({**settings, "max_rows": max_rows}, seed, max_rows)
+        super().__init__(quantizer.layout, seed, max_rows, **settings)
         # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
         self.quantizer: Codec = type(quantizer)(**quantizer.settings)
         self.network: Any = nn.Module()  # a _Network once fitted
         #: By label the number of its categories; empty before `fit`.
         self.categories: dict[str, int] = {}
-
-    @property
-    def layout(self) -> Layout:
-        return self.quantizer.layout
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
         own = self.quantizer
@@ -142,8 +166,15 @@ class VQFusion(Codec):
         heads = zip(self.categories, self.network.heads, strict=True)
         return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
-    def _fit(self, given: FitInputs) -> None:
-        x, labels = given.x, given.labels
+    def _fit(
+        self,
+        x: Tensor,
+        generator: torch.Generator,
+        progress: Progress | None,
+        *,
+        present: Tensor,
+        labels: Mapping[str, Tensor],
+    ) -> None:
         weights = self.settings["source_weights"] or [1.0] * len(self.widths)
         if len(weights) != len(self.widths):
             raise ValueError(f"source_weights has {len(weights)} numbers for {len(self.widths)} sources")
@@ -154,8 +185,8 @@ class VQFusion(Codec):
         labels = {name: labels[name].to(x.device) for name in sorted(labels)}
         self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
         network = self._new_network(x.device)
-        weights = given.present.to(x.dtype) * x.new_tensor(weights)
-        self._train(network, x, weights, labels, given.generator, given.progress)
+        weights = present.to(x.dtype) * x.new_tensor(weights)
+        self._train(network, x, weights, labels, generator, progress)
         self.network = network.double().requires_grad_(False)
 
     def _new_network(self, device: torch.device) -> _Network:
@@ -210,7 +241,7 @@ class VQFusion(Codec):
         for i, (decoder, part) in enumerate(zip(network.decoders, x.split(self.widths, 1), strict=True)):
             loss = loss + (weights[:, i] * (decoder(straight) - part).square().sum(1)).mean()
         for head, y in zip(network.heads, labels.values(), strict=True):
-            entropy = nn.functional.cross_entropy(head(straight), y, ignore_index=-1, reduction="sum")
+            entropy = F.cross_entropy(head(straight), y, ignore_index=-1, reduction="sum")
             loss = loss + self.settings["label_weight"] * entropy / (y >= 0).sum().clamp(min=1)
         return loss
 
