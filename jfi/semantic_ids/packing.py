@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from jfi.utils.operands import DIGITS_PER_WORD
+
 #: The ID of an item without content: no codec's digits give it, since each of its bytes is 255.
 UNKNOWN_SID = -1
 #: Most ternary digits of an int64.
 MAX_TRITS = 40
-#: Ternary digits of a word.
-DIGITS_PER_WORD = 16
 _PER_BYTE = 5
 
 

@@ -22,23 +22,18 @@ _WEIGHTS = ("hidden_weight", "hidden_bias", "weight", "bias")
 
 
 class FusionDecoder(Decoder):
-    """The decoders of a VQ fusion, each a two-layer perceptron, of the latent that digits stand for.
+    """The decoders of a fitted VQ fusion, each a two-layer perceptron, of the latent that digits stand for."""
 
-    Args:
-        quantizer: digits to the normalized latent.
-        mean, scale: `[latent]`, of the latent.
-        weights: of each source the weight and bias of the hidden layer, and those of the output.
-    """
-
-    def __init__(self, quantizer: Decoder, mean: Tensor, scale: Tensor, weights: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, codec: "VQFusion", dtype: torch.dtype) -> None:
         super().__init__()
-        self.quantizer = quantizer
-        self.width, self._num_sources = sum(one[2].shape[0] for one in weights), len(weights)
-        self.register_buffer("mean", mean)
-        self.register_buffer("scale", scale)
-        for number, one in enumerate(weights):
-            for name, tensor in zip(_WEIGHTS, one, strict=True):
-                self.register_buffer(f"{name}_{number}", tensor)
+        own = codec.quantizer
+        self.quantizer = own.decoder(dtype)
+        self.width, self._num_sources = sum(codec.widths), len(codec.widths)
+        self.register_buffer("mean", own.tensors["mean"].to(dtype))
+        self.register_buffer("scale", spread(own.tensors["scale"], own.widths).to(dtype))
+        for number, (hidden, _, output) in enumerate(codec.network.decoders):
+            for name, tensor in zip(_WEIGHTS, (*hidden.parameters(), *output.parameters()), strict=True):
+                self.register_buffer(f"{name}_{number}", tensor.detach().to(dtype))
 
     def forward(self, digits: Tensor) -> Tensor:
         latent = self.quantizer(digits) * self.scale + self.mean
@@ -145,13 +140,7 @@ class VQFusion(Codec):
         self.categories: dict[str, int] = {}
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
-        own = self.quantizer
-        scale = spread(own.tensors["scale"], own.widths).to(dtype)
-        weights = [
-            tuple(tensor.detach().to(dtype) for layer in (decoder[0], decoder[2]) for tensor in layer.parameters())
-            for decoder in self.network.decoders
-        ]
-        return FusionDecoder(own.decoder(dtype), own.tensors["mean"].to(dtype), scale, weights)
+        return FusionDecoder(self, dtype)
 
     @torch.no_grad()
     def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
@@ -166,6 +155,7 @@ class VQFusion(Codec):
         heads = zip(self.categories, self.network.heads, strict=True)
         return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
+    @torch.enable_grad()
     def _fit(
         self,
         x: Tensor,
@@ -175,7 +165,8 @@ class VQFusion(Codec):
         present: Tensor,
         labels: Mapping[str, Tensor],
     ) -> None:
-        weights = self.settings["source_weights"] or [1.0] * len(self.widths)
+        settings, steps = self.settings, self.settings["steps"]
+        weights = settings["source_weights"] or [1.0] * len(self.widths)
         if len(weights) != len(self.widths):
             raise ValueError(f"source_weights has {len(weights)} numbers for {len(self.widths)} sources")
         for name, values in labels.items():
@@ -186,26 +177,6 @@ class VQFusion(Codec):
         self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
         network = self._new_network(x.device)
         weights = present.to(x.dtype) * x.new_tensor(weights)
-        self._train(network, x, weights, labels, generator, progress)
-        self.network = network.double().requires_grad_(False)
-
-    def _new_network(self, device: torch.device) -> _Network:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            network = _Network(self.widths, self.settings["latent"], self.settings["hidden"], self.categories)
-        return network.to(device)
-
-    @torch.enable_grad()
-    def _train(
-        self,
-        network: _Network,
-        x: Tensor,
-        weights: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        settings, steps = self.settings, self.settings["steps"]
         optimizer = torch.optim.Adam(network.parameters(), settings["learning_rate"])
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
         for step in range(steps):
@@ -220,6 +191,13 @@ class VQFusion(Codec):
             if progress is not None:
                 progress(step + 1, steps)
         self._check_finite(loss)
+        self.network = network.double().requires_grad_(False)
+
+    def _new_network(self, device: torch.device) -> _Network:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network = _Network(self.widths, self.settings["latent"], self.settings["hidden"], self.categories)
+        return network.to(device)
 
     @torch.no_grad()
     def _refit(self, network: _Network, x: Tensor, generator: torch.Generator, first: bool) -> None:
