@@ -25,13 +25,7 @@ _BLOCK = 2**14
 
 @dataclass
 class TextEmbedding:
-    """TF-IDF and truncated SVD of a text column.
-
-    Args:
-        words: V words, in the order of the columns of `components`.
-        idf: `[V]` float64.
-        components: `[width, V]` float64.
-    """
+    """TF-IDF and truncated SVD of a text column: V words, `idf [V]` and `components [width, V]` in float64."""
 
     words: list[str]
     idf: Tensor

@@ -118,7 +118,9 @@ def sid_quality(codec: Codec, sources: Sources, sids: Tensor, labels: Mapping[st
     listed, ids = [source[known] for source in listed], sids[known]
     counts = ids.unique(return_counts=True)[1]
     errors, sizes = _errors(codec, listed, ids)
-    usage = _usage(codec, ids)
+    size = codec.layout.codebook_size
+    values = codec.digits(ids).long() + (0 if size else 1)  # from 0 on
+    usage = [torch.bincount(column, minlength=size or 3) for column in values.T]
     return SIDQuality(
         items=len(sids),
         unknown=len(sids) - len(known),
@@ -143,13 +145,6 @@ def _ratio(error: Tensor, size: Tensor) -> float:
 def _entropy(counts: Tensor) -> float:
     shares = counts.double() / counts.sum()
     return float(torch.special.entr(shares).sum() / math.log(2))
-
-
-def _usage(codec: Codec, sids: Tensor) -> list[Tensor]:
-    """Returns by digit, how many items have each of its values."""
-    digits = codec.digits(sids)
-    first = -1 if digits.dtype == torch.int8 else 0
-    return [torch.bincount(column.long() - first, minlength=codec.layout.codebook_size or 3) for column in digits.T]
 
 
 def _decoded(codec: Codec, sids: Tensor) -> Tensor:

@@ -44,20 +44,6 @@ class FusionDecoder(Decoder):
         return torch.cat(parts, 1)
 
 
-class _Network(nn.Module):
-    """Encoder, a decoder for each source, and a head for each label."""
-
-    def __init__(self, widths: Sequence[int], latent: int, hidden: int, categories: Mapping[str, int]) -> None:
-        super().__init__()
-
-        def mlp(inputs: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
-
-        self.encoder = mlp(sum(widths), latent)
-        self.decoders = nn.ModuleList(mlp(latent, width) for width in widths)
-        self.heads = nn.ModuleList(nn.Linear(latent, count) for count in categories.values())
-
-
 class VQFusion(Codec):
     """VQ fusion of Ramasamy et al. 2025, a multi-task VQ-VAE: several content embeddings and labels make one SID.
 
@@ -135,7 +121,7 @@ class VQFusion(Codec):
         super().__init__(quantizer.layout, seed, max_rows, **settings)
         # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
         self.quantizer: Codec = type(quantizer)(**quantizer.settings)
-        self.network: Any = nn.Module()  # a _Network once fitted
+        self.network: Any = nn.Module()  # that of `_new_network` once fitted
         #: By label the number of its categories; empty before `fit`.
         self.categories: dict[str, int] = {}
 
@@ -193,14 +179,22 @@ class VQFusion(Codec):
         self._check_finite(loss)
         self.network = network.double().requires_grad_(False)
 
-    def _new_network(self, device: torch.device) -> _Network:
+    def _new_network(self, device: torch.device) -> Any:
+        """Returns a module with the encoder, a decoder for each source, and a head for each label."""
+        latent, hidden, network = self.settings["latent"], self.settings["hidden"], nn.Module()
+
+        def mlp(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            network = _Network(self.widths, self.settings["latent"], self.settings["hidden"], self.categories)
+            network.encoder = mlp(sum(self.widths), latent)
+            network.decoders = nn.ModuleList(mlp(latent, width) for width in self.widths)
+            network.heads = nn.ModuleList(nn.Linear(latent, count) for count in self.categories.values())
         return network.to(device)
 
     @torch.no_grad()
-    def _refit(self, network: _Network, x: Tensor, generator: torch.Generator, first: bool) -> None:
+    def _refit(self, network: Any, x: Tensor, generator: torch.Generator, first: bool) -> None:
         rows = torch.randperm(len(x), generator=generator)[:_REFIT_ROWS].to(x.device)
         z = network.encoder(x[rows])
         self._check_finite(z)
@@ -209,7 +203,7 @@ class VQFusion(Codec):
         else:
             self.quantizer.fit(z)
 
-    def _loss(self, network: _Network, x: Tensor, weights: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+    def _loss(self, network: Any, x: Tensor, weights: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
         """The loss of rows `[B, D]`; `weights [B, number of sources]` is 0 where an item lacks a source."""
         z = network.encoder(x)
         self._check_finite(z)
