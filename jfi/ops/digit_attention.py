@@ -54,7 +54,7 @@ def digit_attention(
         query: [B, T, H, L], floating; L is the number of digits of an event.
         digits: [S, W] int32, W = ceil(L / 16). Digit l of an event is bits 2 (l % 16) and 2 (l % 16) + 1 of its word
             l // 16, as a signed number of 2 bits: 1 is 0b01, 0 is 0b00 and -1 is 0b11. Bits behind digit L - 1 are not
-            read. `jfi.semantic_ids.pack_words` and `jfi.semantic_ids.sid_words` make such words. They have no gradient.
+            read. `jfi.semantic_ids.pack_words` makes such words. They have no gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1].
         indices: [S], int32 or int64: digits is then a table [N, W], and event s is its row indices[s].
         key_bias: [S, H], added to the scores; -inf hides an event. With key_bias_index a table [R, H] of any floating

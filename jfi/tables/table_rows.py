@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.reference import select_words, unpack_digits
 from jfi.tables.gather_rows import bound_ids, check_indices, cut, read_rows, with_gradient
+from jfi.tables.rows_by_id import RowsById
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
 
@@ -109,10 +110,12 @@ class TableRows(UnreadRows):
         if lengths is None and offsets is None:
             raise ValueError("lengths or offsets must be given, got None for both")
         self.table, self.ids = table, ids
+        #: What attention reads, and the layer's `Events` hold.
+        self.by_id = RowsById(rows, (table,), (ids,))
         super().__init__(rows, lengths, offsets, weights)
 
     def read(self) -> Tensor:
-        return read_rows((self.rows, (self.table,), (self.ids,)))
+        return read_rows(self.by_id)
 
 
 class RemoteAttention(Protocol):
