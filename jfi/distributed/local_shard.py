@@ -92,6 +92,12 @@ class LocalShard(FusedTables):
         if rate != self.group["lr"]:
             self.group["lr"] = rate
 
+    def freeze(self, positions: range, rows: Tensor) -> None:
+        """Excludes from steps those of the rows at some positions that are True in `rows` [n] bool."""
+        if "rows" not in self.frozen:
+            self.frozen["rows"] = torch.zeros(len(self.memory), dtype=torch.bool, device=self.memory.device)
+        self.frozen["rows"][positions.start : positions.stop] = rows
+
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Makes one step at the end of the block, by the gradients of all backward passes within."""

@@ -92,6 +92,17 @@ class ShardedTables(nn.Module):
         tables, stepped_at = [sharding.table for sharding in self._shardings], next(iter(self._stepped_at), None)
         return LocalShard(self._lookups, tables, self.steps, stepped_at)
 
+    def freeze_rows(self, table: str, rows: Tensor) -> None:
+        """Excludes rows of a table from steps, from the next look-up on.
+
+        Args:
+            table: name of the table.
+            rows: [N] bool, True for rows that stay as they are, the same on every rank.
+        """
+        sharding = next(one for one in self._shardings if one.table == table)
+        own, positions = sharding.owned_by(self.pg.rank())
+        self.local_shard.freeze(positions, rows[own.start : own.stop])
+
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
         """Lets calls with these ids take the output of their input dist, and refuses any other ids within the block."""

@@ -45,11 +45,13 @@ def check_rows(config: Config, reason: str) -> None:
     """
     sharding, training, decay = config.sharding, config.training, config.optimizer.embeddings.decay
     parts, graph = training.gradient_accumulation_steps, training.cuda_graph
+    pretrained = config.model.pretrained.items()
     for key, got, must, supported in (
         ("sharding.type", sharding.type, "another type", sharding.type != "table_row_wise"),
         ("optimizer.embeddings.weight_decay", decay, "0 or auto", decay == 0),
         ("training.gradient_accumulation_steps", parts, "1", parts == 1),
         ("training.cuda_graph", graph, "auto or never", graph != "always"),
+        *[(f"model.pretrained.{column}.frozen", True, "False", not one.frozen) for column, one in pretrained],
     ):
         if not supported:
             raise ConfigError(
