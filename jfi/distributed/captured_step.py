@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -17,8 +16,15 @@ from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE
 from jfi.distributed.averages import Absent, captured_averages
 from jfi.distributed.exchange import PeerMemory, are_peers
-from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
-from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes
+from jfi.distributed.fixed_input_dist import (
+    AHEAD,
+    INPUT_DIST,
+    STEP,
+    DistributedBatch,
+    DistributedBuffers,
+    FixedInputDist,
+    FixedShapes,
+)
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import GrowingIds
 
@@ -69,7 +75,12 @@ class CapturedShardedStep(StepGraphs):
         super().__init__(self._compute, model, warmup_steps, max_graphs, staging=0, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
-        self._step_on_batch, self._collections = step, sharded_collections(model)
+        sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
+        if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
+            names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
+            must = "of AttentionCollectionSharder and FetchedBagsSharder"
+            raise ValueError(f"the sharded modules of model must be {must}, got {names}")
+        self._step_on_batch, self._collections = step, sharded
         self._pg = self._collections[0].pg
         if self._pg.size() != dist.get_world_size():
             raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._pg.size()}")
@@ -85,8 +96,8 @@ class CapturedShardedStep(StepGraphs):
         self._tables = [x for collection in self._collections for x in collection.parameters()]
         self._absent: Absent = {}
         self._fused = model.fused_optimizer
-        #: Batches on their way, and the capacities that the last ones needed.
-        self._in_flight: deque[InFlightBatch] = deque()
+        #: Batches on their way with their MemorySlot, or None if they are not sent ahead; capacities of the last ones.
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
         self._copy_dense_from_first()
         if reference is not None:
@@ -150,57 +161,45 @@ class CapturedShardedStep(StepGraphs):
                 wait for this one.
             ValueError: features that do not fit the collections, likewise.
         """
+        self._fused.zero_grad()  # gives FBGEMM its learning rate
+        for collection in self._collections:
+            collection.local_shard.sync_learning_rate()
         graphs = self._graphs
         if graphs is None:
-            return self._progress_eagerly(InFlightBatch(next(batches)), "without a GPU")
+            return self._run_eagerly(next(batches), "without a GPU")
         self._send_next(batches)
         shapes = self._shapes
         if shapes is None or not self._in_flight:
             raise StopIteration
-        in_flight = self._in_flight.popleft()
-        capacities = OTHER_STRUCTURE if in_flight.sender is None else shapes.agree(in_flight.shapes())
-        while not isinstance(capacities, str) and not in_flight.sender.holds(capacities):
+        batch, slot = self._in_flight.popleft()
+        capacities = OTHER_STRUCTURE if slot is None else shapes.agree(slot.shapes())
+        while not isinstance(capacities, str) and not slot.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
-            if in_flight.is_counted:
-                shapes.discount(in_flight.batch)
-            in_flight = self._input_dist(shapes, capacities).send(in_flight.batch)
-            capacities = shapes.agree(in_flight.shapes())
+            slot = self._input_dist(shapes, capacities).send(batch)
+            capacities = shapes.agree(slot.shapes())
         if isinstance(capacities, str):
-            outputs = self._progress_eagerly(in_flight, capacities)
+            outputs = self._run_eagerly(batch, capacities)
         else:
             self._recent.append(capacities)
-            self._begin_step()
             bucket = self._bucket(graphs, capacities, lambda: DistributedBuffers(shapes, capacities))
-            in_flight.sender.load(in_flight.slot, capacities, bucket.buffers, bucket.block)
+            slot.sender.load(slot, bucket.buffers, bucket.block)
             outputs = self._run(graphs, bucket)
         self._send_next(batches)
         return outputs
-
-    def _progress_eagerly(self, in_flight: InFlightBatch, reason: str) -> Any:
-        """Makes a step whose forward pass sends the ids."""
-        if self._shapes is not None and in_flight.is_counted:
-            self._shapes.discount(in_flight.batch)
-        self._begin_step()
-        return self._run_eagerly(in_flight.batch, reason)
 
     def _send_next(self, batches: Iterator[Any]) -> None:
         """Sends batches until AHEAD of them are on their way, if there are any."""
         while len(self._in_flight) < AHEAD and (batch := next(batches, None)) is not None:
             shapes = self._set_reference(batch) if self._shapes is None else self._shapes
-            if len(set(shapes.samples)) > 1:  # no two ranks' shapes would agree
-                self._in_flight.append(InFlightBatch(batch))
-            else:
-                self._in_flight.append(self._input_dist(shapes, max(self._recent)).send(batch))
+            slot = None
+            if len(set(shapes.samples)) == 1:  # else no two ranks' shapes would agree
+                slot = self._input_dist(shapes, max(self._recent)).send(batch)
+            self._in_flight.append((batch, slot))
 
     def _input_dist(self, shapes: FixedShapes, capacities: tuple[int, ...]) -> FixedInputDist:
         if capacities not in self._input_dists:
             self._input_dists[capacities] = FixedInputDist(shapes, capacities, self._input_graphs)
         return self._input_dists[capacities]
-
-    def _begin_step(self) -> None:
-        self._fused.zero_grad()  # gives FBGEMM its learning rate
-        for collection in self._collections:
-            collection.local_shard.sync_learning_rate()
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
@@ -213,18 +212,3 @@ class CapturedShardedStep(StepGraphs):
             self._shapes.given(batch, self._pg, self._peers),
         ):
             return self._step_on_batch(batch.batch)
-
-
-def sharded_collections(model: nn.Module) -> list[ShardedTables]:
-    """Returns the sharded collections of a model.
-
-    Raises:
-        ValueError: it has none, or another sharded module.
-    """
-    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
-        names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
-        raise ValueError(
-            "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
-        )
-    return sharded

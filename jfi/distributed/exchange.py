@@ -52,44 +52,36 @@ class Exchange(NamedTuple):
         """The exchange in the opposite direction."""
         return self._replace(sent=self.received, received=self.sent)
 
-    def start(self, rows: Tensor, shared: bool = False) -> tuple[Tensor, dist.Work | None]:
-        """Begins to send rows.
+    def send(self, rows: Tensor, shared: bool = False) -> Tensor:
+        """Sends rows; the host does not wait for a GPU.
 
         Args:
             rows: [sum(sent), ...], in the order of the ranks that they go to; with `shared` those that each rank gets.
             shared: all ranks that receive any get the same rows.
 
         Returns:
-            What arrives [sum(received), ...], by the rank that it comes from, and the work to wait for.
+            What arrives [sum(received), ...], by the rank that it comes from.
         """
         if self.pg.size() == 1:
-            return rows, None
+            return rows
         if self.peers is not None:
             arrived = self.peers.send(rows, self.sent, self.received, shared)
             if arrived is not None:
-                return arrived, None
+                return arrived
         if shared and (count := sum(1 for sent in self.sent if sent)) != 1:
             rows = rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1)
-        arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
-        work = dist.all_to_all_single(
-            arriving, rows.contiguous(), self.received, self.sent, group=self.pg, async_op=True
-        )
-        return arriving, work
-
-    def send(self, rows: Tensor, shared: bool = False) -> Tensor:
-        """Sends rows as `start` does, and returns what arrives; the host does not wait."""
-        arrived, work = self.start(rows, shared)
-        if work is not None:
-            work.wait()
+        arrived, rows = rows.new_empty(sum(self.received), *rows.shape[1:]), rows.contiguous()
+        dist.all_to_all_single(arrived, rows, self.received, self.sent, group=self.pg, async_op=True).wait()
         return arrived
 
 
-def start_gather(counts: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
-    """Begins to gather the numbers [n] of every rank; returns them, [W, n], and the work to wait for."""
+def gather(counts: Tensor, pg: dist.ProcessGroup) -> Tensor:
+    """Returns the numbers [n] of every rank, [W, n]; the host does not wait for a GPU."""
     if pg.size() == 1:
-        return counts.unsqueeze(0), None
+        return counts.unsqueeze(0)
     gathered = counts.new_empty(pg.size(), counts.size(0))
-    return gathered, compat.all_gather(gathered.view(-1), counts, group=pg, async_op=True)
+    compat.all_gather(gathered.view(-1), counts, group=pg, async_op=True).wait()
+    return gathered
 
 
 def gradient_scale(pg: dist.ProcessGroup) -> float:
@@ -198,14 +190,12 @@ def _aligned(size: int) -> int:
 
 def are_peers(pg: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether the ranks' GPUs are different ones of one host that reach each other; all ranks call it."""
-    size, known = pg.size(), {_uuid(index): index for index in range(torch.cuda.device_count())}
-    uuids: list[str | None] = [None] * size
-    dist.all_gather_object(uuids, _uuid(device.index), group=pg)
-    others = [known.get(uuid) for uuid in uuids if uuid != _uuid(device.index)]
-    reached = [other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others]
-    answers: list[bool | None] = [None] * size
-    dist.all_gather_object(answers, len(others) == size - 1 and all(reached), group=pg)
-    return all(answers)
+    own, found = device.index, [None] * pg.size()
+    indices = range(torch.cuda.device_count())
+    reached = {_uuid(other) for other in indices if other == own or torch.cuda.can_device_access_peer(own, other)}
+    dist.all_gather_object(found, (_uuid(own), reached), group=pg)
+    uuids = {uuid for uuid, _ in found}
+    return len(uuids) == pg.size() and all(uuids <= reached for _, reached in found)
 
 
 def _uuid(index: int) -> str:

@@ -17,10 +17,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
+from jfi.distributed.input_dist import InputDist, InputDistOutput, bounded_ids
 from jfi.distributed.local_shard import LocalShard, add_stepped_at
 from jfi.distributed.output_dist import Replicate, copy_tables, fetch_rows, scaled
-from jfi.distributed.planning import feature_groups_of, plan_tables, row_wise_shards
+from jfi.distributed.planning import feature_groups_of, in_rows, plan_tables, rows_by_rank
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import lookups
 from jfi.modules.jagged_pooling import pool
@@ -55,8 +55,9 @@ class ShardedTables(nn.Module):
         # Of ShardingEnv2D, which has several process groups, the one that shares tables.
         pg = getattr(env, "sharding_pg", env.process_group)
         first = dist.get_global_rank(pg, 0)
-        ranks = pg.size(), first, get_local_size(env.world_size)
-        plan = {table: row_wise_shards(table, sharding, *ranks) for table, sharding in params.items()}
+        rows = {table: rows_by_rank(table, sharding, pg.size(), first) for table, sharding in params.items()}
+        local_size = get_local_size(env.world_size)
+        plan = {table: in_rows(rows[table], sharding, first, local_size) for table, sharding in params.items()}
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
         kernels = [kernel for lookup in self._lookups for kernel in lookup._emb_modules]
         batched = [kernel.emb_module for kernel in kernels]
@@ -74,7 +75,7 @@ class ShardedTables(nn.Module):
         self.pg = pg
         # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
         features = feature_groups_of(model, module)
-        self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first)
+        self._shardings, self.groups, self.local = plan_tables(configs, rows, features, replicate_below)
         self._replicated = [sharding for sharding in self._shardings if sharding.num_rows <= replicate_below]
         self._dtype = dtype
         #: The counts of this rank's ids outside of their tables.
@@ -129,20 +130,21 @@ class ShardedTables(nn.Module):
     def compute_and_output_dist(self, ctx: Multistreamable, input: KJTList) -> LazyAwaitable:
         return LazyNoWait(self._output(input[0]))
 
-    def _output(self, arrived: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
+    def _output(self, output: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
         """Returns what the collection looks up for this rank's samples."""
-        found = self._embeddings(arrived)
+        found = self._embeddings(output)
         if not self._pooled:
             return found
         dtype = self.local_shard.memory.dtype
         pooled = [pool(key, found[name], None, self._is_mean).to(dtype) for name, key in self._pooled.items()]
         return KeyedTensor(list(self._pooled), [x.size(1) for x in pooled], torch.cat(pooled, 1))
 
-    def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
-        shard, by_key, local = self.local_shard, arrived.by_key, self.local
-        handles = shard.handles([group.columns[0] for group in arrived.groups], self._dtype)
+    def _embeddings(self, output: InputDistOutput) -> dict[str, JaggedTensor]:
+        shard, by_key, local = self.local_shard, output.by_key, self.local
+        handles = shard.handles([arrived.columns[0] for arrived in output.groups], self._dtype)
         whole: dict[str, Tensor] = {}
-        local_ids = list(zip(local.shardings, bounded_ids(local, by_key) if local.keys else [], strict=True))
+        counts = local.outside.on(shard.memory.device)
+        local_ids = list(zip(local.shardings, bounded_ids(local, by_key, counts) if local.keys else [], strict=True))
         if self._replicated:
             tables, is_read = copy_tables(shard.memory, self.pg, self._replicated, local_ids)
             # In their dtype, in which the gradients are summed up over all ranks; without rows that no rank reads.
@@ -151,48 +153,29 @@ class ShardedTables(nn.Module):
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
         outputs: dict[str, Tensor] = {}  # the placeholders of what is found
-        for group, handle in zip(arrived.groups, handles, strict=True):
-            if group.group.features:
-                self._add_histories(found, group, handle, whole, by_key, outputs)
-            else:
-                self._add_fetched(found, group, handle, by_key)
+        for arrived, handle in zip(output.groups, handles, strict=True):
+            group, fetch = arrived.group, partial(fetch_rows, handle, shard.memory, arrived)
+            if not group.features:
+                for embedding, key, rows in zip(group.embeddings, group.keys, fetch(), strict=True):
+                    ids = by_key[key]
+                    found[embedding] = JaggedTensor(rows, None, ids.lengths_or_none(), ids.offsets_or_none())
+                continue
+            fields = [RowsById(handle, (shard.memory,), (arrived.columns[0],))]
+            for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
+                fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
+            attention = AttentionAtOwners(arrived, sum_rows(fields), fetch, by_key, outputs)
+            for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
+                ids, known = by_key[key], found.get(embedding)
+                by_feature = ({} if known is None else known.events) | {feature.name: attention}
+                rows = handle.new_zeros(()).expand(ids.values().size(0), shard.memory.size(1))
+                found[embedding] = RemoteRows(by_feature, rows, **parts_of(ids))
         whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
         for embedding, key, (sharding, ids) in zip(local.embeddings, local.keys, local_ids, strict=True):
-            rows, dtype = whole[sharding.table], self._dtype or shard.memory.dtype
-            found[embedding] = _rows_by_id(rows, ids, dtype, by_key[key])
+            by_id = bounded_rows_by_id((whole[sharding.table],), (ids,), self._dtype or shard.memory.dtype)
+            parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+            found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         outputs |= {embedding: one.rows for embedding, one in found.items() if isinstance(one, UnreadRows)}
         return found
-
-    def _add_fetched(
-        self, found: dict[str, JaggedTensor], arrived: GroupInput, handle: Tensor, by_key: dict[str, JaggedTensor]
-    ) -> None:
-        """Adds the rows of a group whose rows are fetched."""
-        group, fetched = arrived.group, fetch_rows(handle, self.local_shard.memory, arrived)
-        for embedding, key, rows in zip(group.embeddings, group.keys, fetched, strict=True):
-            ids = by_key[key]
-            found[embedding] = JaggedTensor(rows, None, ids.lengths_or_none(), ids.offsets_or_none())
-
-    def _add_histories(
-        self,
-        found: dict[str, JaggedTensor],
-        arrived: GroupInput,
-        handle: Tensor,
-        whole: dict[str, Tensor],
-        by_key: dict[str, JaggedTensor],
-        outputs: dict[str, Tensor],
-    ) -> None:
-        """Adds the histories of a group's features."""
-        group, memory = arrived.group, self.local_shard.memory
-        fields = [RowsById(handle, (memory,), (arrived.columns[0],))]
-        for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
-            fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
-        fetch = partial(fetch_rows, handle, memory, arrived)
-        attention = AttentionAtOwners(arrived, sum_rows(fields), fetch, by_key, outputs)
-        for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
-            ids, known = by_key[key], found.get(embedding)
-            by_feature = ({} if known is None else known.events) | {feature.name: attention}
-            rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
-            found[embedding] = RemoteRows(by_feature, rows, **parts_of(ids))
 
     @cached_property
     def _replicated_positions(self) -> Tensor:
@@ -205,12 +188,6 @@ class ShardedTables(nn.Module):
 def _keep_steps(tables: ShardedTables, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Lets a checkpoint without the number of steps, as TorchRec's collections have, leave it as it is."""
     state_dict.setdefault(f"{prefix}steps", tables.steps)
-
-
-def _rows_by_id(table: Tensor, ids: Tensor, dtype: torch.dtype, parts: JaggedTensor) -> TableRows:
-    """Returns rows of a table by checked ids, with the lengths of `parts`."""
-    by_id = bounded_rows_by_id((table,), (ids,), dtype)
-    return TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, parts.lengths_or_none(), parts.offsets_or_none())
 
 
 def check_bags(module: EmbeddingBagCollection) -> None:

@@ -52,7 +52,7 @@ from jfi.distributed import (
     average_gradients,
     remote_attention,
 )
-from jfi.distributed.fixed_input_dist import FixedInputDist
+from jfi.distributed.fixed_input_dist import DistributedBuffers, FixedInputDist
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
@@ -501,9 +501,10 @@ def train_together(case: Case, way: str = "eager") -> dict:
     narrowed, sent_again = 0, -STEPS
     for number in range(STEPS):
         with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):
+            own, sender = DistributedBuffers, FixedInputDist
             with (
-                mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
-                mock.patch.object(FixedInputDist, "send", autospec=True, side_effect=FixedInputDist.send) as again,
+                mock.patch.object(own, "narrow", autospec=True, side_effect=own.narrow) as narrow,
+                mock.patch.object(sender, "send", autospec=True, side_effect=sender.send) as again,
             ):
                 loss = step(batches[number]) if captured is None else captured.progress(given)
             narrowed, sent_again = narrowed + narrow.call_count, sent_again + again.call_count

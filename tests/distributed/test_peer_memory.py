@@ -211,8 +211,8 @@ def test_gpus_are_peers_where_they_are_others_of_this_host(monkeypatch, uuids, r
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
 
-    def gather(found: list, own: object, group: object) -> None:
-        found[:] = uuids if isinstance(own, str) else [own, True]
+    def gather(found: list, own: tuple[str, set[str]], group: object) -> None:
+        found[:] = own, (uuids[1], {"a", "b", "c"})
 
     monkeypatch.setattr(exchange.dist, "all_gather_object", gather)
     assert are_peers(SimpleNamespace(size=lambda: 2), torch.device("cuda", 0)) is expected

@@ -107,7 +107,7 @@ def test_captured_steps_have_the_losses_of_one_process(folder, outcomes):
 
 def test_captured_steps_are_refused_where_they_cannot_be(folder):
     on = configured(folder, "refused", **REMOTE).with_training(cuda_graph="always")
-    with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'always', but there is no GPU"):
+    with pytest.raises(ConfigError, match=r"got 'always', must be auto or never, since there is no GPU"):
         train(on)
     assert not (folder / "refused").exists()
     world = SimpleNamespace(launched=True, device=torch.device("cuda"), size=2)

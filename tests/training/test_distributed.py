@@ -430,7 +430,7 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
             {"compute_kernel": "fused_uvm_caching"},
             r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused without a GPU",
         ),
-        ({}, {"group_size": 3}, r"sharding\.group_size: got 3, must divide the number of processes, 4"),
+        ({}, {"group_size": 3}, r"sharding\.group_size: got 3, must be a divisor of the number of processes, 4"),
     ],
 )
 def test_what_a_launched_run_cannot_do_is_refused(optimizer, sharding, message):

@@ -3,14 +3,14 @@
 import dataclasses
 
 import torch
-from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from jfi.data import DataSchema
 from jfi.distributed.planning import in_rows, remote_field
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction
-from jfi.training.config import Config, ConfigError, ShardingConfig
+from jfi.training.config import Config, require
 from jfi.training.model.build_model import build_model
 
 
@@ -28,8 +28,7 @@ def with_exchange(config: Config, schema: DataSchema) -> tuple[Config, str | Non
     if wanted == "rows":
         return config, None
     reason = _why_not(build_model(config.model, config.encoder, schema, torch.device("meta")), config)
-    if reason is not None and wanted == "attention":
-        raise ConfigError(f"sharding.exchange: got 'attention', must be auto or rows, since {reason}")
+    require(reason is None or wanted != "attention", "sharding.exchange", wanted, f"auto or rows, since {reason}")
     if reason is not None:
         check_rows(config, reason)
     exchange = "attention" if reason is None else "rows"
@@ -43,21 +42,16 @@ def check_rows(config: Config, reason: str) -> None:
         config: of a run under torchrun that exchanges the rows of histories, which FBGEMM steps in the backward pass.
         reason: why it exchanges rows.
     """
-    sharding, training, decay = config.sharding, config.training, config.optimizer.embeddings.decay
+    training, decay = config.training, config.optimizer.embeddings.decay
     parts, graph = training.gradient_accumulation_steps, training.cuda_graph
-    pretrained = config.model.pretrained.items()
-    for key, got, must, supported in (
-        ("sharding.type", sharding.type, "another type", sharding.type != "table_row_wise"),
-        ("optimizer.embeddings.weight_decay", decay, "0 or auto", decay == 0),
-        ("training.gradient_accumulation_steps", parts, "1", parts == 1),
-        ("training.cuda_graph", graph, "auto or never", graph != "always"),
-        *[(f"model.pretrained.{column}.frozen", True, "False", not one.frozen) for column, one in pretrained],
-    ):
-        if not supported:
-            raise ConfigError(
-                f"{key}: got {got!r}, must be {must} under torchrun where processes exchange rows of histories: "
-                f"{reason}"
-            )
+    why = f"under torchrun where processes exchange rows of histories: {reason}"
+    kind = config.sharding.type
+    require(kind != "table_row_wise", "sharding.type", kind, f"another type {why}")
+    require(decay == 0, "optimizer.embeddings.weight_decay", decay, f"0 or auto {why}")
+    require(parts == 1, "training.gradient_accumulation_steps", parts, f"1 {why}")
+    require(graph != "always", "training.cuda_graph", graph, f"auto or never {why}")
+    for column, pretrained in config.model.pretrained.items():
+        require(not pretrained.frozen, f"model.pretrained.{column}.frozen", True, f"False {why}")
 
 
 def _why_not(model: SequenceDLRM, config: Config) -> str | None:
@@ -77,7 +71,10 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
     widths = {} if bags is None else {table.name: table.embedding_dim for table in bags.embedding_bag_configs()}
     if len({*widths.values()}) > 1:
         return f"tables of users and contexts have several widths, {widths}"
-    tables, replicated = _tables(model, sharding)
+    configs = [] if model.embedding_collection is None else model.embedding_collection.embedding_configs()
+    names = zip(configs, get_embedding_names_by_table(configs), strict=True)
+    tables = {name: config.name for config, own in names for name in own}
+    replicated = [config.name for config in configs if config.num_embeddings <= sharding.replicate_below]
     for feature in arch.features:
         if unknown := [key for key in feature.sequence_keys if key not in tables]:
             return f"'{unknown[0]}' of feature '{feature.name}' is no row of a table"
@@ -88,33 +85,22 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
     return None
 
 
-def _tables(model: SequenceDLRM, sharding: ShardingConfig) -> tuple[dict[str, str], list[str]]:
-    """Returns by embedding of the collection its table, and the tables that every process reads whole."""
-    collection: EmbeddingCollection = model.embedding_collection
-    configs = collection.embedding_configs()
-    names = collection.embedding_names_by_table()
-    tables = {name: config.name for config, own in zip(configs, names, strict=True) for name in own}
-    return tables, [config.name for config in configs if config.num_embeddings <= sharding.replicate_below]
-
-
-def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: torch.device) -> None:
+def within_hosts(plan: ShardingPlan, local_size: int, world_size: int) -> None:
     """Splits each table of the collection of histories over the processes of one host: the host with the fewest rows.
 
     Args:
         plan: changed in place.
         local_size: processes of a host.
         world_size: all processes.
-        device: type of the processes' devices.
     """
     used = [0] * (world_size // local_size)
     for own, name in [(tables, name) for tables in plan.plan.values() for name in tables]:
         sharding: ParameterSharding = own[name]
-        shards = sharding.sharding_spec.shards
-        num_rows, width = sum(shard.shard_sizes[0] for shard in shards), shards[0].shard_sizes[1]
+        num_rows = sum(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards)
         host = used.index(min(used))
         used[host] += num_rows
         block = -(-num_rows // local_size)
         counts = [0] * world_size
         for place in range(local_size):
             counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
-        own[name] = in_rows(counts, width, device.type, sharding.compute_kernel, 0, local_size)
+        own[name] = in_rows(counts, sharding, 0, local_size)

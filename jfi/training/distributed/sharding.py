@@ -31,7 +31,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jfi.distributed import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.models import SequenceDLRM
-from jfi.training.config import Config, ConfigError, ShardingConfig
+from jfi.training.config import Config, ConfigError, ShardingConfig, require
 from jfi.training.distributed.attention_exchange import check_rows, within_hosts
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import captures_shards
@@ -53,29 +53,25 @@ def check_sharded(config: Config, world: World) -> None:
     Raises:
         ConfigError: a setting that it does not support, by its key.
     """
-    optimizer, kernel = config.optimizer, config.sharding.compute_kernel
+    optimizer, kernel, size = config.optimizer, config.sharding.compute_kernel, config.sharding.group_size
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if optimizer.ema_decay not in (None, "auto"):
-        raise ConfigError(f"optimizer.ema_decay: got {optimizer.ema_decay}, must be null under torchrun")
-    if optimizer.embeddings.name not in _FUSED:
-        got = optimizer.embeddings.name
-        raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
+    average, tables = optimizer.ema_decay, optimizer.embeddings
+    require(average in (None, "auto"), "optimizer.ema_decay", average, "null under torchrun")
+    must = f"{' or '.join(_FUSED)} under torchrun"
+    require(tables.name in _FUSED, "optimizer.embeddings.name", tables.name, must)
     if config.sharding.exchange == "rows":
         check_rows(config, "sharding.exchange is rows")
-    if kernel == "fused_uvm_caching" and world.device.type != "cuda":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
-    size = config.sharding.group_size
-    if size is not None and world.size % size:
-        raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
-    if size is not None and optimizer.embeddings.decay != 0:
-        got = optimizer.embeddings.weight_decay
-        raise ConfigError(
-            f"optimizer.embeddings.weight_decay: got {got}, must be 0 or auto with sharding.group_size, since an "
-            "average of tables mixes rows that have had their penalty with rows that have not"
+    is_cached, key = kernel == "fused_uvm_caching", "sharding.compute_kernel"
+    require(world.device.type == "cuda" or not is_cached, key, kernel, "auto or fused without a GPU")
+    if size is not None:
+        must = f"a divisor of the number of processes, {world.size}"
+        require(world.size % size == 0, "sharding.group_size", size, must)
+        must = (
+            "0 or auto with sharding.group_size, since an average of tables mixes rows with and without their penalty"
         )
-    if size is not None and kernel == "fused_uvm_caching":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.group_size")
+        require(tables.decay == 0, "optimizer.embeddings.weight_decay", tables.weight_decay, must)
+        require(not is_cached, key, kernel, "auto or fused with sharding.group_size")
 
 
 def shard_model(
@@ -169,7 +165,7 @@ def _plan(
     try:
         plan = planner.plan(model, sharders)
         if config.sharding.type == "table_row_wise":
-            within_hosts(plan, min(local, size), size, world.device)
+            within_hosts(plan, min(local, size), size)
         return plan
     except PlannerError as error:
         raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
@@ -180,9 +176,7 @@ def _constraints(
 ) -> ParameterConstraints:
     bags = isinstance(table, EmbeddingBagConfig)
     types = _TYPES if sharding.type == "auto" else [sharding.type]
-    if attention and sharding.type == "auto":
-        types = ["table_wise", "row_wise"]
-    if types == ["table_row_wise"] and (attention or not bags or not on_gpu):
+    if types == ["table_row_wise"]:
         types = ["row_wise"]  # `within_hosts` keeps to one host what the planner splits over all
     if types == ["row_wise"] and bags and not on_gpu and not attention:
         types = ["table_wise"]  # gloo has no collective that sums bags over ranks
