@@ -39,7 +39,8 @@ class CapturedShardedStep(StepGraphs):
     sends the ids of a batch to the owners of their rows while the two steps before it run, as a CUDA graph of its own
     (`jfi.distributed.fixed_input_dist`). All ranks take the same decision for a batch: to replay a graph of the same
     capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
-    on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.exchange`).
+    on one host and reach each other, rows, queries and outputs of attention are written to their memory
+    (`jfi.distributed.exchange`).
 
     The conditions for the step are those of `jfi.CapturedStep`, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
@@ -93,7 +94,7 @@ class CapturedShardedStep(StepGraphs):
         if peer_memory and on_gpu and self._pg.size() > 1 and are_peers(self._pg, self._device):
             self._peers = PeerMemory(self._pg, self._device)
             self._warmup_steps = max(warmup_steps, 2)  # in the first step there is no memory yet
-        self._tables = [x for collection in self._collections for x in collection.parameters()]
+        self._tables = {x for collection in self._collections for x in collection.parameters()}
         self._absent: Absent = {}
         self._fused = model.fused_optimizer
         #: Batches on their way with their MemorySlot, or None if they are not sent ahead; capacities of the last ones.
@@ -203,12 +204,9 @@ class CapturedShardedStep(StepGraphs):
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        if self._shapes is None or not isinstance(batch, DistributedBatch):
-            with captured_averages(self._pg, None, self._tables, self._absent):
+        with captured_averages(self._tables, self._absent):
+            if self._shapes is None or not isinstance(batch, DistributedBatch):
                 return self._step_on_batch(batch)
-        with (
-            captured_averages(self._pg, self._peers, self._tables, self._absent),
-            nullcontext() if self._peers is None else self._peers.step(),
-            self._shapes.given(batch, self._pg, self._peers),
-        ):
-            return self._step_on_batch(batch.batch)
+            exchanges = nullcontext() if self._peers is None else self._peers.step()
+            with exchanges, self._shapes.given(batch, self._pg, self._peers):
+                return self._step_on_batch(batch.batch)

@@ -19,15 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
 from jfi.utils import compat
 
 _ALIGNMENT = 256
-#: Elements of a row that ranks add up.
-_AVERAGED = 128
-#: Up to so many bytes of all ranks are added up by every rank; of more, each rank adds up a part.
-_ADDED_BY_ALL = 1 << 20
 #: The factor by which new memory is larger than a step needs.
 _MARGIN = 1.25
 
@@ -101,11 +96,9 @@ class PeerMemory:
         self.pg, self._device = pg, device
         self._memory: Tensor | None = None
         self._handle = self._addresses = None
-        # What follows is made in the eager step before any capture, which copies nothing from the host.
+        # Made in the eager step before any capture, which copies nothing from the host.
         self._ranks = cache(lambda ranks: torch.tensor(ranks, dtype=torch.int64, device=device))
         self._ranks(tuple(range(pg.size())))
-        #: Zeros behind the elements that are averaged.
-        self._zeros = cache(lambda dtype: torch.zeros(pg.size() * _AVERAGED, dtype=dtype, device=device))
         #: Memory that graphs may still write to, and the addresses that they read.
         self._outgrown: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
@@ -157,31 +150,6 @@ class PeerMemory:
         begin = offset + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
-
-    def average(self, tensors: list[Tensor]) -> Tensor | None:
-        """Returns the mean over all ranks [n] of tensors of one dtype, n elements together; None if it does not fit.
-
-        They are added up in the order of the ranks: large ones in parts by one rank each, which sends its part to all.
-        """
-        dtype, size = tensors[0].dtype, self.pg.size()
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return None  # which the kernel would round
-        count = sum([tensor.numel() for tensor in tensors])
-        added_by_all = size * count * dtype.itemsize <= _ADDED_BY_ALL
-        parts = 1 if added_by_all else size
-        chunk = -(-count // (parts * _AVERAGED)) * _AVERAGED
-        needed = (1 if added_by_all else 2) * _aligned(size * chunk * dtype.itemsize)
-        zeros = self._zeros(dtype)[: parts * chunk - count]
-        if self._memory is None or self._used + needed > self._memory.size(0):
-            self._used += needed
-            return None
-        every = [1] * size
-        whole = torch.cat([*[tensor.reshape(-1) for tensor in tensors], zeros]).view(parts, chunk)
-        arrived = self.send(whole, every, every, shared=added_by_all)
-        means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
-        if not added_by_all:
-            means = self.send(means.view(1, chunk), every, every, shared=True).clone()
-        return means.view(-1)[:count]
 
 
 def _aligned(size: int) -> int:

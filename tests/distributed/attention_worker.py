@@ -449,12 +449,6 @@ class StandInPeers:
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> None:
         self.calls["send"] += 1
 
-    def average(self, numbers: list[Tensor]) -> Tensor:
-        self.calls["average"] += 1
-        flat = torch.cat([one.reshape(-1) for one in numbers])
-        dist.all_reduce(flat)
-        return flat / dist.get_world_size()
-
 
 def use_stand_ins(captured: CapturedShardedStep) -> None:
     """Its steps run on buffers with room; needs `as_on_a_gpu`."""
