@@ -234,9 +234,7 @@ class Buffers:
             sizes += [] if leaf.weights is None else [(sum(caps), leaf.weights)]
         ends = list(accumulate(-(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for size, dtype in sizes))
         self._spans = [(begin, size, dtype) for begin, (size, dtype) in zip([0, *ends[:-1]], sizes, strict=True)]
-        #: Bytes of a block.
-        self.size = ends[-1] if ends else 0
-        self._blank = torch.zeros(self.size, dtype=torch.uint8, device=device)
+        self._blank = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
         for leaf, caps, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
             for key, part in zip(leaf.keys, values.split(caps), strict=True):
                 part.fill_(padding.get(key, 0))

@@ -1,12 +1,14 @@
 """Training steps of a sharded model as CUDA graphs, and the ids of the next batches on their way meanwhile."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -14,7 +16,6 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE
-from jfi.distributed.averages import Absent, captured_averages
 from jfi.distributed.exchange import PeerMemory, are_peers
 from jfi.distributed.fixed_input_dist import (
     AHEAD,
@@ -30,6 +31,10 @@ from jfi.modules import GrowingIds
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
+#: By the parameters without a gradient on this rank, those of them that no rank has one of.
+Absent = dict[tuple[nn.Parameter, ...], list[nn.Parameter]]
+#: Of the captured step that runs: the parameters of its tables, and what eager steps found.
+_step: ContextVar[tuple[set[nn.Parameter], Absent] | None] = ContextVar("step", default=None)
 
 
 class CapturedShardedStep(StepGraphs):
@@ -73,7 +78,7 @@ class CapturedShardedStep(StepGraphs):
         max_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
-        super().__init__(self._compute, model, warmup_steps, max_graphs, staging=0, priority=STEP)
+        super().__init__(self._compute, model, warmup_steps, max_graphs, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
         sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
@@ -89,11 +94,11 @@ class CapturedShardedStep(StepGraphs):
         self._shapes: FixedShapes | None = None
         self._input_dists: dict[tuple[int, ...], FixedInputDist] = {}
         on_gpu = self._graphs is not None
-        self._input_graphs = CudaGraphs(self._device, staging=0, priority=INPUT_DIST) if on_gpu else None
+        self._input_graphs = CudaGraphs(self._device, priority=INPUT_DIST) if on_gpu else None
         self._peers: PeerMemory | None = None
         if peer_memory and on_gpu and self._pg.size() > 1 and are_peers(self._pg, self._device):
             self._peers = PeerMemory(self._pg, self._device)
-            self._warmup_steps = max(warmup_steps, 2)  # in the first step there is no memory yet
+            self._warmup_steps = max(warmup_steps, 2)  # in the first step the memory is too small
         self._tables = {x for collection in self._collections for x in collection.parameters()}
         self._absent: Absent = {}
         self._fused = model.fused_optimizer
@@ -173,16 +178,16 @@ class CapturedShardedStep(StepGraphs):
         if shapes is None or not self._in_flight:
             raise StopIteration
         batch, slot = self._in_flight.popleft()
-        capacities = OTHER_STRUCTURE if slot is None else shapes.agree(slot.shapes())
+        capacities = OTHER_STRUCTURE if slot is None else shapes.agree(slot.wait())
         while not isinstance(capacities, str) and not slot.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
             slot = self._input_dist(shapes, capacities).send(batch)
-            capacities = shapes.agree(slot.shapes())
+            capacities = shapes.agree(slot.wait())
         if isinstance(capacities, str):
             outputs = self._run_eagerly(batch, capacities)
         else:
             self._recent.append(capacities)
-            bucket = self._bucket(graphs, capacities, lambda: DistributedBuffers(shapes, capacities))
+            bucket = self._bucket(capacities, lambda: DistributedBuffers(shapes, capacities))
             slot.sender.load(slot, bucket.buffers, bucket.block)
             outputs = self._run(graphs, bucket)
         self._send_next(batches)
@@ -210,3 +215,63 @@ class CapturedShardedStep(StepGraphs):
             exchanges = nullcontext() if self._peers is None else self._peers.step()
             with exchanges, self._shapes.given(batch, self._pg, self._peers):
                 return self._step_on_batch(batch.batch)
+
+
+@contextmanager
+def captured_averages(tables: set[nn.Parameter], absent: Absent) -> Iterator[None]:
+    """Lets `average_gradients` within the block refuse the tables.
+
+    A capture, which must not read what the ranks send, takes `absent` from the eager step before it.
+    """
+    token = _step.set((tables, absent))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Replaces each gradient by its mean over the ranks, in one all-reduce of each dtype.
+
+    Args:
+        parameters: the same ones on every rank. One without a gradient counts as 0 where another rank has one, and is
+            left without one where none has, as DistributedDataParallel leaves it. A rank that lacks a gradient waits
+            for the device to learn which.
+        group: the ranks; None for all.
+
+    Raises:
+        ValueError: within the step of a `CapturedShardedStep`, a parameter is a sharded table's.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    tables, known = _step.get() or (set(), {})
+    if not tables.isdisjoint(parameters):
+        raise ValueError(
+            "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
+            "in_backward_optimizer_filter(model.named_parameters())"
+        )
+    if dist.get_world_size(group) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        grads = [x.new_zeros(x.shape) if x.grad is None else x.grad for x in alike]
+        lacking = [index for index, parameter in enumerate(alike) if parameter.grad is None]
+        has = grads[0].new_ones(len(alike))  # sent along: ranks that lack none need not look
+        for index in lacking:
+            has[index].zero_()
+        grads.append(has)
+        means = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(means, group=group)
+        means /= dist.get_world_size(group)
+        *by_parameter, has = means.split([grad.numel() for grad in grads])
+        for parameter, mean in zip(alike, by_parameter, strict=True):
+            parameter.grad = mean.view_as(parameter)
+        if not lacking:
+            continue
+        key = tuple([alike[index] for index in lacking])
+        if key not in known or not torch.cuda.is_current_stream_capturing():
+            shares = has.tolist()
+            known[key] = [alike[index] for index in lacking if not shares[index]]
+        for parameter in known[key]:
+            parameter.grad = None

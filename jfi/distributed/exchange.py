@@ -94,14 +94,12 @@ class PeerMemory:
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self.pg, self._device = pg, device
-        self._memory: Tensor | None = None
-        self._handle = self._addresses = None
         # Made in the eager step before any capture, which copies nothing from the host.
         self._ranks = cache(lambda ranks: torch.tensor(ranks, dtype=torch.int64, device=device))
-        self._ranks(tuple(range(pg.size())))
-        #: Memory that graphs may still write to, and the addresses that they read.
-        self._outgrown: list[tuple[Tensor, object, Tensor]] = []
+        #: Memory with its handle and the addresses that kernels read; graphs may still write to all but the last.
+        self._made: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
+        self._grow(0)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -111,22 +109,20 @@ class PeerMemory:
         exchanges, so a step that is captured must come after an eager one with the same exchanges.
         """
         self._used = 0
-        if self._memory is not None:
-            self._handle.barrier(channel=0)
+        self._handle.barrier(channel=0)
         yield
-        if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
+        if self._used > self._memory.size(0) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 
     def forget(self) -> None:
         """Frees memory from before its last growth, once all graphs are gone."""
-        self._outgrown.clear()
+        del self._made[:-1]
 
     def _grow(self, size: int) -> None:
-        if self._memory is not None:
-            self._outgrown.append((self._memory, self._handle, self._addresses))
         size = _aligned(max(1, int(size * _MARGIN)))
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.pg)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
+        self._made.append((self._memory, self._handle, self._addresses))
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
         """Returns what arrives [sum(received), ...], valid until the end of the step; None if it does not fit.
@@ -143,7 +139,7 @@ class PeerMemory:
             return None
         target, offset = self._ranks(tuple(targets)), self._used
         self._used += _aligned(len(sent) * chunk * row)
-        if self._memory is None or self._used > self._memory.size(0):
+        if self._used > self._memory.size(0):
             return None
         push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)

@@ -7,7 +7,7 @@ and every rank finds the same capacities that hold all of it, or the same reason
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,19 +94,13 @@ class FixedShapes:
         sums = [count_samples(group, by_key, pg.size()).sum(1) for group in self.groups]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        with self.on_stream():
+        with torch.no_grad(), torch.cuda.stream(self.stream):  # of None: the current one
             shape = torch.tensor(self.shape_vector(self.reference), device=device)
             shapes = gather(torch.cat([shape, *[x.to(device) for x in sums]]), pg).tolist()
         self.samples = [row[1] for row in shapes]
         lengths, fixed = self._of_all_ranks(shapes)
         self.buckets = CapacityBuckets(self.reference, fixed, lengths)
         self.smallest: Any = self.buckets.capacities(lengths, fixed)
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Runs the block on the stream of the input dist."""
-        with torch.no_grad(), nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            yield
 
     def shape_vector(self, batch: Described) -> list[int]:
         """Returns the shape of this rank's batch as numbers.
@@ -227,18 +221,14 @@ class MemorySlot(StagingBlock):
 
     def __init__(self, sender: "FixedInputDist", block: Tensor, shapes: Tensor) -> None:
         super().__init__(block)
-        self.sender, self._shapes = sender, shapes
+        self.sender, self.shapes = sender, shapes
         self.replay: Callable[[], None] | None = None
 
-    def copy_shapes(self, shapes: Tensor) -> None:
-        """Copies what all ranks have gathered to the host, which does not wait."""
-        self._shapes.copy_(shapes, non_blocking=True)
-
-    def shapes(self) -> list[list[int]]:
+    def wait(self) -> list[list[int]]:
         """Waits for the shapes of all ranks, see `FixedShapes.agree`."""
         if self.filled is not None:
             self.filled.synchronize()
-        return self._shapes.tolist()
+        return self.shapes.tolist()
 
 
 class FixedInputDist:
@@ -277,7 +267,7 @@ class FixedInputDist:
         self._agreed.ids_by_key(described)  # checked here, since keys have equal capacities in the buffers
         shape = torch.tensor(self._agreed.shape_vector(described))
         slot = self._slots[self._count % len(self._slots)]
-        with self._agreed.on_stream():
+        with torch.no_grad(), torch.cuda.stream(stream):
             if stream is not None:
                 stream.wait_event(slot.copied)
             if self._holds(described):
@@ -291,7 +281,7 @@ class FixedInputDist:
                 self._fill(slot.block)
             else:
                 slot.replay()
-            slot.copy_shapes(self._shapes)
+            slot.shapes.copy_(self._shapes, non_blocking=True)
             if stream is not None:
                 slot.filled.record(stream)
         self._count += 1

@@ -11,16 +11,15 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jfi import reference
 from jfi.distributed.exchange import Exchange, PeerMemory
-from jfi.modules import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
+from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.sequence_configs import FeatureGroup
 from jfi.tables.id_counts import OutsideIds
 
@@ -173,7 +172,7 @@ class TableGroup:
     @property
     def owner_ranks(self) -> list[int]:
         """The ranks that queries of the features go to, ascending."""
-        return sorted(self.shardings[0].ranks)
+        return self.shardings[0].ranks
 
     def to_owners(self, pg: dist.ProcessGroup, samples: list[int], peers: PeerMemory | None = None) -> Exchange:
         """Returns the exchange of one row for each sample of each feature, which goes to all owner ranks.
@@ -202,7 +201,7 @@ class TableGroup:
 
 
 def plan_tables(
-    configs: list[EmbeddingConfig] | list[EmbeddingBagConfig],
+    names: list[tuple[str, str, BaseEmbeddingConfig]],
     counts: dict[str, list[int]],
     feature_groups: list[FeatureGroup],
     replicate_below: int,
@@ -210,6 +209,7 @@ def plan_tables(
     """Returns the path of each embedding of a collection's tables.
 
     Args:
+        names: of each embedding its name, the key of its ids and its table, see `jfi.modules.lookups.names_of`.
         counts: by table the number of each rank's rows.
         feature_groups: those of all layers that read the collection. Features of one name are one feature; those that
             every layer reads together, from the same tables, travel together.
@@ -221,12 +221,9 @@ def plan_tables(
     Raises:
         ValueError: a feature whose rows attention cannot read at their owner ranks, or that layers read differently.
     """
-    shardings = row_shardings({config.name: counts[config.name] for config in configs})
-    replicated = [config.name for config in configs if config.num_embeddings <= replicate_below]
-    key_of, table_of = {}, {}  # by embedding
-    for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
-        key_of |= zip(names, config.feature_names, strict=True)
-        table_of |= dict.fromkeys(names, config.name)
+    shardings = row_shardings({table.name: counts[table.name] for _, _, table in names})
+    key_of = {name: key for name, key, _ in names}
+    table_of = {name: table for name, _, table in names}
     features: dict[str, SequenceFeatureConfig] = {}
     read_in: dict[str, list[int]] = {}  # by feature
     for number, feature_group in enumerate(feature_groups):
@@ -240,9 +237,9 @@ def plan_tables(
             read_in.setdefault(feature.name, []).append(number)
     alike: dict[tuple, list[SequenceFeatureConfig]] = {}
     for name, feature in features.items():
-        remote = remote_field(feature, table_of, replicated)
+        remote = remote_field(feature, table_of, replicate_below)
         if remote is not None:
-            tables = tuple([table_of[embedding] for embedding in feature.sequence_keys])
+            tables = tuple([table_of[embedding].name for embedding in feature.sequence_keys])
             alike.setdefault((tuple(read_in[name]), remote, tables), []).append(feature)
     groups: list[TableGroup] = []
     for (_, remote, tables), members in alike.items():
@@ -261,41 +258,36 @@ def plan_tables(
 
     def without_features(embeddings: list[str]) -> TableGroup:
         keys = tuple([key_of[embedding] for embedding in embeddings])
-        tables = tuple([shardings[table_of[embedding]] for embedding in embeddings])
+        tables = tuple([shardings[table_of[embedding].name] for embedding in embeddings])
         return TableGroup(keys, tables, tuple(embeddings))
 
     histories = {name for group in groups for name in group.embeddings}
-    fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
+    small = [name for name, table in table_of.items() if table.num_embeddings <= replicate_below]
+    fetched = [name for name in table_of if name not in small and name not in histories]
     groups += [without_features(fetched)] if fetched else []
-    read_whole = without_features([e for e, table in table_of.items() if table in replicated])
+    read_whole = without_features(small)
     return list(shardings.values()), groups, read_whole
 
 
-def feature_groups_of(model: nn.Module | None, collection: nn.Module) -> list[FeatureGroup]:
-    """Returns the groups of features of the layers in a model that may read a collection.
-
-    A layer with a collection of its own reads no other one; what reads a collection outside of it is found by keys.
-    """
-    layers = [] if model is None else [x for x in model.modules() if isinstance(x, JaggedFeatureInteraction)]
-    return [group for layer in layers if layer.embedding_collection in (None, collection) for group in layer.groups]
-
-
-def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:
+def remote_field(
+    feature: SequenceFeatureConfig, tables: Mapping[str, BaseEmbeddingConfig], replicate_below: int
+) -> int | None:
     """Returns the index of a feature's sequence key whose table, in `tables`, is not replicated; None if all are.
 
     Raises:
         ValueError: several are not, or the rows of several fields are concatenated.
     """
-    remote = [index for index, key in enumerate(feature.sequence_keys) if tables[key] not in replicated]
+    keys = feature.sequence_keys
+    remote = [index for index, key in enumerate(keys) if tables[key].num_embeddings > replicate_below]
     if not remote:
         return None
     if len(remote) > 1:
-        several = sorted({tables[feature.sequence_keys[index]] for index in remote})
+        several = sorted({tables[keys[index]].name for index in remote})
         raise ValueError(
             f"attention goes to the rows of one table, but the events of feature '{feature.name}' lie in {several}: "
             "raise replicate_below above the rows of all but one, or exchange rows"
         )
-    if feature.combine == "concat" and len(feature.sequence_keys) > 1:
+    if feature.combine == "concat" and len(keys) > 1:
         raise ValueError(
             f"attention goes to rows that are summed, but feature '{feature.name}' has combine='concat': use 'sum', or "
             "exchange rows"

@@ -44,7 +44,7 @@ from jfi import (
     WeightBias,
 )
 from jfi.cuda_graphs.captured_step import CapacityBucket
-from jfi.cuda_graphs.static_batch import Buffers, Described
+from jfi.cuda_graphs.static_batch import Described
 from jfi.distributed import (
     AttentionCollectionSharder,
     CapturedShardedStep,
@@ -382,9 +382,6 @@ class StandInGraphs:
     """Runs the step on padded buffers, at a replay as before it."""
 
     def reset(self) -> None: ...
-
-    def new_bucket(self, buffers: Buffers) -> CapacityBucket:
-        return CapacityBucket(buffers, staging=0)
 
     def load(self, bucket: CapacityBucket, batch: Described) -> None:
         bucket.buffers.fill(bucket.block, batch)

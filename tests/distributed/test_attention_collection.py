@@ -47,8 +47,8 @@ from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, KeyBias, Pos
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
 from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, rows_by_rank
-from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import outside_ids
+from jfi.modules.lookups import names_of
 from jfi.modules.sequence_configs import FeatureGroup, group_features
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.tables.table_rows import with_weights
@@ -421,16 +421,6 @@ def test_models_that_cannot_be_captured_are_refused(alone):
             captured.progress(iter([batch]))
 
 
-def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
-    model = EmbeddingCollection(
-        [EmbeddingConfig(num_embeddings=9, embedding_dim=8, name="a", feature_names=["a"])], device=torch.device("meta")
-    )
-    rows = DistributedModelParallel(nn.ModuleDict({"a": model}), device=torch.device("cpu"))
-    refused = "cannot accumulate over the tables of a ShardedEmbeddingCollection, .* use a FusedEmbeddingCollection"
-    with pytest.raises(ValueError, match=refused), defer_sharded_steps(rows):
-        pass
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
 def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind, decay):
@@ -578,7 +568,7 @@ def test_a_key_that_does_not_fit_is_named():
 def group_of(case: Case, features: list[FeatureGroup] | None = None) -> TableGroup:
     counts = {"item": [50], "rating": [6]}
     features = group_features(features_of(case), 8) if features is None else features
-    _, groups, _ = plan_tables(build(case).embedding_collection.embedding_configs(), counts, features, 10)
+    _, groups, _ = plan_tables(names_of(build(case).embedding_collection), counts, features, 10)
     return groups[0]
 
 
@@ -588,14 +578,18 @@ def test_columns_of_a_table_are_not_divided():
 
 
 def test_features_that_attention_cannot_go_to_are_named():
-    tables = {"item": "items", "shop": "shops"}
+    sizes = {"item": 30, "shop": 20}
+    tables = {key: EmbeddingConfig(size, 8, name=f"{key}s", feature_names=[key]) for key, size in sizes.items()}
     feature = SequenceFeatureConfig("taste", ["item", "shop"], ["target"])
     with pytest.raises(ValueError, match=r"'taste' lie in \['items', 'shops'\]"):
-        remote_field(feature, tables, [])
+        remote_field(feature, tables, 10)
     side = SequenceFeatureConfig("taste", ["item", "shop"], ["target"], combine="concat")
     with pytest.raises(ValueError, match="combine='concat'"):
-        remote_field(side, tables, ["shops"])
-    assert remote_field(feature, tables, ["items"]) == 1 and remote_field(feature, tables, ["items", "shops"]) is None
+        remote_field(side, tables, 20)
+    tables["item"].num_embeddings = 20
+    assert remote_field(feature, tables, 20) is None
+    tables["shop"].num_embeddings = 21
+    assert remote_field(feature, tables, 20) == 1
 
 
 def test_the_sharder_says_what_it_can_do():

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jfi.distributed.averages import average_gradients, captured_averages
+from jfi.distributed.captured_step import average_gradients, captured_averages
 
 
 class Ranks:

@@ -97,7 +97,7 @@ def rows_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 def test_rows_go_to_their_owners_and_back(owners, dtype, device):
     if device.type != "cpu":
         pytest.skip("threads share the memory of the CPU")
-    chunk = 4
+    chunk = 8
 
     def run(memory: PeerMemory) -> tuple[list, bool]:
         rank, arrived = RANK.number, []

@@ -15,9 +15,8 @@ from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
 from jfi.training.config import EncoderConfig, PretrainedConfig
 from jfi.training.defaults import settle, settled_as
-from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
-from jfi.training.distributed.sharding import check_sharded
+from jfi.training.distributed.sharding import check_sharded, with_exchange
 from jfi.training.loop.captured_steps import check_graphs
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import config_changes

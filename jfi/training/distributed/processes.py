@@ -144,13 +144,16 @@ def join_world(device_name: str) -> Iterator[World]:
         device_name: `training.device`; each process uses the GPU with its local rank.
 
     Raises:
-        ConfigError: the device is missing.
+        ConfigError: the device is missing, or restarts over several hosts would share a store.
     """
     device = _device(device_name)
     if not launched():
         yield World(device)
         return
-    _check_restarts()
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    # Each host counts its own restarts, so the keys of two attempts in a shared store would be the same.
+    if _hosts() > 1 and may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError("torchrun --max_restarts on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     if device.type == "cuda":
         processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if processes > count:
@@ -173,16 +176,6 @@ def join_world(device_name: str) -> Iterator[World]:
 
 def _hosts() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
-
-
-def _check_restarts() -> None:
-    """Raises ConfigError if restarts over several hosts would share a store.
-
-    Each host counts its own restarts, so the store's keys of two attempts would be the same.
-    """
-    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    if _hosts() > 1 and may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ConfigError("torchrun --max_restarts on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
 def _init_process_group(backend: str) -> None:

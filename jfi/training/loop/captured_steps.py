@@ -13,11 +13,6 @@ from jfi.training.config import Config, require
 from jfi.training.distributed.processes import World
 
 
-def captures_shards(config: Config) -> bool:
-    """Returns whether the steps of a run under torchrun are to be captured."""
-    return config.training.cuda_graph == "always"
-
-
 def check_graphs(config: Config, world: World) -> None:
     """Checks of `training.cuda_graph: always` what the config tells, before anything is written.
 
@@ -37,7 +32,7 @@ def check_graphs(config: Config, world: World) -> None:
 
 def _why_not(config: Config, world: World) -> str | None:
     """Why steps cannot be captured, whatever the data."""
-    if world.launched and not captures_shards(config):
+    if world.launched and config.training.cuda_graph != "always":
         return "the run is under torchrun, where training.cuda_graph must be always"
     if world.launched and config.sharding.group_size is not None:
         return "sharding.group_size is set"
