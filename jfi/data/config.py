@@ -1,15 +1,14 @@
-"""The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
+"""The `data` section of a config: the files, the meaning of their columns, and how rows become samples.
+
+Functions import what needs NumPy or Arrow: a help and a wrong setting do without them.
+"""
 
 import dataclasses
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jfi.data.io.paths import name_tables
-from jfi.data.removed_settings import refuse_removed
-from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
-from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 
 AGE = "age"
@@ -119,7 +118,6 @@ class FeatureConfig:
     cross: list[str] = field(default_factory=list)
 
 
-@refuse_removed
 @dataclass
 class DataConfig:
     """The files with interactions, the meaning of their columns, and how rows become samples.
@@ -285,6 +283,8 @@ class DataConfig:
 
     def label_columns(self) -> list[str]:
         """The columns of all labels, auxiliary ones among them."""
+        from jfi.data.schema.rules import label_columns
+
         labels = [] if self.label is None else self.trained_labels()
         found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
@@ -349,6 +349,8 @@ class DataConfig:
 
     def defaults(self) -> dict[str, str | float]:
         """The text or the number that stands for a missing value, by column."""
+        from jfi.utils.encoding import text_of
+
         return {
             one.name: float(one.default) if one.type == "number" else str(text_of(one.default))
             for one in self.features
@@ -357,12 +359,16 @@ class DataConfig:
 
     def rules(self) -> list[tuple[str, str]]:
         """The settings `label` and `history` that are rules, each with its rule."""
+        from jfi.data.schema.rules import only_column
+
         labels = [] if self.label is None else self.trained_labels()
         rules = [("label", one.label) for one in labels if only_column(one.label) is None]
         return rules if self.history is None else [*rules, ("history", self.history)]
 
     def columns(self, of_interactions: bool = False) -> set[str]:
         """The names of all columns in use, or of those that no table of users or items has."""
+        from jfi.data.schema.rules import parse_rule
+
         tables = (("user", self.users), ("item", self.items))
         apart = {of for of, table in tables if of_interactions and table is not None}
         given = (self.request_id, self.split_column, self.weight, *self.engagement_columns())
@@ -383,6 +389,8 @@ class DataConfig:
 
     def without_tables(self) -> "DataConfig":
         """A copy that can be written: of each table in memory it has the SHA-256."""
+        from jfi.data.io.paths import name_tables
+
         named = {name: getattr(self, name) for name in FILES}
         return dataclasses.replace(self, **{name: name_tables(source) for name, source in named.items()})
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jfi.data import DataConfig
-from jfi.data.config import AGE, HISTORY
-from jfi.training.metrics.label_metrics import MONITORS
+from jfi.data.config import AGE, HISTORY, Task
 from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
@@ -25,7 +24,6 @@ from jfi.training.model_config import (
     require,
 )
 from jfi.utils.errors import suggest
-from jfi.utils.operands import MAX_BUCKETS
 
 __all__ = [
     "Config",
@@ -40,6 +38,10 @@ __all__ = [
     "check_bias",
 ]
 
+#: What may select the best epoch, by task; the first one does so by default.
+MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}
+#: Most rows of a table of biases that kernels of encoders and timelines read: `jfi.utils.operands.MAX_BUCKETS`.
+MAX_BUCKETS = 64
 #: By experiment tracker the options that a config may give its logger. Not among them are those that read files or
 #: upload code; a logger with other options, or of another kind, is made in code.
 TRACKERS = {

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.config import AGE, HISTORY
-from jfi.models.sequence_dlrm import Pooling
 from jfi.utils.errors import InputError
 from jfi.utils.files import absolute_path
 
@@ -102,7 +101,7 @@ class ModelConfig:
     """
 
     embedding_dim: int = 64
-    pooling: Pooling = "attention"
+    pooling: Literal["attention", "mean", "sum", "none"] = "attention"
     num_heads: int = 4
     attention_layers: int = 1
     bias: str | list[str] | None = "auto"

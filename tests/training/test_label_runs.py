@@ -266,6 +266,6 @@ def test_a_config_with_labels_is_written_and_read(folder, tmp_path):
     read, _ = parse_config(["--data.interactions", "r.csv", "--data.labels", text], "")
     assert read.data.labels == [LabelConfig("a", "x > 1"), LabelConfig("b", "y", "regression")]
     assert (read.data.label, read.monitor) == ("x > 1", "auc")
-    with pytest.raises(ConfigError, match=r"unknown key data\.labels\.nam"):
+    with pytest.raises(ConfigError, match=r"unknown key data\.labels\[0\]\.nam"):
         (tmp_path / "wrong.yaml").write_text("data: {labels: [{nam: a, label: x}]}")
         parse_config(["--config", str(tmp_path / "wrong.yaml")], "")
