@@ -6,8 +6,12 @@ Functions import what needs NumPy or Arrow: a help and a wrong setting do withou
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from jfi.data.errors import DataError
+from jfi.data.setting_types import Count, Natural, Positive, Seed, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -42,15 +46,18 @@ class SyntheticConfig:
     """
 
     kind: Literal["taste", "dwell"] = "taste"
-    num_users: int = 1000
-    num_items: int = 500
-    num_categories: int = 10
-    mean_length: float = 60.0
+    num_users: Size = 1000
+    num_items: Size = 500
+    num_categories: Size = 10
+    mean_length: Annotated[float, Meta(ge=1, lt=2**31)] = 60.0
     taste: float = 2.5
     active_share: float = 0.5
     horizon: int = 1000
     labeled: int = 16
-    seed: int = 0
+    seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "data.synthetic.", DataError)
 
 
 @dataclass
@@ -67,7 +74,10 @@ class LabelConfig:
     name: str
     label: str
     task: Task = "binary"
-    weight: float = 1.0
+    weight: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"data.labels '{self.name}': ", DataError)
 
 
 @dataclass
@@ -108,14 +118,17 @@ class FeatureConfig:
     name: str
     of: Of
     type: FeatureType = "category"
-    width: int | None = None
-    max_values: int | None = None
-    min_count: int = 1
-    hash_buckets: int | None = None
-    capacity: int | None = None
+    width: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    max_values: Size | None = None
+    min_count: Size = 1
+    hash_buckets: Annotated[int, Meta(ge=1, le=2**32)] | None = None
+    capacity: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
     separator: str | None = None
     default: str | int | float | None = None
     cross: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"data.features '{self.name}': ", DataError)
 
 
 @dataclass
@@ -231,20 +244,20 @@ class DataConfig:
     task: Task = "binary"
     labels: list[LabelConfig] = field(default_factory=list)
     auxiliary_labels: list[str] = field(default_factory=list)
-    auxiliary_weight: float = 0.5
+    auxiliary_weight: Positive = 0.5
     weight: str | None = None
-    negatives: int = 4
+    negatives: Annotated[int, Meta(ge=0, lt=2**31)] = 4
     features: list[FeatureConfig] = field(default_factory=list)
     statistics: list[Group] | Literal["auto"] = "auto"
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
-    max_history: int = 200
+    max_history: Size = 200
     batching: Batching = "sample"
-    max_timeline: int | None = None
-    max_slots: int = 8
-    num_quantiles: int = 16
-    num_age_buckets: int = 32
+    max_timeline: Size | None = None
+    max_slots: Size = 8
+    num_quantiles: Size = 16
+    num_age_buckets: Size = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
@@ -253,12 +266,12 @@ class DataConfig:
     missing_values: list[str] = field(default_factory=list)
     null_ids: Literal["refuse", "drop"] = "refuse"
     split_column: str | None = None
-    split_seed: int = 0
+    split_seed: Seed = 0
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
     request_id: str | None = None
     history: str | None = None
-    eval_negatives: int = 100
+    eval_negatives: Count = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
@@ -268,6 +281,7 @@ class DataConfig:
     prepared: str | None = None
 
     def __post_init__(self) -> None:
+        check_bounds(self, "data.", DataError)
         if self.labels and self.label is None:
             self.label, self.task = self.labels[0].label, self.labels[0].task
 

@@ -13,6 +13,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+_MOST = sys.float_info.max
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+#: A number of rows, values or events, which an int32 holds.
+Size = Annotated[int, Meta(ge=1, lt=2**31)]
+Seed = Annotated[int, Meta(ge=0, lt=2**32)]
+Finite = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+NonNegative = Annotated[float, Meta(ge=0, le=_MOST)]
+Positive = Annotated[float, Meta(gt=0, le=_MOST)]
+#: The share of elements that dropout zeroes.
+Dropout = Annotated[float, Meta(ge=0, lt=1)]
 _WORDS = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -65,22 +76,23 @@ def _bounds(meta: Meta) -> str:
     if meta.multiple_of is not None:
         return f"of at least {meta.ge}, a multiple of {meta.multiple_of}"
     if meta.min_length is not None:
-        return f"with at least {meta.min_length}"
+        return "that is not empty"
     least, most = (meta.gt if meta.ge is None else meta.ge), (meta.lt if meta.le is None else meta.le)
-    if most in (None, sys.float_info.max):
+    if least == -_MOST:
+        return "that is finite"
+    if most in (None, _MOST):
         return f"{'above' if meta.ge is None else 'of at least'} {least}{'' if most is None else ' and finite'}"
     return f"in {'(' if meta.ge is None else '['}{least}, {most}{')' if meta.le is None else ']'}"
 
 
 @cache
 def _bounded(section: type) -> dict[str, typing.Any]:
-    """The types of those fields that have bounds."""
-    plain = typing.get_type_hints(section)
-    return {name: hint for name, hint in fields(section).items() if hint != plain[name]}
+    """The types of those fields that have bounds or take certain values alone."""
+    return {name: hint for name, hint in fields(section).items() if re.search(r"Annotated|Literal", str(hint))}
 
 
 def check_bounds(section: object, key: str, fault: type[Exception]) -> None:
-    """Raises `fault` for a field of a dataclass that is outside of the bounds of its type.
+    """Raises `fault` for a field of a dataclass whose type has bounds or lists values, and does not take its value.
 
     Args:
         section: an instance.
@@ -90,7 +102,7 @@ def check_bounds(section: object, key: str, fault: type[Exception]) -> None:
     for name, hint in _bounded(type(section)).items():
         value = getattr(section, name)
         try:
-            msgspec.convert(value, hint)
+            msgspec.convert(value.item() if hasattr(value, "item") else value, hint)  # a number of NumPy
         except msgspec.ValidationError:
             raise fault(f"{key}{name}: got {value!r}, must be {describe(hint)}") from None
 

@@ -5,12 +5,12 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY, Task
+from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
@@ -19,7 +19,6 @@ from jfi.training.model_config import (
     OptimizerGroup,
     PretrainedConfig,
     ShardingConfig,
-    check_bias,
     event_width,
     require,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "PretrainedConfig",
     "ShardingConfig",
     "TrainingConfig",
-    "check_bias",
 ]
 
 #: What may select the best epoch, by task; the first one does so by default.
@@ -129,44 +127,34 @@ class TrainingConfig:
     """
 
     run_dir: str | None = None
-    epochs: int = 10
-    batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    admit_every: int = 100
-    publish_every: float | None = None
+    epochs: Count = 10
+    batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1
+    admit_every: Count = 100
+    publish_every: NonNegative | None = None
     publish_to: str | None = None
-    eval_batch_size: int = 4096
+    eval_batch_size: Count = 4096
     monitor: str = "auto"
-    positive_weight: float = 1.0
-    eval_every: int = 0
-    patience: int | None = 2
-    seed: int = 0
+    positive_weight: Positive = 1.0
+    eval_every: Natural = 0
+    patience: Count | None = 2
+    seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
-    max_grad_norm: float | None = None
+    max_grad_norm: Positive | None = None
     cuda_graph: Literal["auto", "always", "never"] = "auto"
     logger: str | None = None
     logger_options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    log_every: int = 50
-    checkpoint_every: int = 0
+    log_every: Count = 50
+    checkpoint_every: Natural = 0
     warm_start: str | None = None
-    rows_after: float | Literal["auto"] | None = "auto"
+    rows_after: Finite | Literal["auto"] | None = "auto"
     ranking: Literal["none", "sampled", "full"] = "sampled"
-    ranking_k: int = 10
-    ranking_positives: int | None = 1000
+    ranking_k: Count = 10
+    ranking_positives: Count | None = 1000
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "gradient_accumulation_steps",
-            "admit_every",
-            "eval_batch_size",
-            "log_every",
-            "ranking_k",
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"training.{name}", value, "at least 1")
+        check_bounds(self, "training.", ConfigError)
         parts, most = self.gradient_accumulation_steps, self.batch_size
         require(
             most is None or parts <= most,
@@ -175,24 +163,8 @@ class TrainingConfig:
             f"at most training.batch_size, {most}",
         )
         self._check_logger()
-        require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
-        for name in ("checkpoint_every", "eval_every"):
-            require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
-        after = self.rows_after
-        known = after is None or after == "auto" or math.isfinite(after)
-        require(known, "training.rows_after", after, "a time, auto or null")
-        every = self.publish_every
-        require(
-            every is None or 0 <= every < math.inf, "training.publish_every", every, "0 or more and finite, or null"
-        )
-        require(every is not None or self.publish_to is None, "training.publish_to", self.publish_to, _PUBLISH_TO)
-        norm = self.max_grad_norm
-        require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
-        weight = self.positive_weight
-        require(0 < weight < math.inf, "training.positive_weight", weight, "positive and finite")
-        limit = self.ranking_positives
-        require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
-        require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
+        has_versions = self.publish_every is not None
+        require(has_versions or self.publish_to is None, "training.publish_to", self.publish_to, _PUBLISH_TO)
 
     def _check_logger(self) -> None:
         name, options = self.logger, self.logger_options

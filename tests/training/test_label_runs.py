@@ -240,7 +240,7 @@ def test_heads():
 
 def test_settings_that_do_not_fit(folder):
     for training, expected in (
-        ({"positive_weight": 0.0}, "training.positive_weight: got 0.0, must be positive and finite"),
+        ({"positive_weight": 0.0}, "training.positive_weight: got 0.0, must be a number above 0 and finite"),
         ({"monitor": "rmse"}, "training.monitor: got 'rmse', must be auc, ne or user_auc; hr@k"),
     ):
         with pytest.raises(ConfigError, match=expected.split(";")[0]):
