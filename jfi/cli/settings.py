@@ -74,7 +74,7 @@ def _add_train(parser: OptionParser) -> None:
     resume += "--data.interactions and the like say where its tables are now"
     parser.add_argument("--resume", metavar="RUN", help=resume)
     for what, changed in (("data", "the data is not what the run was started with"), ("config", "config.yaml changed")):
-        text = f"with --resume: what to do if {changed} (default: refuse)"
+        text = f"with --resume: what to do if {changed}"
         parser.add_argument(f"--{what}-changed", choices=["refuse", "accept"], default="refuse", help=text)
     follow = "with --resume: train the run, which has ended, on a folder of Parquet parts that grows: each part is "
     follow += "scored, trained on, and then part of histories and statistics"
@@ -82,9 +82,9 @@ def _add_train(parser: OptionParser) -> None:
     idle = "with --follow: end when no further part is there (default: wait for one)"
     parser.add_argument("--until-idle", action="store_true", help=idle)
     seconds = {"type": float, "metavar": "SECONDS"}
-    checkpoints = "with --follow: least time between two checkpoints; 0 is one after each part (default: 0)"
+    checkpoints = "with --follow: least time between two checkpoints; 0 is one after each part"
     parser.add_argument("--checkpoint-seconds", **seconds, default=0.0, help=checkpoints)
-    late = "with --follow: a row that is further behind the newest row of the parts before is left out (default: 86400)"
+    late = "with --follow: a row that is further behind the newest row of the parts before is left out"
     parser.add_argument("--late-seconds", **seconds, default=86400.0, help=late)
     refused = "with --follow: move a part that is refused to this folder, beside a file with the reason, and go on "
     parser.add_argument("--refused-to", metavar="FOLDER", help=f"{refused}(default: stop there)")
@@ -92,7 +92,7 @@ def _add_train(parser: OptionParser) -> None:
 
 def _add_prepare(parser: OptionParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write, must not exist")
-    memory = "most that sorting holds in memory (default: 1GB)"
+    memory = "most that sorting holds in memory"
     parser.add_argument("--memory", default="1GB", metavar="SIZE", help=memory)
     run = "prepare with the config and the vocabularies of this run, so that it can go on with the dataset"
     parser.add_argument("--run", type=Path, help=run)
@@ -103,8 +103,8 @@ def _add_prepare(parser: OptionParser) -> None:
 
 
 def _add_compare(parser: OptionParser) -> None:
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed (default: 0)")
-    poolings = "kinds of pooling (default: all); no value trains no model"
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed")
+    poolings = "kinds of pooling; no value trains no model"
     parser.add_argument("--poolings", nargs="*", choices=POOLINGS, default=list(POOLINGS), help=poolings)
-    baselines = "whether the table has baselines, whose features need memory (default: true)"
+    baselines = "whether the table has baselines, whose features need memory"
     parser.add_argument("--baselines", choices=["true", "false"], default="true", help=baselines)

@@ -4,6 +4,7 @@ import operator
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import commands
@@ -40,7 +41,7 @@ def test_the_overview_names_every_command(capsys):
         (["tran"], "unknown command tran; did you mean 'train'?"),
         (["train", "--resum", "x"], "unknown option --resum; did you mean '--resume'?"),
         (["prepare", "--data.labels.name", "x"], "unknown option --data.labels.name; did you mean '--data.labels'?"),
-        (["compare", "--training.epochs", "few"], "--training.epochs: got 'few', must be an integer"),
+        (["compare", "--training.epochs", "few"], "--training.epochs: got 'few', must be an integer of at least 1"),
         (["train", "--config", "wrong.yaml"], "wrong.yaml:2: unknown key model.pool; did you mean 'model.pooling'?"),
         *(
             ([name, "--data.lable", "x"], "unknown option --data.lable; did you mean '--data.label'?")
@@ -63,6 +64,16 @@ def test_the_settings_of_the_short_help_exist_and_have_these_defaults(name, caps
     assert len(found) == len(re.findall(r"^  --", text, re.MULTILINE)) > 10
     for setting, default in found:
         assert operator.attrgetter(setting)(Config()) == yaml.safe_load(default), setting
+
+
+def test_the_help_of_options_has_their_defaults(capsys):
+    for name in cli.COMMANDS:
+        with suppress(SystemExit):
+            commands.call(name, "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for shown in ("for a free one (default: 8000)", "is left out (default: 86400)", "per seed (default: 0)"):
+        assert shown in text
+    assert "(default: None)" not in text and re.search(r"\(default: [^)]*\) \(default", text) is None
 
 
 @pytest.mark.parametrize("name", WITH_CONFIG)
