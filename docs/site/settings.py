@@ -7,8 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from jfi.data.setting_types import describe, docstring, fields
+from jfi.data.setting_types import describe, fields
 from jfi.training import Config
+from jfi.training.config_parser import docstring
 
 PAGE = Path(__file__).parents[1] / "settings.md"
 HEAD = """# Settings

@@ -7,23 +7,11 @@ from jfi.data.config import DataConfig, FeatureConfig, LabelConfig, SyntheticCon
 from jfi.data.errors import DataError
 
 if TYPE_CHECKING:
-    from jfi.data.batches.batch import Batch
-    from jfi.data.batches.dataset import InteractionDataset
-    from jfi.data.prepared.load import load_dataset
-    from jfi.data.schema.schema import DataSchema, FeatureSpec
-
-__all__ = [
-    "Batch",
-    "DataConfig",
-    "DataError",
-    "DataSchema",
-    "FeatureConfig",
-    "FeatureSpec",
-    "InteractionDataset",
-    "LabelConfig",
-    "SyntheticConfig",
-    "load_dataset",
-]
+    from jfi.data.batches.batch import Batch as Batch
+    from jfi.data.batches.dataset import InteractionDataset as InteractionDataset
+    from jfi.data.prepared.load import load_dataset as load_dataset
+    from jfi.data.schema.schema import DataSchema as DataSchema
+    from jfi.data.schema.schema import FeatureSpec as FeatureSpec
 
 #: Imported on first use, since they need torch: a command refuses wrong settings without it.
 _LAZY = {
@@ -33,6 +21,7 @@ _LAZY = {
     "InteractionDataset": "jfi.data.batches.dataset",
     "load_dataset": "jfi.data.prepared.load",
 }
+__all__ = ["DataConfig", "DataError", "FeatureConfig", "LabelConfig", "SyntheticConfig", *_LAZY]
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,8 @@ from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
 AGE = "age"
+#: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
+NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
@@ -39,9 +41,8 @@ class SyntheticConfig:
         num_categories: number of item categories; a user likes or dislikes each one independently.
         mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
         taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
-        active_share: probability with which a user is active; of "dwell" alone, as those below.
-        horizon: the number of events after which an event no longer counts.
-        labeled: the number of newest events of each user that have a label.
+        horizon: of "dwell" alone, the number of events after which an event no longer counts.
+        labeled: of "dwell" alone, the number of newest events of each user that have a label.
         seed: seed of all random numbers.
     """
 
@@ -51,7 +52,6 @@ class SyntheticConfig:
     num_categories: Size = 10
     mean_length: Annotated[float, Meta(ge=1, lt=2**31)] = 60.0
     taste: float = 2.5
-    active_share: float = 0.5
     horizon: int = 1000
     labeled: int = 16
     seed: Natural = 0
@@ -194,7 +194,6 @@ class DataConfig:
             samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
-        num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
@@ -257,7 +256,6 @@ class DataConfig:
     max_timeline: Size | None = None
     max_slots: Size = 8
     num_quantiles: Size = 16
-    num_age_buckets: Size = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True

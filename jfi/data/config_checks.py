@@ -27,9 +27,8 @@ def check_data_config(config: DataConfig) -> None:
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")
     if config.source == "table" and config.interactions is None and config.prepared is None:
-        raise DataError(
-            "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
-        )
+        source = "the file of interactions (or set data.source: synthetic)"
+        raise DataError(f"data.interactions is not set; it must name {source}")
     _check_statistics(config)
     _check_roles(config)
     _check_features(config)

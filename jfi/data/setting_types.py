@@ -1,10 +1,8 @@
-"""Types of settings with bounds, and what errors, `--help` and docs/settings.md say of a setting."""
+"""Types of settings with bounds, in words and as checks of dataclasses."""
 
 import dataclasses
-import inspect
 import re
 import sys
-import textwrap
 import types
 import typing
 from functools import cache
@@ -43,10 +41,8 @@ def describe(hint: object, is_plural: bool = False) -> str:
     """Returns a type in words, as an error says what a value must be.
 
     Example:
-        >>> describe(float | typing.Literal["auto"] | None)
-        'a number, auto or null'
-        >>> describe(list[Annotated[int, Meta(ge=1)]])
-        'a list of integers of at least 1'
+        >>> describe(list[Count] | typing.Literal["auto"] | None)
+        'a list of integers of at least 1, auto or null'
     """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -105,13 +101,3 @@ def check_bounds(section: object, key: str, fault: type[Exception]) -> None:
             msgspec.convert(value.item() if hasattr(value, "item") else value, hint)  # a number of NumPy
         except msgspec.ValidationError:
             raise fault(f"{key}{name}: got {value!r}, must be {describe(hint)}") from None
-
-
-def docstring(section: type) -> tuple[str, dict[str, str]]:
-    """Returns the docstring of a dataclass before `Args:`, and by field its meaning in one line."""
-    intro, _, arguments = inspect.getdoc(section).partition("\nArgs:\n")
-    arguments = re.split(r"\n(?:Example|Raises|Returns)s?:", arguments)[0]
-    meanings: dict[str, str] = {}
-    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
-        meanings |= dict.fromkeys(names.split(", "), re.sub(r"\bNone\b", "null", " ".join(text.split())))
-    return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings

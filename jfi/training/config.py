@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jfi.data import DataConfig
-from jfi.data.config import AGE, HISTORY, Task
+from jfi.data.config import Task
 from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
@@ -38,8 +38,6 @@ __all__ = [
 
 #: What may select the best epoch, by task; the first one does so by default.
 MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}
-#: Most rows of a table of biases that kernels of encoders and timelines read: `jfi.utils.operands.MAX_BUCKETS`.
-MAX_BUCKETS = 64
 #: By experiment tracker the options that a config may give its logger. Not among them are those that read files or
 #: upload code; a logger with other options, or of another kind, is made in code.
 TRACKERS = {
@@ -60,7 +58,6 @@ TRACKERS = {
 }
 #: How MLflow's `tracking_uri` may begin. A database server's driver may load libraries that its URL names.
 _URIS = ("http://", "https://", "sqlite:///", "file:", "/", "databricks")
-_PUBLISH_TO = "null without training.publish_every"
 
 
 @dataclass
@@ -78,9 +75,9 @@ class TrainingConfig:
             has so many parts, and attention must go to the rows.
         admit_every: with a `capacity` of `data.features`, steps between two admissions, in which new values get rows of
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
-        publish_every: with `jfi train --follow`, seconds between two published versions of the model, which `jfi serve
-            --follow` applies as they come; null publishes none. Needs `optimizer.ema_decay: null`.
-        publish_to: folder of the published versions; null means `published` in the run folder.
+        publish_every: with `jfi train --follow`, seconds between two versions of the model that are published in the
+            run's folder `published`, from where `jfi serve --follow` applies them as they come; null publishes none.
+            Needs `optimizer.ema_decay: null`.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), `user_auc` (AUC per
             user, highest), or one of those that `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full`
@@ -132,7 +129,6 @@ class TrainingConfig:
     gradient_accumulation_steps: Count = 1
     admit_every: Count = 100
     publish_every: NonNegative | None = None
-    publish_to: str | None = None
     eval_batch_size: Count = 4096
     monitor: str = "auto"
     positive_weight: Positive = 1.0
@@ -163,8 +159,6 @@ class TrainingConfig:
             f"at most training.batch_size, {most}",
         )
         self._check_logger()
-        has_versions = self.publish_every is not None
-        require(has_versions or self.publish_to is None, "training.publish_to", self.publish_to, _PUBLISH_TO)
 
     def _check_logger(self) -> None:
         name, options = self.logger, self.logger_options
@@ -215,9 +209,6 @@ class Config:
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
-        rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
-        why = f"at most {MAX_BUCKETS} with encoder.relative_bias"
-        require(not limited or rows <= MAX_BUCKETS, "model.num_buckets", rows, why)
         if self.data.batching == "user":
             self._check_shared()
         has_sids = self.data.semantic_ids is not None or self.data.prepared is not None
@@ -285,6 +276,3 @@ class Config:
             why = "with data.batching: user, where encoded events are the same for all samples of a user"
             require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
             require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
-        if HISTORY + AGE in self.model.biases() and self.model.pooling == "attention":
-            buckets, most = self.data.num_age_buckets, f"at most {MAX_BUCKETS} with data.batching: user"
-            require(buckets <= MAX_BUCKETS, "data.num_age_buckets", buckets, most)

@@ -5,6 +5,8 @@ The values of a YAML node become those of the settings' types by msgspec. `jfi.u
 
 import argparse
 import dataclasses
+import inspect
+import re
 import textwrap
 import types
 import typing
@@ -18,16 +20,16 @@ import yaml
 
 from jfi.data.config import FILES
 from jfi.data.errors import DataError
-from jfi.data.setting_types import describe, docstring, fields
+from jfi.data.setting_types import describe, fields
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_yaml import read_yaml
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import EXIT_CODES, shorten
 from jfi.utils.files import is_storage_fault, write_file
 
-#: Version of the settings' meaning; a config of another one is refused. Version 3 declares features by entries,
-#: `data.fractions` are of the labelled rows, and has defaults that follow from the table.
-VERSION = 3
+#: Version of the settings' meaning; a config of another one is refused. Version 4 has fewer settings than 3, which
+#: declares features by entries, and has `data.fractions` of the labelled rows and defaults that follow from the table.
+VERSION = 4
 _TEXT = "tag:yaml.org,2002:str"
 _KINDS = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
 #: The settings that may hold URLs.
@@ -116,6 +118,16 @@ def describe_settings(names: Iterable[str] | None = None) -> str:
         head, text = f"  --{key:34s}", f"{meaning} (default: {shown})"
         lines.append(textwrap.fill(text, 120, initial_indent=f"{head.rstrip():36s}  ", subsequent_indent=" " * 38))
     return "\n".join(lines)
+
+
+def docstring(section: type) -> tuple[str, dict[str, str]]:
+    """Returns the docstring of a dataclass before `Args:`, and by field its meaning in one line."""
+    intro, _, arguments = inspect.getdoc(section).partition("\nArgs:\n")
+    arguments = re.split(r"\n(?:Example|Raises|Returns)s?:", arguments)[0]
+    meanings: dict[str, str] = {}
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
+        meanings |= dict.fromkeys(names.split(", "), re.sub(r"\bNone\b", "null", " ".join(text.split())))
+    return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
 
 
 @dataclass(frozen=True)

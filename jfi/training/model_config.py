@@ -74,12 +74,10 @@ class ModelConfig:
         attention_layers: how often the target attends to the events: from the second time on its query is the previous
             result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
-            from the newest event); by `recency`, which is the position with a table that begins with heads for the
-            newest events; or `weights` of the events; or null. An unknown bucket key is refused. In a list each bias
-            has its own heads, whose result is a separate entry. `auto` is heads by age and by recency; with an encoder,
-            or a single head, by age alone.
-        num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
-            which it is at most 64; the data determines those of a bucket key.
+            from the newest event, up to 32); by `recency`, which is the position with a table that begins with heads
+            for the newest events; or `weights` of the events; or null. In a list each bias has its own heads, whose
+            result is a separate entry. `auto` is heads by age and by recency; with an encoder, or a single head, by
+            age alone.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
@@ -101,7 +99,6 @@ class ModelConfig:
     num_heads: Count = 4
     attention_layers: Count = 1
     bias: Literal["auto"] | Bias | list[Bias] | None = "auto"
-    num_buckets: Count = 32
     combine: Literal["sum", "concat"] = "sum"
     dense_arch: list[Count] = field(default_factory=lambda: [64])
     cross_layers: Natural = 2
@@ -149,8 +146,6 @@ class EncoderConfig:
         num_layers: number of blocks; 0 for no encoder. With `model.pooling: none` there is none either. Time grows with
             the sum of the squared lengths: see `data.max_history`.
         num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
-        feedforward_ratio: width of the hidden layer of a block's feed-forward part, as a multiple of
-            `model.embedding_dim`.
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
         bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
@@ -160,7 +155,6 @@ class EncoderConfig:
 
     num_layers: Natural = 0
     num_heads: Count = 4
-    feedforward_ratio: Count = 4
     dropout: Dropout = 0.0
     causal: bool = False
     bias: Bias | None = None

@@ -188,7 +188,6 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
             ["--encoder.num_layers", "2", "--encoder.num_heads", "3"],
             ["encoder.num_heads", "3", "a divisor of model.embedding_dim"],
         ),
-        (["--encoder.feedforward_ratio", "0"], ["encoder.feedforward_ratio", "0", "at least 1"]),
         (["--encoder.dropout", "1"], ["encoder.dropout", "[0, 1)"]),
         (["--encoder.causal", "maybe"], ["encoder.causal", "got 'maybe', must be true or false"]),
         (["--encoder.relative_bias", "distanc"], ["encoder.relative_bias", "distanc", "distance"]),
@@ -438,5 +437,5 @@ def test_features_are_entries_on_the_command_line():
 def test_a_config_of_an_earlier_version_is_refused(version, found, yaml_file):
     """Its settings mean something else: `data.fractions` were of all rows."""
     path = yaml_file(f"{version}data:\n  fractions: [0.5, 0.25, 0.25]\n  unknown: [genres]\n")
-    with pytest.raises(ConfigError, match=rf"{found}, must be 3: an earlier version of jfi, .* wrote it$"):
+    with pytest.raises(ConfigError, match=rf"{found}, must be 4: an earlier version of jfi, .* wrote it$"):
         load_config(path)

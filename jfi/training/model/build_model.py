@@ -45,6 +45,8 @@ from jfi.training.config import (
 )
 from jfi.utils.operands import MAX_BUCKETS
 
+#: Rows of a table of biases by position; it is never longer than `MAX_BUCKETS`.
+_NUM_POSITIONS = 32
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
 OPTIMIZERS = {
@@ -315,13 +317,12 @@ def _encoder(
     bias = _bias(encoder.bias, config, features)
     if not sequences or not encoder.num_layers:
         return None
-    relative = None if encoder.relative_bias is None else PositionBias(config.num_buckets)
+    relative = None if encoder.relative_bias is None else PositionBias(_NUM_POSITIONS)
     return JaggedEncoder(
         [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
         width,
         encoder.num_heads,
         encoder.num_layers,
-        feedforward_ratio=encoder.feedforward_ratio,
         dropout=encoder.dropout,
         causal=encoder.causal,
     )
@@ -334,7 +335,7 @@ def _bias(
     if bias is None:
         return None
     if bias in ("position", "recency"):
-        return PositionBias(config.num_buckets, bias == "recency")
+        return PositionBias(_NUM_POSITIONS, bias == "recency")
     if bias == "weights":
         return WeightBias()
     buckets = next(f.num_embeddings for f in features if f.key == bias)
