@@ -176,7 +176,7 @@ def test_packages_can_be_imported_where_those_that_few_functions_need_are_absent
     """Such as pictures, command lines, preparation out of memory, HTTP and boosting."""
     script = """
 import importlib, sys
-training = ("matplotlib", "jsonargparse", "tensorboard", "duckdb", "sklearn")
+training = ("matplotlib", "tensorboard", "duckdb", "sklearn")
 for absent in (*training, "aiohttp", "orjson", "prometheus_client"):
     sys.modules[absent] = None
 for module in ("", ".data", ".serving", ".training", ".baselines", ".semantic_ids", ".history_policies"):
