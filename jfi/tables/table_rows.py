@@ -109,9 +109,7 @@ class TableRows(UnreadRows):
                 raise TypeError(f"{argument} must be an int32 or int64 Tensor or None, got {shown(value)}")
         if lengths is None and offsets is None:
             raise ValueError("lengths or offsets must be given, got None for both")
-        self.table, self.ids = table, ids
-        #: What attention reads, and the layer's `Events` hold.
-        self.by_id = RowsById(rows, (table,), (ids,))
+        self.table, self.ids, self.by_id = table, ids, RowsById(rows, (table,), (ids,))
         super().__init__(rows, lengths, offsets, weights)
 
     def read(self) -> Tensor:
@@ -285,8 +283,7 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
             first, end, dtype, width, count = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:], 0
         if tensor.data_ptr() != end or tensor.dtype != dtype or tensor.shape[1:] != width or not tensor.is_contiguous():
             return None
-        end += tensor.nbytes
-        count += tensor.numel()
+        end, count = end + tensor.nbytes, count + tensor.numel()
     if first is None:
         return None
     # Different storages may be adjacent too: the first must hold all.
