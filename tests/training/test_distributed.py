@@ -376,7 +376,7 @@ def test_tables_of_several_widths_are_sharded_and_the_losses_stay(folder, one_la
     refused = dataclasses.replace(configs[1], sharding=dataclasses.replace(configs[1].sharding, exchange="attention"))
     with pytest.raises(
         ConfigError,
-        match=r"sharding.exchange: got 'attention', must be auto or rows, since tables of users and contexts have",
+        match=r"sharding.exchange: got 'attention', must be auto or rows, since bags whose rows are fetched must have",
     ):
         train(refused)
     torch.distributed.destroy_process_group()
