@@ -204,6 +204,8 @@ class Config:
         return dataclasses.asdict(dataclasses.replace(self, data=self.data.without_tables()))
 
     def __post_init__(self) -> None:
+        for name in ("model", "encoder", "optimizer", "sharding", "training"):  # a field may have been set since
+            check_bounds(getattr(self, name), f"{name}.", ConfigError)
         averages, every = self.optimizer.ema_decay, self.training.publish_every
         why = "null with training.publish_every: each step changes the averages of all rows"
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)

@@ -28,7 +28,6 @@ from jfi.modules import (
     GrowingIds,
     GrowingTable,
     JaggedEncoder,
-    KeyBias,
     PositionBias,
     SemanticIDEmbedding,
     SequenceFeatureConfig,
@@ -43,9 +42,8 @@ from jfi.training.config import (
     OptimizerGroup,
     event_width,
 )
-from jfi.utils.operands import MAX_BUCKETS
 
-#: Rows of a table of biases by position; it is never longer than `MAX_BUCKETS`.
+#: Rows of a table of biases by position; operators take 64 at most.
 _NUM_POSITIONS = 32
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
@@ -103,7 +101,7 @@ def build_model(
             sequence_keys=[f.key for f in history],
             target_keys=[f.key for f in features if f.role == "item"],
             combine=config.combine,
-            bias=_bias(bias, config, features),
+            bias=_bias(bias, features),
             max_seqlen=schema.max_history,
         )
         for place, bias in enumerate(biases if history else [])
@@ -136,7 +134,7 @@ def build_model(
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
         pooling=attention if config.pooling == "attention" else config.pooling,
-        encoder=_encoder(encoder, sequences, config, features, width),
+        encoder=_encoder(encoder, sequences, features, width),
         dropout=config.dropout,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
@@ -308,13 +306,9 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
 
 
 def _encoder(
-    encoder: EncoderConfig,
-    sequences: list[SequenceFeatureConfig],
-    config: ModelConfig,
-    features: list[FeatureSpec],
-    width: int,
+    encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], features: list[FeatureSpec], width: int
 ) -> JaggedEncoder | None:
-    bias = _bias(encoder.bias, config, features)
+    bias = _bias(encoder.bias, features)
     if not sequences or not encoder.num_layers:
         return None
     relative = None if encoder.relative_bias is None else PositionBias(_NUM_POSITIONS)
@@ -328,9 +322,7 @@ def _encoder(
     )
 
 
-def _bias(
-    bias: str | None, config: ModelConfig, features: list[FeatureSpec]
-) -> PositionBias | WeightBias | KeyBias | None:
+def _bias(bias: str | None, features: list[FeatureSpec]) -> PositionBias | WeightBias | TimeBias | None:
     """Returns a bias of the config."""
     if bias is None:
         return None
@@ -338,6 +330,4 @@ def _bias(
         return PositionBias(_NUM_POSITIONS, bias == "recency")
     if bias == "weights":
         return WeightBias()
-    buckets = next(f.num_embeddings for f in features if f.key == bias)
-    # By user the ages follow from times, of which the operator knows no more buckets.
-    return TimeBias(bias, buckets) if buckets <= MAX_BUCKETS else KeyBias(bias, buckets)
+    return TimeBias(bias, next(f.num_embeddings for f in features if f.key == bias))
