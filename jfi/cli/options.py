@@ -93,8 +93,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         if default in (None, [], argparse.SUPPRESS) or isinstance(default, bool):
             return action.help
         values = default if isinstance(default, list) else [default]
-        shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
-        return f"{action.help} (default: {shown})"
+        shown = (f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+        return f"{action.help} (default: {' '.join(shown)})"
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -186,11 +186,9 @@ def _scoring(parser: OptionParser) -> None:
     sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
     parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model")
-    rows = "rows per call of the model"
-    parser.add_argument("--batch-size", type=at_least_one, default=4096, help=rows)
+    parser.add_argument("--batch-size", type=at_least_one, default=4096, help="rows per call of the model")
     output = "what a probability is: the logit's sigmoid, or by the run's calibration"
-    kinds = ["probabilities", "calibrated"]
-    parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
+    parser.add_argument("--output", choices=["probabilities", "calibrated"], default="probabilities", help=output)
 
 
 def predict() -> OptionParser:
@@ -221,11 +219,10 @@ def export() -> OptionParser:
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of `jfi train`")
     parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on")
-    tables = {"choices": ["float32", "int8"], "default": "float32"}
-    parser.add_argument("--tables", **tables, help="format of the embedding tables")
+    formats = ["float32", "int8"]
+    parser.add_argument("--tables", choices=formats, default="float32", help="format of the embedding tables")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
-    limit = "limit per request"
-    parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help=limit)
+    parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help="limit per request")
     log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
     parser.add_argument("--history", help=log)
     _tables(parser, "a run")
@@ -266,8 +263,7 @@ def serve() -> OptionParser:
     parser.add_argument("--drain-seconds", type=at_least_zero, default=10.0, help=drain)
     _state_options(parser)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration"
-    kinds = ["logits", "probabilities", "calibrated"]
-    parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
+    parser.add_argument("--output", choices=["logits", "probabilities", "calibrated"], default="logits", help=output)
     parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
     return parser
 
@@ -281,8 +277,7 @@ def _state_options(parser: OptionParser) -> None:
     parser.add_argument("--state-timeout-ms", type=at_least_one, default=200, help=answer)
     late = "an event may be older than its user's newest one"
     parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
-    most = "events of a body of POST /events"
-    parser.add_argument("--max-events", type=at_least_one, default=10_000, help=most)
+    parser.add_argument("--max-events", type=at_least_one, default=10_000, help="events of a body of POST /events")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
 
 
@@ -311,14 +306,13 @@ def semantic_ids() -> OptionParser:
     parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
     parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
-    kinds, help_kind = ["vq", "dpca", "rq"], "VQ fusion by discrete PCA, discrete PCA, or residual k-means"
-    parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
-    counts = {"type": at_least_one}
-    parser.add_argument("--digits", **counts, default=25, help="ternary digits, but for rq")
-    parser.add_argument("--levels", **counts, default=3, help="codebooks of rq")
-    parser.add_argument("--codebook-size", **counts, default=256, help="codes of each")
-    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq")
-    parser.add_argument("--text-width", **counts, default=64, help="of a text's embedding")
+    codecs = "VQ fusion by discrete PCA, discrete PCA, or residual k-means"
+    parser.add_argument("--codec", choices=["vq", "dpca", "rq"], default="vq", help=codecs)
+    parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits, but for rq")
+    parser.add_argument("--levels", type=at_least_one, default=3, help="codebooks of rq")
+    parser.add_argument("--codebook-size", type=at_least_one, default=256, help="codes of each")
+    parser.add_argument("--steps", type=at_least_one, default=2000, help="of the training of vq")
+    parser.add_argument("--text-width", type=at_least_one, default=64, help="of a text's embedding")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute")
     return parser

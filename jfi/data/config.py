@@ -289,9 +289,8 @@ class DataConfig:
 
     def trained_labels(self) -> list[LabelConfig]:
         """`targets()`, and behind them `auxiliary_labels`, which only the loss of the training rows reads."""
-        weight = self.auxiliary_weight
-        others = [LabelConfig(f"auxiliary-{i}", one, weight=weight) for i, one in enumerate(self.auxiliary_labels)]
-        return [*self.targets(), *others]
+        others = [LabelConfig(f"auxiliary-{i}", one) for i, one in enumerate(self.auxiliary_labels)]
+        return [*self.targets(), *(dataclasses.replace(one, weight=self.auxiliary_weight) for one in others)]
 
     def label_columns(self) -> list[str]:
         """The columns of all labels, auxiliary ones among them."""
@@ -334,12 +333,7 @@ class DataConfig:
         return self.names("event", "number"), self.names("event", "category")
 
     def names(self, of: Of, type: FeatureType | None = None) -> list[str]:
-        """The columns of the features of an entity, in their order, without the item's id and crosses.
-
-        Args:
-            of: what has the column.
-            type: "category" or "number"; None for both.
-        """
+        """The columns of the features of an entity and a type, None for both, without the item's id and crosses."""
         found = [one for one in self.features if one.of == of and type in (None, one.type) and not one.cross]
         return [one.name for one in found if (of, one.name) != ("item", self.item)]
 
@@ -369,14 +363,6 @@ class DataConfig:
             if one.default is not None
         }
 
-    def rules(self) -> list[tuple[str, str]]:
-        """The settings `label` and `history` that are rules, each with its rule."""
-        from jfi.data.schema.rules import only_column
-
-        labels = [] if self.label is None else self.trained_labels()
-        rules = [("label", one.label) for one in labels if only_column(one.label) is None]
-        return rules if self.history is None else [*rules, ("history", self.history)]
-
     def columns(self, of_interactions: bool = False) -> set[str]:
         """The names of all columns in use, or of those that no table of users or items has."""
         from jfi.data.schema.rules import parse_rule
@@ -395,9 +381,8 @@ class DataConfig:
 
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        names = (*FILES, "policy", "prepared")
-        paths = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
+        paths = {name: _absolute(getattr(self, name)) for name in (*FILES, "policy", "prepared")}
+        return dataclasses.replace(self, **paths)
 
     def without_tables(self) -> "DataConfig":
         """A copy that can be written: of each table in memory it has the SHA-256."""

@@ -22,7 +22,7 @@ from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.coded import Dictionary, flat_lists
 from jfi.data.schema.labels import check_held, labels_of, read_labels, read_targets, target_names
-from jfi.data.schema.rules import describe_values, parse_rule
+from jfi.data.schema.rules import describe_values, only_column, parse_rule
 from jfi.utils.jagged import blocks
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
@@ -191,7 +191,7 @@ class RowReader:
             self.events += int(event.sum())
             put("event", event)
         if self.absent != []:
-            rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in config.rules()]
+            rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in _rules(config)]
             absent = [(setting, rule, *pair) for setting, rule, pairs in rules for pair in pairs]
             self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
         if config.request_id is not None:
@@ -256,6 +256,13 @@ class RowReader:
         for number, dictionary in enumerate(self._dictionaries.values()):
             write_arrow(self.folder / f"values-{number}.arrow", {"value": dictionary.flush()})
         self._writer.close()
+
+
+def _rules(config: DataConfig) -> list[tuple[str, str]]:
+    """The settings `label` and `history` that are rules, each with its rule."""
+    labels = [] if config.label is None else config.trained_labels()
+    rules = [("label", one.label) for one in labels if only_column(one.label) is None]
+    return rules if config.history is None else [*rules, ("history", config.history)]
 
 
 def _given_splits(table: Table, name: str) -> np.ndarray:
