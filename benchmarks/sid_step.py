@@ -37,7 +37,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from benchmarks import measure, report
 from benchmarks.run import Rates, summary
 from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
-from jfi.semantic_ids import DiscretePCA, pack_trits
+from jfi.semantic_ids import DiscretePCA, Layout
 
 REGISTERS, DENSE = "digits in registers", "dense digits"
 BY_ID = {"rows by id, float32": DataType.FP32, "rows by id, bfloat16": DataType.BF16}
@@ -218,7 +218,7 @@ def run(shapes: tuple[SidShape, ...], out: Path, seconds: float, limit: float, d
     for shape in shapes:
         print(shape.name, flush=True)
         digits = torch.randint(-1, 2, (shape.items, shape.digits), generator=torch.Generator().manual_seed(1))
-        catalogue = pack_trits(digits.to(device))
+        catalogue = Layout(shape.digits).pack(digits.to(device))
         for way in WAYS:
             if time.monotonic() - began > limit:
                 row = {"case": shape.name, "implementation": way, "status": "skipped", "note": f"after {limit:.0f} s"}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 
-def _segment_reduce(x: Tensor, offsets: Tensor, reduce: str, initial: float) -> Tensor:
+def segment_reduce(x: Tensor, offsets: Tensor, reduce: str, initial: float) -> Tensor:
+    """Reduces each sample's rows, [S, ...] -> [B, ...]; an empty sample gives the initial value."""
     if x.shape[0] == 0:
         return x.new_full((offsets.shape[0] - 1, *x.shape[1:]), initial)
     flat = x.reshape(x.shape[0], -1)
@@ -27,13 +28,13 @@ def _segment_fake(x: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("jfi::segment_sum", mutates_args=())
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """Sums each sample's rows, [S, ...] -> [B, ...], in their order; an empty sample gives 0."""
-    return _segment_reduce(x, offsets, "sum", 0.0)
+    return segment_reduce(x, offsets, "sum", 0.0)
 
 
 @torch.library.custom_op("jfi::segment_max", mutates_args=())
 def segment_max(x: Tensor, offsets: Tensor) -> Tensor:
     """Returns the greatest of each sample's rows, [S, ...] -> [B, ...]; -inf if empty.  Not differentiable."""
-    return _segment_reduce(x, offsets, "max", -torch.inf)
+    return segment_reduce(x, offsets, "max", -torch.inf)
 
 
 @torch.library.custom_op("jfi::segment_expand", mutates_args=())
@@ -52,18 +53,14 @@ def _save_offsets(ctx, inputs, output) -> None:
     ctx.rows = inputs[0].shape[0]
 
 
-def _sum_gradient(ctx, grad: Tensor) -> tuple[Tensor, None]:
-    return segment_expand(grad, ctx.saved_tensors[0], ctx.rows), None
-
-
-def _expand_gradient(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-    return segment_sum(grad, ctx.saved_tensors[0]), None, None
-
-
 segment_sum.register_fake(_segment_fake)
 segment_max.register_fake(_segment_fake)
-segment_sum.register_autograd(_sum_gradient, setup_context=_save_offsets)
-segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
+segment_sum.register_autograd(
+    lambda ctx, grad: (segment_expand(grad, ctx.saved_tensors[0], ctx.rows), None), setup_context=_save_offsets
+)
+segment_expand.register_autograd(
+    lambda ctx, grad: (segment_sum(grad, ctx.saved_tensors[0]), None, None), setup_context=_save_offsets
+)
 
 
 def segment_ids(offsets: Tensor, rows: int) -> Tensor:
@@ -73,30 +70,37 @@ def segment_ids(offsets: Tensor, rows: int) -> Tensor:
     return (torch.searchsorted(offsets, index, right=True) - 1).clamp(max=offsets.shape[0] - 2)
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
+    """Converts half precision to float32, the type it is computed in; leaves other types unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     """Multiplies each sample's rows by its matrix, [S, D] x [B, D, T] -> [S, T]."""
-    rows = segment_expand(_widen(dense), offsets, x.shape[0])
-    return torch.einsum("sd,sdt->st", _widen(x), rows).to(x.dtype)
+    rows = segment_expand(widen(dense), offsets, x.shape[0])
+    return torch.einsum("sd,sdt->st", widen(x), rows).to(x.dtype)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Computes xᵀy of each sample, [S, D], [S, T] -> [B, D, T]."""
-    return segment_sum(_widen(x)[:, :, None] * _widen(y)[:, None, :], offsets).to(x.dtype)
+    return segment_sum(widen(x)[:, :, None] * widen(y)[:, None, :], offsets).to(x.dtype)
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """Computes the softmax over each sample's rows, [S, T] -> [S, T].  Rows of nothing but -inf give 0."""
-    wide, rows = _widen(x), x.shape[0]
-    top = segment_max(wide.detach(), offsets)
+    return _softmax(widen(x), offsets)[0].to(x.dtype)
+
+
+def _softmax(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the softmax over each sample's rows [S, T] and the log-sum-exp [B, T], -inf for nothing but -inf."""
+    top = segment_max(x.detach(), offsets)
     top = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp(wide - segment_expand(top, offsets, rows))
+    weights = torch.exp(x - segment_expand(top, offsets, x.shape[0]))
     total = segment_sum(weights, offsets)
-    total = torch.where(total == 0, 1.0, total)
-    return (weights / segment_expand(total, offsets, rows)).to(x.dtype)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, top + torch.log(total))
+    return weights / segment_expand(total, offsets, x.shape[0]), lse
 
 
 class Pairs:
@@ -136,7 +140,7 @@ def jagged_jagged_bmm_jagged_out(
 ) -> Tensor:
     """Computes xyᵀ of each sample, row-major, [S, D], [R, D] -> [Σ L·M]."""
     pairs = Pairs(x_offsets, y_offsets, out_size)
-    return (_widen(x)[pairs.left] * _widen(y)[pairs.right]).sum(-1).to(x.dtype)
+    return (widen(x)[pairs.left] * widen(y)[pairs.right]).sum(-1).to(x.dtype)
 
 
 def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
 def array_jagged_bmm_jagged_out(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int) -> Tensor:
     """Multiplies each sample's [L, M] block by its y [M, D], [Σ L·M], [R, D] -> [S, D]."""
     pairs = Pairs(x_offsets, y_offsets, a.shape[0])
-    return segment_sum(_widen(a)[:, None] * _widen(y)[pairs.right], pairs.row_offsets(out_rows)).to(y.dtype)
+    return segment_sum(widen(a)[:, None] * widen(y)[pairs.right], pairs.row_offsets(out_rows)).to(y.dtype)
 
 
 def _share_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -160,12 +164,12 @@ def target_attention(
 ) -> Tensor:
     """Attends to each sample's history, [B, T, H, D], [S, G, D], [S, G, E] -> [B, T, H, E]."""
     num_heads, rows = query.shape[2], key.shape[0]
-    keys = _share_heads(_widen(key), num_heads)
-    values = keys if value is None else _share_heads(_widen(value), num_heads)
-    queries = segment_expand(_widen(query), offsets, rows)
+    keys = _share_heads(widen(key), num_heads)
+    values = keys if value is None else _share_heads(widen(value), num_heads)
+    queries = segment_expand(widen(query), offsets, rows)
     scores = torch.einsum("sthd,shd->sth", queries, keys) * scale
     if bias is not None:
-        scores = scores + _widen(bias)[:, None, :]
+        scores = scores + widen(bias)[:, None, :]
     weights = jagged_softmax(scores.flatten(1), offsets).view_as(scores)
     return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
 
@@ -216,7 +220,7 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
             rows.append(table.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0))
     if len(rows) == 1:
         return rows[0].to(dtype)
-    return sum(_widen(row) for row in rows).to(dtype)
+    return sum(widen(row) for row in rows).to(dtype)
 
 
 def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
@@ -250,11 +254,11 @@ def jagged_attention(
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
-    keys = _share_heads(_widen(key), num_heads)
-    values = keys if value is None else _share_heads(_widen(value), num_heads)
-    scores = (_widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
+    keys = _share_heads(widen(key), num_heads)
+    values = keys if value is None else _share_heads(widen(value), num_heads)
+    scores = (widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
     if bias is not None:
-        scores = scores + _widen(bias)[pairs.right]
+        scores = scores + widen(bias)[pairs.right]
     # Bottom-right aligned: the last query of a sample is at the position of its last key.
     ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
     ahead = pairs.right - (pairs.left + ends[pairs.left])
@@ -282,13 +286,7 @@ def jagged_attention(
         if table is not None:
             # frexp's exponent is floor(log2) + 1, exactly.
             buckets = torch.frexp(count.double()).exponent.clamp(0, table.shape[0] - 1).long()
-            scores = scores + _widen(table)[buckets]
+            scores = scores + widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
-    weights = jagged_softmax(scores, row_offsets)
-    out = segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype)
-    top = segment_max(scores.detach(), row_offsets)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    total = segment_sum(torch.exp(scores - segment_expand(top, row_offsets, pairs.count)), row_offsets)
-    empty = total == 0
-    lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, total)))
-    return out, lse
+    weights, lse = _softmax(scores, row_offsets)
+    return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype), lse

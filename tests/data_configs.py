@@ -50,9 +50,7 @@ def features(**lists) -> list[FeatureConfig]:
         for name, value in lists.get(kind, {}).items():
             if all(entry.name != name for entry in entries):
                 entries.append(FeatureConfig(name, "item"))
-            for entry in entries:
-                if entry.name == name:
-                    setattr(entry, setting, value)
+            entries = [replace(entry, **{setting: value}) if entry.name == name else entry for entry in entries]
     return entries
 
 

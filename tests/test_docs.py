@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 import jfi
 from benchmarks import readme
 from jfi.cli import COMMANDS, options, run
+from jfi.cli import settings as cli_settings
 from jfi.cli.options import OptionParser
 from jfi.training import config_parser as settings
 from jfi.utils.lockstep import LOCKSTEP
@@ -81,7 +82,11 @@ def run_python_command(words: list[str], monkeypatch) -> None:
     """Runs the command, script or module until it has parsed its arguments."""
     is_jfi = words[0] == "jfi" and {"--help", "--help=all"}.isdisjoint(words)
     # Imported before anything is patched: it would keep what it imports by name.
-    modules = [settings, *([importlib.import_module(f"jfi.cli.{COMMANDS[words[1]][0]}")] if is_jfi else [])]
+    modules = [
+        settings,
+        cli_settings,
+        *([importlib.import_module(f"jfi.cli.{COMMANDS[words[1]][0]}")] if is_jfi else []),
+    ]
     for module in modules:
         if hasattr(module, "parse_config"):
             monkeypatch.setattr(module, "parse_config", then_stop(module.parse_config))

@@ -176,7 +176,7 @@ def test_packages_can_be_imported_where_those_that_few_functions_need_are_absent
     """Such as pictures, command lines, preparation out of memory, HTTP and boosting."""
     script = """
 import importlib, sys
-training = ("matplotlib", "jsonargparse", "tensorboard", "duckdb", "sklearn")
+training = ("matplotlib", "tensorboard", "duckdb", "sklearn")
 for absent in (*training, "aiohttp", "orjson", "prometheus_client"):
     sys.modules[absent] = None
 for module in ("", ".data", ".serving", ".training", ".baselines", ".semantic_ids", ".history_policies"):
@@ -321,7 +321,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 #: The folder tables holds files of several layers, each of which follows its layer's rules; others are modules.
-LAYER_OF_TABLES = {"kernels": "kernels", "step_rows_cpu": "cpu", "__init__": "ops"}
+LAYER_OF_TABLES = {"kernels": "kernels", "__init__": "ops"}
 LAYER_OF_TABLES |= dict.fromkeys(("step_rows", "gather_rows", "rows_by_id", "map_ids"), "ops")
 
 

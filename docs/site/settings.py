@@ -1,17 +1,15 @@
 """Writes docs/settings.md, the reference of a run's settings, from the dataclasses: python docs/site/settings.py."""
 
 import dataclasses
-import inspect
-import re
-import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
+from jfi.data.setting_types import describe, fields
 from jfi.training import Config
+from jfi.training.config_parser import docstring
 
 PAGE = Path(__file__).parents[1] / "settings.md"
 HEAD = """# Settings
@@ -22,8 +20,6 @@ A config has the sections below. A YAML file sets any part of it, and the comman
 `--training.epochs 3` or `--data.features "[{name: action, of: event}]"`. An unknown key is refused with the nearest
 known one.
 """
-_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", dict: "mapping"}
-_LISTED = {str: "texts", int: "integers", float: "numbers"}
 
 
 def page() -> str:
@@ -39,45 +35,21 @@ def _section(path: str, section: type, defaults: object = None) -> Iterator[str]
 
     `defaults` is the instance that a config has by default; None for entries of a list or a mapping.
     """
-    intro, meanings = _docstring(section)
+    intro, meanings = docstring(section)
     yield f"## {path}\n\n{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
-    inner, hints = [], typing.get_type_hints(section)
+    inner, hints = [], fields(section)
     for field in dataclasses.fields(section):
-        kind = hints[field.name]
+        kind, meaning = hints[field.name], meanings[field.name].replace("|", "\\|")
         found = next((one for one in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(one)), None)
         own = getattr(defaults, field.name, None)
         if found is not None:
             name = f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}"
             inner.append((name, found, own if isinstance(own, found) else None))
         default = _default(field) if defaults is None else _shown(own)
-        yield f"| `{field.name}` | {_value(kind)} | {default} | {meanings[field.name]} |"
+        yield f"| `{field.name}` | {describe(kind)} | {default} | {meaning[0].upper()}{meaning[1:]} |"
     yield ""
     for one in inner:
         yield from _section(*one)
-
-
-def _docstring(section: type) -> tuple[str, dict[str, str]]:
-    """Returns a docstring's text before `Args:`, and by field its meaning."""
-    intro, _, arguments = inspect.getdoc(section).partition("\nArgs:\n")
-    arguments = re.split(r"\n(?:Example|Raises|Returns)s?:", arguments)[0]
-    meanings: dict[str, str] = {}
-    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
-        meaning = re.sub(r"\bNone\b", "null", " ".join(text.split())).replace("|", "\\|")
-        meanings |= dict.fromkeys(names.split(", "), meaning[0].upper() + meaning[1:])
-    return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
-
-
-def _value(kind: object) -> str:
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return ", ".join(f"`{part}`" for part in parts)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_value, parts))
-    if origin is list:
-        return f"list of {_LISTED.get(parts[0]) or _value(parts[0])}"
-    if origin is dict:
-        return f"mapping to {_value(parts[1])}"
-    return _NAMES.get(kind, "entries as below" if dataclasses.is_dataclass(kind) else "any value")
 
 
 def _default(field: dataclasses.Field) -> str:

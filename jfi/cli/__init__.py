@@ -10,12 +10,11 @@ from types import ModuleType
 from jfi import __version__
 from jfi.cli import options
 from jfi.cli.options import OptionError
-from jfi.cli.settings import ALL, describe_settings, unknown_option
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import begin_command, run_command
 
 #: By command, the module that runs it and what it does. Those without a parser in `options` take all settings of a
-#: config.
+#: config, and their parser is in `settings`.
 COMMANDS = {
     "train": ("train", "train a model on a table of interactions, or resume a run"),
     "predict": ("predict", "score every row of a table with a trained run"),
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    chosen: list[tuple[str, object]] = []
+    chosen: list[tuple[str, tuple]] = []
     code = run_command(lambda: chosen.extend(_parse(arguments)))
     if not chosen:
         return code
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name != "serve":  # whose log has times; otherwise a package chooses the format, with names of modules
         logging.basicConfig(format="%(levelname)s: %(message)s")
     main = _module(name).main
-    return run_command(lambda: main(given))
+    return run_command(lambda: main(*given))
 
 
 def run(arguments: Sequence[str]) -> int | None:
@@ -62,10 +61,10 @@ def run(arguments: Sequence[str]) -> int | None:
         InputError: as of the command.
     """
     chosen = _parse(arguments)
-    return _module(chosen[0][0]).main(chosen[0][1]) if chosen else None
+    return _module(chosen[0][0]).main(*chosen[0][1]) if chosen else None
 
 
-def _parse(arguments: Sequence[str]) -> list[tuple[str, object]]:
+def _parse(arguments: Sequence[str]) -> list[tuple[str, tuple]]:
     """Returns the command and what its `main` takes; nothing where a help has been printed."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -77,13 +76,11 @@ def _parse(arguments: Sequence[str]) -> list[tuple[str, object]]:
     if name not in COMMANDS:
         raise OptionError(f"unknown command {name}; {suggest(name, COMMANDS, cutoff=0.0)}")
     if name in options.PARSERS:
-        return [(name, options.PARSERS[name]().parse_args(rest))]
-    if {"-h", "--help"}.intersection(rest):
-        print(describe_settings(name))
-        return []
-    if (fault := unknown_option(name, rest)) is not None:
-        raise OptionError(fault)
-    return [(name, ["--help" if argument == ALL else argument for argument in rest])]
+        return [(name, (options.PARSERS[name]().parse_args(rest),))]
+    from jfi.cli import settings  # not for the others, which it would make slower
+
+    given = settings.parse(name, rest)
+    return [] if given is None else [(name, given)]
 
 
 def _module(name: str) -> ModuleType:

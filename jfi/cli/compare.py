@@ -3,18 +3,19 @@
 import dataclasses
 import math
 import statistics
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from jfi.baselines import BaselineResult, run_baselines
+from jfi.cli.settings import POOLINGS
 from jfi.data import load_dataset
 from jfi.data.prepared.manifest import resolve
 from jfi.training import Config, ConfigError, Result, train
-from jfi.training.config_parser import parse_config
+from jfi.training.config import MONITORS
 from jfi.training.distributed.processes import World, launched
-from jfi.training.metrics.label_metrics import MONITORS
 from jfi.training.run.run_folder import check_new, check_writable, new_run_dir
 from jfi.training.run.state import newer_samples
 from jfi.training.run.warm_start import check_warm_start
@@ -22,10 +23,6 @@ from jfi.utils.files import write_file
 
 #: By metric its title in the table.
 _TITLES = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user", "r2": "R²", "rmse": "RMSE", "mae": "MAE"}
-POOLINGS = ("none", "mean", "sum", "attention")
-SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "train each kind of pooling once per seed"}
-KINDS = {"nargs": "*", "choices": POOLINGS, "default": list(POOLINGS), "help": "kinds of pooling; none trains no model"}
-BASELINES = {"type": bool, "default": True, "help": "whether the table has baselines, whose features need memory"}
 
 
 def compare(
@@ -110,13 +107,11 @@ def write_record(path: Path, record: dict) -> None:
     write_file(path, msgspec.json.format(msgspec.json.encode(record, enc_hook=float), indent=1))
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(config: Config, options: Namespace) -> None:
     """Compares, and prints the table."""
     if launched():
         raise ConfigError("jfi compare trains in one process; run it without torchrun")
-    description = "Compare a DLRM without histories, with mean pooling, with sum pooling, and with target attention."
-    options = {"--seeds": SEEDS, "--poolings": KINDS, "--baselines": BASELINES}
-    config, given = parse_config(arguments, description, options)
-    if not given.poolings and not given.baselines:
+    with_baselines = options.baselines == "true"
+    if not options.poolings and not with_baselines:
         raise ConfigError("--poolings names no kind and --baselines is false; nothing is left to compare")
-    compare(config, given.seeds, given.poolings, given.baselines)
+    compare(config, options.seeds, options.poolings, with_baselines)

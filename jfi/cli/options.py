@@ -78,11 +78,23 @@ jfi config copy movielens_100k
 jfi config copy quickstart my.yaml
 """
 
-_STATE_GB = "GiB that a state in a folder may take (default: 256)"
+_STATE_GB = "GiB that a state in a folder may take"
 
 
 class OptionError(InputError):
     """A wrong option of a command, as one line that names it."""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default of an option to its help."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default in (None, [], argparse.SUPPRESS) or isinstance(default, bool):
+            return action.help
+        values = default if isinstance(default, list) else [default]
+        shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+        return f"{action.help} (default: {shown})"
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -100,7 +112,7 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: object):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """The options; `--help` prints them and exits.
@@ -173,10 +185,10 @@ def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
     sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
     parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
-    rows = "rows per call of the model (default: 4096)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model")
+    rows = "rows per call of the model"
     parser.add_argument("--batch-size", type=at_least_one, default=4096, help=rows)
-    output = "what a probability is: the logit's sigmoid, or by the run's calibration (default: probabilities)"
+    output = "what a probability is: the logit's sigmoid, or by the run's calibration"
     kinds = ["probabilities", "calibrated"]
     parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
 
@@ -208,11 +220,11 @@ def export() -> OptionParser:
     parser = _parser("export", _EXPORT)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of `jfi train`")
     parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on")
     tables = {"choices": ["float32", "int8"], "default": "float32"}
-    parser.add_argument("--tables", **tables, help="format of the embedding tables (default: float32)")
+    parser.add_argument("--tables", **tables, help="format of the embedding tables")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
-    limit = f"limit per request (default: {MAX_CANDIDATES})"
+    limit = "limit per request"
     parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help=limit)
     log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
     parser.add_argument("--history", help=log)
@@ -233,27 +245,27 @@ def serve() -> OptionParser:
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
     lines = "read requests from stdin and write answers to stdout, one per line"
     parser.add_argument("--jsonl", action="store_true", help=lines)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one (default: 8000)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one")
     tables = "device of the embedding tables (default: the model's)"
     parser.add_argument("--tables-device", choices=["cpu", "cuda"], help=tables)
     counts = {"type": at_least_one}
     parser.add_argument("--max-candidates", **counts, help="limit per request (default: the artifact's)")
     parser.add_argument("--max-history", **counts, help="newest events to keep (default: the artifact's)")
-    parser.add_argument("--max-body-mb", **counts, default=2, help="limit of a request's body (default: 2)")
-    parser.add_argument("--queue", **counts, default=64, help="concurrent requests, more get a 503 (default: 64)")
-    parser.add_argument("--deadline-ms", **counts, default=5000, help="wait for the model, then a 503 (default: 5000)")
-    parser.add_argument("--bodies", **counts, default=256, help="bodies that are arriving (default: 256)")
-    connections = "most connections, further ones replace idle ones (default: 1024)"
+    parser.add_argument("--max-body-mb", **counts, default=2, help="limit of a request's body")
+    parser.add_argument("--queue", **counts, default=64, help="concurrent requests, more get a 503")
+    parser.add_argument("--deadline-ms", **counts, default=5000, help="wait for the model, then a 503")
+    parser.add_argument("--bodies", **counts, default=256, help="bodies that are arriving")
+    connections = "most connections, further ones replace idle ones"
     parser.add_argument("--connections", **counts, default=1024, help=connections)
-    parser.add_argument("--body-seconds", **counts, default=10, help="for headers or a body to arrive (default: 10)")
-    parser.add_argument("--max-batch", **counts, default=4096, help="candidates per batch (default: 4096)")
-    waits = "time that a batch waits for more requests (default: 0)"
+    parser.add_argument("--body-seconds", **counts, default=10, help="for headers or a body to arrive")
+    parser.add_argument("--max-batch", **counts, default=4096, help="candidates per batch")
+    waits = "time that a batch waits for more requests"
     parser.add_argument("--max-wait-ms", type=at_least_zero, default=0.0, help=waits)
-    drain = "after SIGTERM, to accept requests while /health/ready is 503, so that callers leave (default: 10)"
+    drain = "after SIGTERM, to accept requests while /health/ready is 503, so that callers leave"
     parser.add_argument("--drain-seconds", type=at_least_zero, default=10.0, help=drain)
     _state_options(parser)
-    output = "of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)"
+    output = "of a score: the logit, its sigmoid, or the probability by the run's calibration"
     kinds = ["logits", "probabilities", "calibrated"]
     parser.add_argument("--output", choices=kinds, default=kinds[0], help=output)
     parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
@@ -263,13 +275,13 @@ def serve() -> OptionParser:
 def _state_options(parser: OptionParser) -> None:
     state = "folder or URL of `jfi state load`: events of users for requests without a history, and POST /events"
     parser.add_argument("--state", metavar="FOLDER|URL", help=state)
-    down = "where the state does not answer: a 503, or a score without events (default: refuse)"
+    down = "where the state does not answer: a 503, or a score without events"
     parser.add_argument("--if-state-fails", choices=["refuse", "cold"], default="refuse", help=down)
-    answer = "for an answer of a state on a server (default: 200)"
+    answer = "for an answer of a state on a server"
     parser.add_argument("--state-timeout-ms", type=at_least_one, default=200, help=answer)
-    late = "an event may be older than its user's newest one (default: 86400)"
+    late = "an event may be older than its user's newest one"
     parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
-    most = "events of a body of POST /events (default: 10000)"
+    most = "events of a body of POST /events"
     parser.add_argument("--max-events", type=at_least_one, default=10_000, help=most)
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
 
@@ -293,22 +305,22 @@ def semantic_ids() -> OptionParser:
     """Returns the options of `jfi semantic-ids`."""
     parser = _parser("semantic-ids", _SEMANTIC_IDS)
     parser.add_argument("--items", required=True, help="table of the items: a file, a folder or a glob")
-    parser.add_argument("--item", default="item", metavar="COLUMN", help="column of the item (default: item)")
+    parser.add_argument("--item", default="item", metavar="COLUMN", help="column of the item")
     columns = {"type": _names, "default": [], "metavar": "COLUMNS"}
     parser.add_argument("--text", **columns, help="columns of text, each embedded by TF-IDF and SVD")
     parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
     parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
     kinds, help_kind = ["vq", "dpca", "rq"], "VQ fusion by discrete PCA, discrete PCA, or residual k-means"
-    parser.add_argument("--codec", choices=kinds, default="vq", help=f"{help_kind} (default: vq)")
+    parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
     counts = {"type": at_least_one}
-    parser.add_argument("--digits", **counts, default=25, help="ternary digits, but for rq (default: 25)")
-    parser.add_argument("--levels", **counts, default=3, help="codebooks of rq (default: 3)")
-    parser.add_argument("--codebook-size", **counts, default=256, help="codes of each (default: 256)")
-    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq (default: 2000)")
-    parser.add_argument("--text-width", **counts, default=64, help="of a text's embedding (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--digits", **counts, default=25, help="ternary digits, but for rq")
+    parser.add_argument("--levels", **counts, default=3, help="codebooks of rq")
+    parser.add_argument("--codebook-size", **counts, default=256, help="codes of each")
+    parser.add_argument("--steps", **counts, default=2000, help="of the training of vq")
+    parser.add_argument("--text-width", **counts, default=64, help="of a text's embedding")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute")
     return parser
 
 
@@ -319,28 +331,28 @@ def policy() -> OptionParser:
     source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
     source.add_argument("--config", metavar="FILE", help="config of a run; the options up to --until are not for it")
     _tables(parser, "a config")
-    parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user (default: user)")
-    parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time (default: timestamp)")
+    parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user")
+    parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time")
     units = {"choices": ["s", "ms"], "default": "s"}
-    parser.add_argument("--time-unit", **units, help="of times that are numbers (default: s)")
+    parser.add_argument("--time-unit", **units, help="of times that are numbers")
     parser.add_argument("--surface", metavar="COLUMN", help="column of where an event happened (default: one surface)")
     parser.add_argument("--dwell", metavar="COLUMN", help="column of how long the user stayed")
-    parser.add_argument("--dwell-unit", **units, help="of the dwell (default: s)")
+    parser.add_argument("--dwell-unit", **units, help="of the dwell")
     help_session = "column of the session (default: a session ends after 30 minutes without an event)"
     parser.add_argument("--session", metavar="COLUMN", help=help_session)
     help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1'"
     parser.add_argument("--conversion", metavar="RULE", help=help_rule)
     parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
-    parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette (default: 2)")
-    help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2 (default: 0)"
+    parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette")
+    help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2"
     parser.add_argument("--remove", type=_by_segment(float), default=0.0, metavar="SHARE", help=help_remove)
     help_threshold = "in place of --remove: remove what has smaller log-odds"
     parser.add_argument("--threshold", type=float, metavar="LOG-ODDS", help=help_threshold)
     parser.add_argument("--boost", type=lambda text: text.split(","), default=[], help="segments to weight, by name")
     parser.add_argument("--caps", type=_by_segment(int), metavar="EVENTS", help="longest history, such as active=500")
-    parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay (default: 10)")
-    parser.add_argument("--bins", type=at_least_one, default=10, help="bins of dwell on each surface (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of k-means (default: 0)")
+    parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay")
+    parser.add_argument("--bins", type=at_least_one, default=10, help="bins of dwell on each surface")
+    parser.add_argument("--seed", type=int, default=0, help="of k-means")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file of the policy")
     return parser
 

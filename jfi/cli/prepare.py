@@ -1,11 +1,13 @@
 """Runs `jfi prepare`."""
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet
 
+from jfi.cli.settings import parser
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config_checks import check_data_config
 from jfi.data.prepared.add_statistics import add_statistics
@@ -13,7 +15,7 @@ from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.store import verify_dataset
 from jfi.data.prepared.summary import Summary
-from jfi.training import ConfigError
+from jfi.training import Config, ConfigError
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config_parser import load_config, parse_config
 from jfi.training.run.run_data import check_settings, load_schema
@@ -21,30 +23,10 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import describe_changes, load_progress
 from jfi.utils.files import writing_file
 
-OPTIONS = {
-    "--out": {"type": Path, "metavar": "FOLDER", "help": "folder to write, must not exist"},
-    "--memory": {"default": "1GB", "help": "most that sorting holds in memory (default: 1GB)"},
-    "--run": {
-        "type": Path,
-        "help": "prepare with the config and the vocabularies of this run, so that it can go on with the dataset",
-    },
-    "--verify": {
-        "type": Path,
-        "metavar": "FOLDER",
-        "help": "verify the checksums of a dataset; takes no other option",
-    },
-    "--add-statistics": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "write the interactions with the columns of data.statistics, Parquet, and nothing else",
-    },
-}
 
-
-def main(arguments: Sequence[str]) -> None:
+def main(config: Config, options: Namespace) -> None:
     """Prepares a dataset, verifies one, or adds statistics to a table."""
-    description = "Turn tables of any length into a prepared dataset."
-    config, options = parse_config(arguments, description, OPTIONS)
+    arguments = options.arguments
     if options.verify is not None:
         _takes_only(arguments, "--verify")
         verify_dataset(options.verify)
@@ -63,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         if not run.config.is_file():
             raise ConfigError(f"--run {options.run}: not a run folder, config.yaml is missing")
         if not any(argument.split("=")[0] == "--config" for argument in arguments):
-            config, _ = parse_config(["--config", str(run.config), *arguments], description, OPTIONS)
+            config, _ = parse_config(["--config", str(run.config), *arguments], parser=parser("prepare"))
             # The run may have been trained on a prepared dataset; this one is made of the tables.
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=None))
         own, last = load_config(run.config), latest_checkpoint(run.checkpoints)

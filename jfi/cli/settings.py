@@ -1,155 +1,110 @@
-"""The short help of the commands that take all settings of a config, and the names of their options.
+"""The options of the commands that take all settings of a config, and their help."""
 
-The names are read in the source: to import what has them takes seconds.
-"""
-
-import ast
-import re
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from jfi.utils.errors import suggest
+from jfi.cli.options import OptionParser
+from jfi.training.config import Config
+from jfi.training.config_parser import describe_settings, parse_config
+from jfi.utils.exit_codes import EXIT_CODES
 
-#: Shows all settings in place of the short help.
+#: Shows all settings in place of the most important ones.
 ALL = "--help=all"
+POOLINGS = ("none", "mean", "sum", "attention")
 
-_DATA = {
-    "data.interactions FILE": "a table: CSV, TSV, JSON Lines or Parquet; a folder, a glob or a URL",
-    "data.users FILE": "table of users, for their columns",
-    "data.items FILE": "table of items, for their columns",
-    "data.user COLUMN": "the user's id (default: user_id)",
-    "data.item COLUMN": "the item's id (default: item_id)",
-    "data.timestamp COLUMN": "the time (default: timestamp)",
-    "data.label RULE": "column of 0 and 1, or a rule such as 'rating >= 4'; otherwise each row is positive",
-    "data.features '[{name: genres, of: item}]'": "columns that the model reads, of user, item, event or context",
-    "data.statistics GROUPS": "rates and counts of the past: auto, [] or groups of them (default: auto)",
-    "data.split KIND": "time, leave_one_out, user, column or files (default: time)",
-    "data.max_history EVENTS": "newest events of a history (default: 200)",
-    "data.prepared FOLDER": "a dataset of `jfi prepare`, in place of the tables",
-}
-_MODEL = {
-    "model.pooling KIND": "attention, mean, sum or none (default: attention)",
-    "model.embedding_dim WIDTH": "width of embeddings (default: 64)",
-    "model.num_heads H": "heads of attention (default: 4)",
-    "model.bias KIND": "what attention adds to its scores (default: by age and by recency)",
-    "model.dropout SHARE": "of the interaction's input (default: 0.1)",
-}
-_TRAINING = {
-    "optimizer.dense.learning_rate RATE": "of the dense parameters (default: 0.003)",
-    "optimizer.embeddings.learning_rate RATE": "of the embedding tables (default: 0.05)",
-    "training.run_dir FOLDER": "folder of the run (default: runs/DATE-TIME)",
-    "training.epochs N": "most epochs (default: 10)",
-    "training.batch_size SAMPLES": "of a step (default: 512, or 1024 for large tables)",
-    "training.device KIND": "auto, cpu or cuda (default: auto)",
-}
-#: By command its first line, an example, its own options and sections of settings.
-_COMMANDS = {
-    "train": (
-        "Trains a model on a table of interactions, or resumes a run.",
-        [
-            "jfi train --data.interactions clicks.csv --data.label clicked",
-            "jfi train --config quickstart.yaml --training.epochs 3",
-            "jfi train --resume runs/20250101-120000",
-            "jfi train --resume runs/20250101-120000 --follow parts",
-            "torchrun --nproc_per_node 2 -m jfi train --config multi_gpu.yaml",
-        ],
-        {
-            "config FILE": "YAML file with any setting",
-            "resume RUN": "continue a run; --data.prepared, its tables and the options below go with it",
-            "data-changed accept": "with --resume: go on although the data has changed",
-            "config-changed accept": "with --resume: go on although config.yaml was changed",
-            "follow FOLDER": "with --resume: go on with a folder of Parquet parts that grows, each scored first",
-            "until-idle": "with --follow: end when no further part is there (default: wait for one)",
-            "checkpoint-seconds SECONDS": "with --follow: least time between checkpoints (default: 0)",
-            "late-seconds SECONDS": "with --follow: rows further behind the newest one are left out (default: 86400)",
-            "refused-to FOLDER": "with --follow: refused parts are moved there, with the reason (default: stop)",
-        },
-        {"data": _DATA, "model": _MODEL, "training": _TRAINING},
-    ),
-    "prepare": (
-        "Turns tables of any length into a dataset that opens at once. Killed and called again, it continues.",
-        [
-            "jfi prepare --data.interactions clicks.parquet --data.label clicked --out clicks.prepared",
-            "jfi train --data.prepared clicks.prepared",
-            "jfi prepare --run runs/first --data.interactions more.parquet --out more.prepared",
-            "jfi prepare --verify clicks.prepared",
-        ],
-        {
-            "config FILE": "YAML file with any setting",
-            "out FOLDER": "folder to write, must not exist",
-            "memory SIZE": "most that sorting holds in memory (default: 1GB)",
-            "run RUN": "prepare with the config and the vocabularies of this run",
-            "verify FOLDER": "verify the checksums of a dataset; takes no other option",
-            "add-statistics FILE": "write only the interactions with the columns of data.statistics, as Parquet",
-        },
-        {"data": _DATA},
-    ),
-    "compare": (
-        "Trains without histories and with each pooling of them, and baselines of statistics of the past.",
-        [
-            "jfi compare --config quickstart.yaml --seeds 0 1 2",
-            "jfi compare --data.interactions clicks.csv --data.label clicked --poolings",
-        ],
-        {
-            "config FILE": "YAML file with any setting",
-            "seeds N ...": "train each once per seed (default: 0)",
-            "poolings KIND ...": "of none, mean, sum and attention (default: all); no value trains no model",
-            "baselines false": "without baselines, whose features need memory",
-        },
-        {"data": _DATA, "model": _MODEL, "training": _TRAINING},
-    ),
-}
+_DATA = ("interactions", "users", "items", "user", "item", "timestamp", "label", "features", "statistics", "split")
+_DATA = [f"data.{name}" for name in (*_DATA, "max_history", "prepared")]
+_MODEL = [f"model.{name}" for name in ("pooling", "embedding_dim", "num_heads", "bias", "dropout")]
+_MODEL += ["optimizer.dense.learning_rate", "optimizer.embeddings.learning_rate"]
+_MODEL += [f"training.{name}" for name in ("run_dir", "epochs", "batch_size", "device")]
+#: By command the settings of its short help.
+_SHOWN = {"train": [*_DATA, *_MODEL], "prepare": _DATA, "compare": [*_DATA, *_MODEL]}
+
+_TRAIN = """Trains a model on a table of interactions, or resumes a run.
+
+jfi train --data.interactions clicks.csv --data.label clicked
+jfi train --config quickstart.yaml --training.epochs 3
+jfi train --resume runs/20250101-120000
+jfi train --resume runs/20250101-120000 --follow parts
+torchrun --nproc_per_node 2 -m jfi train --config multi_gpu.yaml
+"""
+_PREPARE = """Turns tables of any length into a dataset that opens at once. Killed and called again, it continues.
+
+jfi prepare --data.interactions clicks.parquet --data.label clicked --out clicks.prepared
+jfi train --data.prepared clicks.prepared
+jfi prepare --run runs/first --data.interactions more.parquet --out more.prepared
+jfi prepare --verify clicks.prepared
+"""
+_COMPARE = """Trains without histories and with each pooling of them, and baselines of statistics of the past.
+
+jfi compare --config quickstart.yaml --seeds 0 1 2
+jfi compare --data.interactions clicks.csv --data.label clicked --poolings
+"""
 
 
-def describe_settings(command: str) -> str:
-    """Returns the short help of `train`, `prepare` or `compare`."""
-    what, examples, own, sections = _COMMANDS[command]
-    lines = [f"usage: jfi {command} [--config FILE] [--SECTION.SETTING VALUE ...]", "", what, ""]
-    lines += [f"  {example}" for example in examples]
-    for title, settings in {"options": own, **sections}.items():
-        lines += ["", f"{title}:", *(_line(f"--{setting}", text) for setting, text in settings.items())]
-    lines += ["", f"`jfi {command} {ALL}` shows all settings; docs/settings.md explains them."]
-    return "\n".join(lines)
+def parser(command: str) -> OptionParser:
+    """Returns the options of `train`, `prepare` or `compare` that are no settings."""
+    usage = f"jfi {command} [--config FILE] [--SECTION.SETTING VALUE ...] [OPTIONS]"
+    description = {"train": _TRAIN, "prepare": _PREPARE, "compare": _COMPARE}[command]
+    own = OptionParser(prog=f"jfi {command}", usage=usage, description=description)
+    {"train": _add_train, "prepare": _add_prepare, "compare": _add_compare}[command](own)
+    return own
 
 
-def _line(setting: str, text: str) -> str:
-    return f"  {setting:36s}{text}" if len(setting) < 35 else f"  {setting}\n{'':38s}{text}"
+def parse(command: str, arguments: Sequence[str]) -> tuple[Config, argparse.Namespace] | None:
+    """Returns the config of a command line and the command's own options; None where a help has been printed.
 
-
-_PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("training/config.py", "training/model_config.py", "data/config.py")
-
-
-def unknown_option(command: str, arguments: Sequence[str]) -> str | None:
-    """Returns a message about the first option that `train`, `prepare` or `compare` lacks; None if it has all.
-
-    Example:
-        >>> unknown_option("train", ["--data.lable", "clicked"])
-        "unknown option --data.lable; did you mean '--data.label'?"
+    Raises:
+        InputError: a setting, an option or a value is wrong.
     """
-    own = ["--config", "--help", *re.findall(r'"(--[a-z-]+)"', (_PACKAGE / f"cli/{command}.py").read_text("utf-8"))]
-    removed = (_PACKAGE / "data/removed_settings.py").read_text("utf-8")  # whose message is another one
-    known = [f"--{name}" for name in setting_names()]
-    for argument in arguments:
-        option = argument.split("=")[0].removesuffix("+")
-        is_setting = any(f"{name}.".startswith(f"{option}.") or option.startswith(f"{name}.") for name in known)
-        if not argument.startswith("--") or option in own or is_setting:
-            continue
-        if not any(f'"{name}"' in removed for name in (option[2:], *option.split(".")[1:2])):
-            return f"unknown option {option}; {suggest(option, [*known, *own], cutoff=0.0)}"
+    own = parser(command)
+    if {"-h", "--help", ALL}.isdisjoint(arguments):
+        return parse_config(arguments, parser=own)
+    names = None if ALL in arguments else _SHOWN[command]
+    more = "" if names is None else f"\n\n`jfi {command} {ALL}` shows all settings; docs/settings.md explains them."
+    head = "settings, also of a YAML file that --config FILE names:"
+    own.epilog = f"{head}\n{describe_settings(names)}{more}\n\n{EXIT_CODES}"
+    own.print_help()
     return None
 
 
-def setting_names() -> list[str]:
-    """Returns the names of all settings, such as data.label; an entry of a list has those of each of its settings."""
-    trees = [ast.parse((_PACKAGE / source).read_text("utf-8")) for source in _SOURCES]
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+def _add_train(parser: OptionParser) -> None:
+    resume = "continue the run in this folder, with its config; --data.prepared gives it another dataset, "
+    resume += "--data.interactions and the like say where its tables are now"
+    parser.add_argument("--resume", metavar="RUN", help=resume)
+    for what, changed in (("data", "the data is not what the run was started with"), ("config", "config.yaml changed")):
+        text = f"with --resume: what to do if {changed}"
+        parser.add_argument(f"--{what}-changed", choices=["refuse", "accept"], default="refuse", help=text)
+    follow = "with --resume: train the run, which has ended, on a folder of Parquet parts that grows: each part is "
+    follow += "scored, trained on, and then part of histories and statistics"
+    parser.add_argument("--follow", metavar="FOLDER", help=follow)
+    idle = "with --follow: end when no further part is there (default: wait for one)"
+    parser.add_argument("--until-idle", action="store_true", help=idle)
+    seconds = {"type": float, "metavar": "SECONDS"}
+    checkpoints = "with --follow: least time between two checkpoints; 0 is one after each part"
+    parser.add_argument("--checkpoint-seconds", **seconds, default=0.0, help=checkpoints)
+    late = "with --follow: a row that is further behind the newest row of the parts before is left out"
+    parser.add_argument("--late-seconds", **seconds, default=86400.0, help=late)
+    refused = "with --follow: move a part that is refused to this folder, beside a file with the reason, and go on "
+    parser.add_argument("--refused-to", metavar="FOLDER", help=f"{refused}(default: stop there)")
 
-    def leaves(name: str, prefix: str) -> Iterator[str]:
-        for item in classes[name].body:
-            if isinstance(item, ast.AnnAssign):
-                kind, path = ast.unparse(item.annotation), f"{prefix}{item.target.id}"
-                inner = next((one for one in re.findall(r"\w+", kind) if one in classes), None)
-                yield from [path] if inner is None or kind.startswith("dict") else leaves(inner, f"{path}.")
 
-    return list(leaves("Config", ""))
+def _add_prepare(parser: OptionParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write, must not exist")
+    memory = "most that sorting holds in memory"
+    parser.add_argument("--memory", default="1GB", metavar="SIZE", help=memory)
+    run = "prepare with the config and the vocabularies of this run, so that it can go on with the dataset"
+    parser.add_argument("--run", type=Path, help=run)
+    verify = "verify the checksums of a dataset; takes no other option"
+    parser.add_argument("--verify", type=Path, metavar="FOLDER", help=verify)
+    add = "write the interactions with the columns of data.statistics, Parquet, and nothing else"
+    parser.add_argument("--add-statistics", type=Path, metavar="FILE", help=add)
+
+
+def _add_compare(parser: OptionParser) -> None:
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed")
+    poolings = "kinds of pooling; no value trains no model"
+    parser.add_argument("--poolings", nargs="*", choices=POOLINGS, default=list(POOLINGS), help=poolings)
+    baselines = "whether the table has baselines, whose features need memory"
+    parser.add_argument("--baselines", choices=["true", "false"], default="true", help=baselines)

@@ -1,53 +1,12 @@
 """Runs `jfi train`."""
 
 import os
-from collections.abc import Sequence
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 from jfi.data.config import FILES
-from jfi.training import ConfigError, resume, train
-from jfi.training.config_parser import parse_config
+from jfi.training import Config, ConfigError, resume, train
 
-CHANGED = {"choices": ["refuse", "accept"], "default": "refuse"}
-OPTIONS = {
-    "--resume": {
-        "metavar": "RUN",
-        "help": "continue the run in this folder, with its config; --data.prepared gives it another dataset, "
-        "--data.interactions and the like say where its tables are now",
-    },
-    "--data-changed": CHANGED
-    | {"help": "with --resume: what to do if the data is not what the run was started with (default: refuse)"},
-    "--config-changed": CHANGED
-    | {"help": "with --resume: what to do if the run's config.yaml was changed (default: refuse)"},
-    "--follow": {
-        "metavar": "FOLDER",
-        "help": "with --resume: train the run, which has ended, on a folder of Parquet parts that grows: each part is "
-        "scored, trained on, and then part of histories and statistics",
-    },
-    "--until-idle": {
-        "action": "store_true",
-        "help": "with --follow: end when no further part is there (default: wait for one)",
-    },
-    "--checkpoint-seconds": {
-        "type": float,
-        "default": 0.0,
-        "metavar": "SECONDS",
-        "help": "with --follow: least time between two checkpoints (default: 0, one after each part)",
-    },
-    "--late-seconds": {
-        "type": float,
-        "default": 86400.0,
-        "metavar": "SECONDS",
-        "help": "with --follow: a row that is further behind the newest row of the parts before is left out "
-        "(default: 86400)",
-    },
-    "--refused-to": {
-        "metavar": "FOLDER",
-        "help": "with --follow: move a part that is refused to this folder, beside a file with the reason, and go on "
-        "(default: stop there)",
-    },
-}
 #: Where tables of a run are now. Those of its config that are URLs have to be named.
 _TABLES = {f"--data.{name}": name for name in FILES}
 #: What belongs to --follow, and what goes with it.
@@ -55,10 +14,9 @@ OF_FOLLOW = ("--until-idle", "--checkpoint-seconds", "--late-seconds", "--refuse
 WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW, *_TABLES)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(config: Config, options: Namespace) -> None:
     """Trains or resumes a run, and prints its metrics."""
-    config, options = parse_config(arguments, "Train a DLRM with sequence features.", OPTIONS)
-    named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
+    named = [argument.split("=")[0] for argument in options.arguments if argument.startswith("--")]
     tables = {name: getattr(config.data, name) for option, name in _TABLES.items() if option in named}
     if options.follow is None and (other := next((name for name in named if name in OF_FOLLOW), None)):
         raise ConfigError(f"{other} belongs to --follow")
@@ -71,7 +29,11 @@ def main(arguments: Sequence[str]) -> None:
         _follow(options, named, tables)
         return
     else:
-        others = [name for name in named if name not in (*OPTIONS, *_TABLES, "--data.prepared")]
+        others = [
+            name
+            for name in named
+            if name not in ("--resume", "--data-changed", "--config-changed", *_TABLES, "--data.prepared")
+        ]
         if others:
             raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
         changed = {"data_changed": options.data_changed, "config_changed": options.config_changed}
@@ -87,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"run folder {result.run_dir}")
 
 
-def _follow(options: SimpleNamespace, named: list[str], tables: dict[str, Any]) -> None:
+def _follow(options: Namespace, named: list[str], tables: dict[str, Any]) -> None:
     """Trains a run on a log that grows."""
     from jfi.follow.start import follow
 

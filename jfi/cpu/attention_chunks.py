@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact, widen
-from jfi.reference import unpack_digits
+from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact
+from jfi.reference import unpack_digits, widen
 from jfi.utils.operands import MAX_BUCKETS, JaggedAttentionInputs
 
 #: The most queries of a chunk: more meet more keys that are hidden, fewer read keys more often.

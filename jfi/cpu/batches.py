@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jfi.reference import widen
+
 #: Sums of exp(x) between these are as exact as sums of exp(x - max), which take two more passes.
 MIN_TOTAL, MAX_TOTAL = 1e-20, 1e20
 
@@ -17,11 +19,6 @@ def is_exact(total: Tensor) -> Tensor:
     Such a sum stays what it is where others are not exact, so that no sample changes the bits of another.
     """
     return (total > MIN_TOTAL) & (total < MAX_TOTAL)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Converts half precision to float32, the type it is computed in; leaves other types unchanged."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Shapes(NamedTuple):

@@ -1,18 +1,23 @@
-"""The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
+"""The `data` section of a config: the files, the meaning of their columns, and how rows become samples.
+
+Functions import what needs NumPy or Arrow: a help and a wrong setting do without them.
+"""
 
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jfi.data.io.paths import name_tables
-from jfi.data.removed_settings import refuse_removed
-from jfi.data.schema.rules import label_columns, only_column, parse_rule
+from msgspec import Meta
+
+from jfi.data.errors import DataError
+from jfi.data.setting_types import Count, Natural, Positive, Seed, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
-from jfi.utils.encoding import text_of
 from jfi.utils.files import absolute_path
 
 AGE = "age"
+#: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
+NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
@@ -36,22 +41,23 @@ class SyntheticConfig:
         num_categories: number of item categories; a user likes or dislikes each one independently.
         mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
         taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
-        active_share: probability with which a user is active; of "dwell" alone, as those below.
-        horizon: the number of events after which an event no longer counts.
-        labeled: the number of newest events of each user that have a label.
+        horizon: of "dwell" alone, the number of events after which an event no longer counts.
+        labeled: of "dwell" alone, the number of newest events of each user that have a label.
         seed: seed of all random numbers.
     """
 
     kind: Literal["taste", "dwell"] = "taste"
-    num_users: int = 1000
-    num_items: int = 500
-    num_categories: int = 10
-    mean_length: float = 60.0
+    num_users: Size = 1000
+    num_items: Size = 500
+    num_categories: Size = 10
+    mean_length: Annotated[float, Meta(ge=1, lt=2**31)] = 60.0
     taste: float = 2.5
-    active_share: float = 0.5
     horizon: int = 1000
     labeled: int = 16
-    seed: int = 0
+    seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "data.synthetic.", DataError)
 
 
 @dataclass
@@ -68,7 +74,10 @@ class LabelConfig:
     name: str
     label: str
     task: Task = "binary"
-    weight: float = 1.0
+    weight: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"data.labels '{self.name}': ", DataError)
 
 
 @dataclass
@@ -109,17 +118,19 @@ class FeatureConfig:
     name: str
     of: Of
     type: FeatureType = "category"
-    width: int | None = None
-    max_values: int | None = None
-    min_count: int = 1
-    hash_buckets: int | None = None
-    capacity: int | None = None
+    width: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    max_values: Size | None = None
+    min_count: Size = 1
+    hash_buckets: Annotated[int, Meta(ge=1, le=2**32)] | None = None
+    capacity: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
     separator: str | None = None
     default: str | int | float | None = None
     cross: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        check_bounds(self, f"data.features '{self.name}': ", DataError)
 
-@refuse_removed
+
 @dataclass
 class DataConfig:
     """The files with interactions, the meaning of their columns, and how rows become samples.
@@ -183,7 +194,6 @@ class DataConfig:
             samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
-        num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
@@ -233,20 +243,19 @@ class DataConfig:
     task: Task = "binary"
     labels: list[LabelConfig] = field(default_factory=list)
     auxiliary_labels: list[str] = field(default_factory=list)
-    auxiliary_weight: float = 0.5
+    auxiliary_weight: Positive = 0.5
     weight: str | None = None
-    negatives: int = 4
+    negatives: Annotated[int, Meta(ge=0, lt=2**31)] = 4
     features: list[FeatureConfig] = field(default_factory=list)
     statistics: list[Group] | Literal["auto"] = "auto"
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
-    max_history: int = 200
+    max_history: Size = 200
     batching: Batching = "sample"
-    max_timeline: int | None = None
-    max_slots: int = 8
-    num_quantiles: int = 16
-    num_age_buckets: int = 32
+    max_timeline: Size | None = None
+    max_slots: Size = 8
+    num_quantiles: Size = 16
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
@@ -255,12 +264,12 @@ class DataConfig:
     missing_values: list[str] = field(default_factory=list)
     null_ids: Literal["refuse", "drop"] = "refuse"
     split_column: str | None = None
-    split_seed: int = 0
+    split_seed: Seed = 0
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
     request_id: str | None = None
     history: str | None = None
-    eval_negatives: int = 100
+    eval_negatives: Count = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
@@ -270,6 +279,7 @@ class DataConfig:
     prepared: str | None = None
 
     def __post_init__(self) -> None:
+        check_bounds(self, "data.", DataError)
         if self.labels and self.label is None:
             self.label, self.task = self.labels[0].label, self.labels[0].task
 
@@ -285,6 +295,8 @@ class DataConfig:
 
     def label_columns(self) -> list[str]:
         """The columns of all labels, auxiliary ones among them."""
+        from jfi.data.schema.rules import label_columns
+
         labels = [] if self.label is None else self.trained_labels()
         found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
@@ -349,6 +361,8 @@ class DataConfig:
 
     def defaults(self) -> dict[str, str | float]:
         """The text or the number that stands for a missing value, by column."""
+        from jfi.utils.encoding import text_of
+
         return {
             one.name: float(one.default) if one.type == "number" else str(text_of(one.default))
             for one in self.features
@@ -357,12 +371,16 @@ class DataConfig:
 
     def rules(self) -> list[tuple[str, str]]:
         """The settings `label` and `history` that are rules, each with its rule."""
+        from jfi.data.schema.rules import only_column
+
         labels = [] if self.label is None else self.trained_labels()
         rules = [("label", one.label) for one in labels if only_column(one.label) is None]
         return rules if self.history is None else [*rules, ("history", self.history)]
 
     def columns(self, of_interactions: bool = False) -> set[str]:
         """The names of all columns in use, or of those that no table of users or items has."""
+        from jfi.data.schema.rules import parse_rule
+
         tables = (("user", self.users), ("item", self.items))
         apart = {of for of, table in tables if of_interactions and table is not None}
         given = (self.request_id, self.split_column, self.weight, *self.engagement_columns())
@@ -383,6 +401,8 @@ class DataConfig:
 
     def without_tables(self) -> "DataConfig":
         """A copy that can be written: of each table in memory it has the SHA-256."""
+        from jfi.data.io.paths import name_tables
+
         named = {name: getattr(self, name) for name in FILES}
         return dataclasses.replace(self, **{name: name_tables(source) for name, source in named.items()})
 

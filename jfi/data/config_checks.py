@@ -6,43 +6,19 @@ import math
 from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
-from jfi.events.groups import BY_CATEGORY, GROUPS
+from jfi.events.groups import BY_CATEGORY
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
 
-MAX_COUNT = 2**31 - 1
-#: By setting its least and its greatest value.
-_BOUNDS = {
-    **dict.fromkeys(("max_history", "max_slots", "num_quantiles", "num_age_buckets"), (1, MAX_COUNT)),
-    **{f"synthetic.{name}": (1, MAX_COUNT) for name in ("num_users", "num_items", "num_categories", "mean_length")},
-    "synthetic.seed": (0, math.inf),
-    "negatives": (-math.inf, MAX_COUNT),
-    "eval_negatives": (1, math.inf),
-    "split_seed": (0, 2**32 - 1),
-}
 #: The settings of an entry beyond its name, what has the column, and its type.
 _SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "capacity", "separator", "default", "cross")
-#: By setting of an entry its least and its greatest value. A hash of buckets has 32 bits.
-_BOUNDS_OF_VALUES = {
-    "width": (1, 2**16),
-    "max_values": (1, MAX_COUNT),
-    "min_count": (1, MAX_COUNT),
-    "hash_buckets": (1, 2**32),
-    "capacity": (2, MAX_COUNT),
-}
 
 
 def check_data_config(config: DataConfig) -> None:
     """Raises DataError for settings that are wrong for any table."""
-    for setting, (least, most) in _BOUNDS.items():
-        section, _, name = setting.rpartition(".")
-        value = getattr(getattr(config, section) if section else config, name)
-        if not least <= value <= most:
-            bound = f"at most {most}" if value > most else f"at least {least}"
-            raise DataError(f"data.{setting} is {value}; it must be {bound}")
-    if config.max_timeline is not None and not config.max_history <= config.max_timeline <= MAX_COUNT:
-        bounds = f"from data.max_history, {config.max_history}, to {MAX_COUNT}"
-        raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bounds}, or null")
+    if config.max_timeline is not None and config.max_timeline < config.max_history:
+        bound = f"at least data.max_history, {config.max_history}, or null"
+        raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bound}")
     _check_files(config)
     _check_targets(config)
     if config.label is None and config.negatives < 1:
@@ -51,9 +27,8 @@ def check_data_config(config: DataConfig) -> None:
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")
     if config.source == "table" and config.interactions is None and config.prepared is None:
-        raise DataError(
-            "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
-        )
+        source = "the file of interactions (or set data.source: synthetic)"
+        raise DataError(f"data.interactions is not set; it must name {source}")
     _check_statistics(config)
     _check_roles(config)
     _check_features(config)
@@ -115,10 +90,6 @@ def _check_values(one: FeatureConfig, key: str) -> None:
         for setting in changed:
             if setting not in allowed:
                 raise DataError(f"{key}: {setting} is of features of type category; this one is of type number")
-    for setting, (least, most) in _BOUNDS_OF_VALUES.items():
-        value = getattr(one, setting)
-        if value is not None and not least <= value <= most:
-            raise DataError(f"{key}: {setting} is {value}; it must be from {least} to {most}")
     for setting in ("min_count", "max_values"):
         if setting in changed and one.hash_buckets is not None:
             raise DataError(f"{key} has both {setting} and hash_buckets; buckets need none")
@@ -207,8 +178,6 @@ def _check_targets(config: DataConfig) -> None:
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
         if names.count(one.name) > 1:
             raise DataError(f"data.labels has the name '{one.name}' twice; names must differ")
-        if not 0 < one.weight < math.inf:
-            raise DataError(f"{key}.weight is {one.weight}; it must be positive and finite")
     if config.labels and (config.label, config.task) != (config.labels[0].label, config.labels[0].task):
         first = f"'{config.labels[0].label}', {config.labels[0].task}"
         raise DataError(
@@ -217,8 +186,6 @@ def _check_targets(config: DataConfig) -> None:
         )
     if config.auxiliary_labels and config.label is None and config.prepared is None:
         raise DataError("data.auxiliary_labels is set, but data.label is not; they need a label")
-    if not 0 < config.auxiliary_weight < math.inf:
-        raise DataError(f"data.auxiliary_weight is {config.auxiliary_weight}; it must be positive and finite")
     for one in [] if config.label is None else config.targets():
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
@@ -231,11 +198,6 @@ def _check_targets(config: DataConfig) -> None:
 
 
 def _check_statistics(config: DataConfig) -> None:
-    if isinstance(config.statistics, str) and config.statistics != "auto":
-        raise DataError(f"data.statistics is '{config.statistics}'; it must be auto or a list of groups")
-    for name in config.statistics_groups():
-        if name not in GROUPS:
-            raise DataError(f"data.statistics has '{name}'; {suggest(name, GROUPS)}")
     if config.statistics_groups() and config.task == "regression":
         raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
     for name in config.statistics_groups():

@@ -15,7 +15,7 @@ from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
 from jfi.training.run.run_folder import RunFolder
 
-#: Folder of a run for the versions, without `training.publish_to`.
+#: Folder of a run for the versions.
 PUBLISHED = "published"
 
 
@@ -37,7 +37,7 @@ def publishing(
     seconds, stack = config.training.publish_every, ExitStack()
 
     def make(trainer: Follower) -> PublishHook:
-        model, data, folder = trainer.model, config.data, Path(config.training.publish_to or run.path / PUBLISHED)
+        model, data, folder = trainer.model, config.data, run.path / PUBLISHED
         try:
             publisher = Publisher(
                 folder,
@@ -53,7 +53,7 @@ def publishing(
             place = trainer.place and trainer.place.named()
             print(f"published version {publisher.publish(place)}: {folder}", flush=True)
         except LockedFolderError as fault:
-            raise ConfigError(f"training.publish_to: {fault}") from fault
+            raise ConfigError(f"training.publish_every: {fault}") from fault
         except ValueError as fault:
             raise ConfigError(f"training.publish_every: {fault}") from fault
         return PublishHook(publisher, seconds, place)

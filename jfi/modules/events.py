@@ -35,7 +35,6 @@ from jfi.tables.table_rows import (
     RemoteRows,
     TableRows,
     UnreadRows,
-    digit_numbers,
     join,
     own_rows,
 )
@@ -80,11 +79,6 @@ class Events:
     target_offsets: Tensor | None = None
     target_times: Tensor | None = None
     max_visible: int | None = None
-
-    @property
-    def rows(self) -> Tensor:
-        """Returns `history`, or the digits [S, L + 2] of events whose digits are read."""
-        return digit_numbers(self.digits) if self.digits else self.history
 
     @property
     def history(self) -> Tensor:
@@ -307,10 +301,7 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
                 return None
             rows.append(one.rows)
             ids.append(one.ids)
-        if len(keys) == 1:
-            fields.append(RowsById(rows[0], (first.table,), (ids[0],)))
-        else:
-            fields.append(RowsById(join_rows(rows), (first.table,), (join(ids),)))
+        fields.append(first.by_id if len(keys) == 1 else RowsById(join_rows(rows), (first.table,), (join(ids),)))
     return fields[0] if len(fields) == 1 else sum_rows(fields)
 
 

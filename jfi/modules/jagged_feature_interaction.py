@@ -273,28 +273,17 @@ class JaggedFeatureInteraction(nn.Module):
         validation.require_keys("features", self._names, [name])
         check_type("attention", attention, nn.MultiheadAttention, "an nn.MultiheadAttention")
         feature = self.features[self._names.index(name)]
-        if self.num_queries > 1:
-            raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {self.num_queries}")
-        target_width, width = feature.target_width(self.target_dim), feature.sequence_width(self.sequence_dim)
-        if target_width != self.embedding_dim:
-            raise ValueError(
-                f"feature '{name}' must have targets of embedding_dim={self.embedding_dim} to load an "
-                f"nn.MultiheadAttention, got {target_width}"
-            )
-        wanted = {
-            "embed_dim": self.embedding_dim,
-            "num_heads": self.num_heads,
-            "kdim": width,
-            "vdim": width,
-            "bias_k": None,
-            "bias_v": None,
-            "add_zero_attn": False,
-        }
-        for attribute, want in wanted.items():
-            got = getattr(attention, attribute)
-            if (got is not None) if want is None else got != want:
-                got = "a tensor" if want is None else got
-                raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
+        width, options = feature.sequence_width(self.sequence_dim), {"bias_k": None, "add_zero_attn": False}
+        wanted = {"embed_dim": self.embedding_dim, "num_heads": self.num_heads, "kdim": width, "vdim": width, **options}
+        found = [
+            ("num_queries", self.num_queries, 1),
+            ("the width of targets", feature.target_width(self.target_dim), self.embedding_dim),
+            *((f"{option} of attention", getattr(attention, option), want) for option, want in wanted.items()),
+        ]
+        for what, got, want in found:
+            got = "a tensor" if isinstance(got, Tensor) else got
+            if got != want:
+                raise ValueError(f"{what} must be {want} to load attention into feature '{name}', got {got}")
         own: Any = self.attention[self._module_names[name]]
         if attention.in_proj_weight is None:
             weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight

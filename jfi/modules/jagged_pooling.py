@@ -104,7 +104,7 @@ def _pool(groups: list[Events], mode: Mode) -> Tensor:
             mean = target_attention(query, key, offsets=events.offsets)
             counts = events.offsets.diff()
         else:
-            mean = jagged_attention(
+            mean, lse = jagged_attention(
                 key.new_zeros(events.target.size(1), 1, key.size(2)),
                 key,
                 query_offsets=events.target_offsets,
@@ -112,35 +112,15 @@ def _pool(groups: list[Events], mode: Mode) -> Tensor:
                 query_time=events.target_times,
                 key_time=events.times,
                 max_visible=events.max_visible,
+                return_lse=True,
             )
-            counts = count_visible(events, mean.size(0))
+            counts = lse.detach()[:, 0].exp().round()  # of scores of 0
         mean = mean.flatten(1)
         if mode == "sum":  # in float32 at least: float16 ends at 65,504 events
             wide = torch.promote_types(mean.dtype, torch.float32)
             mean = (mean.to(wide) * counts.to(wide).unsqueeze(1)).to(mean.dtype)
         pooled.append(mean)
     return torch.cat(pooled, dim=1)
-
-
-def count_visible(events: Events, rows: int) -> Tensor:
-    """Returns for each of R = `rows` candidates of one feature the number [R] of events that it sees.
-
-    The numbers of candidates that pad a batch have no meaning.
-    """
-    offsets, device = events.offsets, events.offsets.device
-    ends = events.target_offsets[1:-1].contiguous()  # type: ignore[index] # targets are ragged
-    user = torch.searchsorted(ends, torch.arange(rows, device=device), right=True)
-    if events.target_times is None or events.times is None:
-        return offsets.diff()[user]
-    # Events behind the last user's, which pad a batch, belong to nobody.
-    index = torch.arange(len(events.times), device=device)
-    event_user = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-    # Candidates and events of each user in order of time; the sort is stable, so that of equal times candidates come
-    # first and see only older events.
-    order = torch.argsort(torch.cat([events.target_times, events.times]), stable=True)
-    order = order[torch.argsort(torch.cat([user, event_user])[order], stable=True)]
-    older = torch.empty_like(order).scatter_(0, order, (order >= rows).cumsum(0))[:rows]
-    return (older - offsets[:-1][user]).clamp(min=0, max=events.max_visible)
 
 
 def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Tensor:

@@ -142,7 +142,13 @@ class SemanticIDEmbedding(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        _check(codec, embedding_dim, feature_names, read)
+        check_type("codec", codec, Codec, "a jfi.semantic_ids.Codec")
+        check_keys("feature_names", feature_names, may_be_empty=False)
+        check_choice("read", read, get_args(Read))
+        check_int("embedding_dim", embedding_dim)
+        if read == "digits" and codec.layout.codebook_size:
+            what = f"a codec of {codec.layout}, whose codes are names, not numbers"
+            raise ValueError(f"read must be 'decode' for {what}, got 'digits'")
         check_device("device", device)
         self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
         self.layout = codec.layout
@@ -152,12 +158,14 @@ class SemanticIDEmbedding(nn.Module):
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         fingerprint = struct.unpack(">4q", bytes.fromhex(codec.fingerprint))
         self.register_buffer("fingerprint", torch.tensor(fingerprint, device="cpu"))
-        words = None
+        words, self.outside_ids = None, tuple[OutsideIds, ...]()
         if catalogue is not None:
-            catalogue = _checked_catalogue(catalogue, self.layout)
+            catalogue = check_dense("catalogue", catalogue).detach().cpu().contiguous()
+            self.layout.check(catalogue, "catalogue")
+            if not len(catalogue):
+                raise ValueError("catalogue must hold at least one semantic ID, got none")
             words = sid_words(catalogue, self.layout.num_digits) if read == "digits" else None
-        outside = [] if catalogue is None else [OutsideIds(["catalogue"] * len(feature_names))]
-        self.outside_ids = tuple(outside)
+            self.outside_ids = (OutsideIds(["catalogue"] * len(feature_names)),)
         self.register_buffer("catalogue", catalogue, persistent=False)
         self.register_buffer("catalogue_words", words, persistent=False)
         #: What buffers hold, to be written again where they were on the meta device.
@@ -202,7 +210,7 @@ class SemanticIDEmbedding(nn.Module):
                 if sids.dtype != torch.int64:
                     raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
                 if are_readable:
-                    _check_sids(f"features['{key}']", sids, self.layout)
+                    self.layout.check(sids, f"features['{key}']")
         for key, ids in zip(self.feature_names, by_feature, strict=True):
             parts = parts_of(by_key[key])
             if self._stays_digits() and not is_traced():
@@ -263,39 +271,7 @@ class SemanticIDEmbedding(nn.Module):
         saved = state_dict.get(f"{prefix}fingerprint")
         if saved is not None and saved.tolist() != self._constants["fingerprint"].tolist():
             errors = args[-1]
-            own, other = (_text(one)[:12] for one in (self._constants["fingerprint"], saved))
+            texts = (struct.pack(">4q", *one.tolist()).hex() for one in (self._constants["fingerprint"], saved))
+            own, other = (text[:12] for text in texts)
             errors.append(f"{prefix}fingerprint is of the codec {other}, but this model reads IDs of the codec {own}")
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _text(words: Tensor) -> str:
-    return struct.pack(">4q", *words.tolist()).hex()
-
-
-def _check_sids(name: str, sids: Tensor, layout: Layout) -> None:
-    try:
-        layout.check(sids)
-    except ValueError as fault:
-        raise ValueError(f"{name}: {fault}") from None
-
-
-def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
-    check_type("catalogue", catalogue, Tensor, "a Tensor or None")
-    check_dense("catalogue", catalogue)
-    if catalogue.dtype != torch.int64 or catalogue.dim() != 1 or not len(catalogue):
-        got = f"{catalogue.dtype} of shape {list(catalogue.shape)}"
-        raise ValueError(f"catalogue must be [N] int64 semantic IDs, at least one, got {got}")
-    catalogue = catalogue.detach().cpu().contiguous()
-    _check_sids("catalogue", catalogue, layout)
-    return catalogue
-
-
-def _check(codec: Codec, embedding_dim: int, feature_names: list[str], read: str) -> None:
-    check_type("codec", codec, Codec, "a jfi.semantic_ids.Codec")
-    check_keys("feature_names", feature_names, may_be_empty=False)
-    check_choice("read", read, get_args(Read))
-    check_int("embedding_dim", embedding_dim)
-    if read == "digits" and codec.layout.codebook_size:
-        raise ValueError(
-            f"read must be 'decode' for a codec of {codec.layout}, whose codes are names, not numbers, got 'digits'"
-        )

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int, check_type
+from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int, check_keys, check_type
 from jfi.utils.operands import MAX_BUCKETS
 
 
@@ -72,10 +72,14 @@ class KeyBias:
 
     key: str
     num_buckets: int = 32
+    _most_buckets: ClassVar[int] = MAX_ROWS
 
     def __post_init__(self) -> None:
-        _check_key(f"key of {type(self).__name__}", self.key)
-        check_int(f"num_buckets of {type(self).__name__}", self.num_buckets, most=MAX_ROWS)
+        name = type(self).__name__
+        check_type(f"key of {name}", self.key, str, "a str")
+        if not self.key or self.key != self.key.strip():
+            raise ValueError(f"key of {name} must be a key without spaces around it, got {self.key!r}")
+        check_int(f"num_buckets of {name}", self.num_buckets, most=self._most_buckets)
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,7 @@ class TimeBias(KeyBias):
         num_buckets: rows of the learned table, at most 64.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("num_buckets of TimeBias", self.num_buckets, most=MAX_BUCKETS)
+    _most_buckets: ClassVar[int] = MAX_BUCKETS
 
 
 Bias = PositionBias | WeightBias | KeyBias
@@ -150,13 +152,8 @@ relative_bias=None)
         if not self.name or "." in self.name:
             raise ValueError(f"name must not be empty or contain a period, got {self.name!r}")
         of_feature = f"of feature '{self.name}'"
-        for argument, keys in (("sequence_keys", self.sequence_keys), ("target_keys", self.target_keys)):
-            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-                raise TypeError(f"{argument} {of_feature} must be a list of keys, got {keys!r}")
-            if not keys:
-                raise ValueError(f"{argument} {of_feature} must name at least one key, got []")
-            if len(set(keys)) != len(keys):
-                raise ValueError(f"{argument} {of_feature} must not repeat a key, got {keys}")
+        check_keys(f"sequence_keys {of_feature}", self.sequence_keys, may_be_empty=False)
+        check_keys(f"target_keys {of_feature}", self.target_keys, may_be_empty=False)
         check_choice(f"combine {of_feature}", self.combine, ("sum", "concat"))
         if self.bias is not None and not isinstance(self.bias, Bias):
             raise TypeError(f"bias {of_feature} must be a PositionBias, WeightBias, KeyBias or None, got {self.bias!r}")
@@ -238,7 +235,7 @@ class FeatureGroup:
         self.reads_weights = self.features[0].reads_weights
         bounds = [feature.max_seqlen for feature in self.features if feature.max_seqlen is not None]
         self.max_seqlen = max(bounds) if len(bounds) == len(self.features) else None
-        self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
+        self.target_dim = self.embedding_dim if self.target_dim is None else self.target_dim
 
 
 def has_own_buckets(bias: Bias | None) -> bool:
@@ -301,9 +298,3 @@ def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
         check_int(argument, size, most=MAX_LAYERS if argument == "num_layers" else MAX_WIDTH)
     if embedding_dim % num_heads:
         raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
-
-
-def _check_key(argument: str, key: str) -> None:
-    check_type(argument, key, str, "a str")
-    if not key or key != key.strip():
-        raise ValueError(f"{argument} must be a key without spaces around it, got {key!r}")

@@ -46,7 +46,7 @@ from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
 from jfi.ops import digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import absorb, affine, attend_absorbed, compose
-from jfi.tables.table_rows import join, join_words
+from jfi.tables.table_rows import digit_numbers, join, join_words
 from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.
@@ -64,19 +64,10 @@ _PARAMETERS = (*_PROJECTIONS, "bucket_bias")
 class FeatureAttention(nn.Module):
     """The parameters of one feature's target attention; `attend` stacks those of a group.
 
-    Args:
-        feature: the feature.
-        target_dim: width of the embeddings of targets; combined they are D_e wide.
-        event_dim: width of the embeddings of events; combined they are D_x wide.
-        embedding_dim: width D of the projected queries over all heads, and of the output.
-        num_heads: H, a divisor of `embedding_dim`.
-        num_queries: T.
-        device: where the parameters live, "meta" included.
-
-    Parameters:
-        query_weight [T * embedding_dim, D_e] and query_bias [T * embedding_dim], key_weight and value_weight
-        [embedding_dim, D_x], output_weight [embedding_dim, T * embedding_dim] and output_bias [embedding_dim], laid out
-        as in `nn.MultiheadAttention`; bucket_bias [num_buckets, H] where the feature's bias is learned, else None.
+    Of targets that combined are D_e wide, events D_x, queries and outputs D = embedding_dim, they are query_weight
+    [T * D, D_e] and query_bias [T * D], key_weight and value_weight [D, D_x], output_weight [D, T * D] and output_bias
+    [D], laid out as in `nn.MultiheadAttention`; bucket_bias [num_buckets, H] where the feature's bias is learned, else
+    None.
     """
 
     def __init__(
@@ -228,7 +219,8 @@ def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, atte
     """
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     query = affine(query_bias, events.target, query_weight)
-    rows = events.history if events.target_offsets is None else events.rows  # digits, projected by the weights
+    are_digits = events.digits and events.target_offsets is not None  # projected by the weights
+    rows = digit_numbers(events.digits) if are_digits else events.history
     by_feature = rows.split(events.counts)
     key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))
     query = query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2))

@@ -160,7 +160,7 @@ def check_inputs(
                 must = f"have {batch_size} samples like '{first_key}', since both enter one output"
                 raise ValueError(f"sequences['{key}'] must {must}, got {samples}")
             for target_key in feature.target_keys:
-                shape = count, group.width_of_targets
+                shape = count, group.target_dim
                 _check_target(targets, target_key, shape, rows, values.device, key)
 
 
@@ -222,11 +222,8 @@ def check_ragged_targets(
     require_keys("targets", targets, [first_key])
     first = targets[first_key]
     if not isinstance(first, JaggedTensor):
-        options = {"target_times": target_times, "event_times": event_times, "max_events": max_events}
-        given = next(name for name, option in options.items() if option is not None)
-        raise TypeError(
-            f"{given} needs ragged targets: targets['{first_key}'] must be a JaggedTensor, got {type(first).__name__}"
-        )
+        must = f"targets['{first_key}'] must be a JaggedTensor, got {type(first).__name__}"
+        raise TypeError(f"target_times, event_times and max_events need ragged targets: {must}")
     for key in dict.fromkeys(key for feature in features for key in feature.target_keys):
         name = f"targets['{key}']"
         require_keys("targets", targets, [key])
@@ -257,16 +254,12 @@ def check_ragged_targets(
             why = ": by pair of candidate and event the kernels know the buckets of PositionBias alone"
         if why is not None:
             raise ValueError(f"target_times must be None for feature '{feature.name}' with {feature.bias!r}{why}")
-    times, device = _check_times("target_times", target_times, first_key, first, "candidates"), unread(first).device
-    if times.device != device:
-        raise ValueError(f"target_times must be on {device} like the targets, got {times.device}")
+    times = _check_times("target_times", target_times, first_key, first, "candidates")
     for key in dict.fromkeys(feature.sequence_keys[0] for feature in features):
         name, times_of_key = "event_times", event_times
         if not isinstance(event_times, JaggedTensor):
             name, times_of_key = f"event_times['{key}']", jagged_of("event_times", event_times, key)
         of_events = _check_times(name, times_of_key, key, jagged_of("sequences", sequences, key))
-        if of_events.device != times.device:
-            raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events.device}")
         if of_events.dtype != times.dtype:
             raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events.dtype}")
 
@@ -275,22 +268,20 @@ def _check_target(
     targets: dict[str, Tensor], key: str, shape: tuple[int, int], rows: str, device: torch.device, like: str
 ) -> None:
     """Checks the embeddings of one key, whose rows are `rows`, on the device of the history `like`."""
-    target = targets.get(key)
-    is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
-    if is_dense and target.dim() == 2 and torch.compiler.is_compiling():
-        # Its rows may come from the data, where a compiler cannot branch on them.
-        torch._check(target.size(0) == shape[0])
-        shape = target.size(0), shape[1]
-    if is_dense and target.shape == shape and target.dtype in FLOATING and target.device == device:
-        return
-    require_keys("targets", targets, [key])
-    name = f"targets['{key}']"
-    check_dense(name, target)
+    target, name = targets.get(key), f"targets['{key}']"
+    if type(target) not in PLAIN or target.is_nested or target.layout is not torch.strided:
+        require_keys("targets", targets, [key])
+        check_dense(name, target)
     if target.dtype not in FLOATING:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {target.dtype}")
     if target.device != device:
         raise ValueError(f"{name} must be on {device}, that of sequences['{like}'], got {target.device}")
-    raise ValueError(f"{name} must have shape {list(shape)} ({rows}, embedding_dim), got {list(target.shape)}")
+    if target.dim() == 2 and torch.compiler.is_compiling():
+        # Its rows may come from the data, where a compiler cannot branch on them.
+        torch._check(target.size(0) == shape[0])
+        shape = target.size(0), shape[1]
+    if target.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)} ({rows}, embedding_dim), got {list(target.shape)}")
 
 
 def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None:
@@ -338,14 +329,17 @@ def _check_times(
 
 
 def check_aligned(name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events") -> None:
-    """Checks that the jagged tensor of this name, whose rows are `rows`, has the lengths of another one."""
-    count, first_count = unread(tensor).size(0), unread(first).size(0)
+    """Checks that the jagged tensor of this name, whose rows are `rows`, has the device and lengths of another one."""
+    values, first_values = unread(tensor), unread(first)
+    if values.device != first_values.device:
+        raise ValueError(f"{name} must be on {first_values.device} like '{first_key}', got {values.device}")
+    count, first_count = values.size(0), first_values.size(0)
     if torch.compiler.is_compiling():
         # Both counts may come from the data, where a compiler cannot branch on them.
         torch._check(count == first_count)
     elif count != first_count:
         raise ValueError(f"{name} must be aligned with '{first_key}', which has {first_count} {rows}, got {count}")
-    if may_read(unread(first)):
+    if may_read(first_values):
         lengths, first_lengths = tensor.lengths(), first.lengths()
         if lengths.shape != first_lengths.shape or not torch.equal(lengths.long(), first_lengths.long()):
             raise ValueError(f"{name} must be aligned with '{first_key}', got other lengths in at least one sample")

@@ -7,9 +7,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from jfi.ops.dispatch import aligned, operator
+from jfi.ops.dispatch import operator
 from jfi.tables.rows_by_id import SavedTables
-from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
+from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, aligned
 
 _SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
 _SCHEMA |= {float: "float", int | None: "SymInt?", bool: "bool"}

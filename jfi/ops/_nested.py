@@ -26,10 +26,6 @@ def unpack_nested(packed: Mapping[str, Sequence[str]], arguments: dict[str, Any]
 
     Returns:
         By the parameter of offsets the first nested tensor that has them.
-
-    Raises:
-        ValueError, TypeError: a nested tensor where none may be, or of a form that is not packed; offsets that differ,
-            or are given twice.
     """
     offsets_of = {name: offsets for offsets, names in packed.items() for name in names}
     found: dict[str, tuple[str, NestedTensor]] = {}

@@ -67,8 +67,11 @@ def check_dense(name: str, tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def check_dim(name: str, tensor: Tensor, layout: str) -> None:
-    """Checks that tensor has the dimensions of its layout, such as "[S, D]", and no width of 0 behind the first."""
+def check_dim(name: str, tensor: Tensor, layout: str, **sizes: int | None) -> None:
+    """Checks that tensor has the dimensions of its layout, such as "[S, D]", and no width of 0 behind the first.
+
+    ``sizes`` are those that dimensions must have, by their letters; None leaves one free.
+    """
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         check_dense(name, tensor)
     dims = layout.count(",") + 1
@@ -76,11 +79,10 @@ def check_dim(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
     if 0 in tensor.shape[1:]:
         raise ValueError(f"{name} must be {layout} with no width of 0, got shape {list(tensor.shape)}")
-
-
-def check_size(name: str, got: int, want: int, what: str) -> None:
-    if got != want:
-        raise ValueError(f"{name} must have {what} = {want}, got {got}")
+    if sizes:
+        for letter, got in zip(layout[1:-1].split(", "), tensor.shape, strict=True):
+            if (want := sizes.get(letter)) is not None and got != want:
+                raise ValueError(f"{name} must have {letter} = {want}, got {got}")
 
 
 def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
@@ -96,32 +98,25 @@ def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = FLO
 
 def check_index(name: str, index: Tensor, count: int | None, like_name: str, like: Tensor) -> None:
     """Checks that index is [S] of S = count, if given, int32 or int64, on the device of ``like``."""
-    check_dim(name, index, "[S]")
+    check_dim(name, index, "[S]", S=count)
     check_dtype(name, index, INDICES)
-    if count is not None:
-        check_size(name, index.shape[0], count, "S")
     check_device(name, index, like_name, like)
 
 
 def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_heads: int, width: int) -> None:
     """Checks that key, value and bias fit each other and H query heads of width D."""
-    check_dim("key", key, "[S, G, D]")
-    check_size("key", key.shape[2], width, "D")
+    check_dim("key", key, "[S, G, D]", D=width)
     if num_heads % key.shape[1]:
         raise ValueError(f"key must have G heads that divide the query's H = {num_heads}, got G = {key.shape[1]}")
     if value is not None:
-        check_dim("value", value, "[S, G, E]")
-        check_size("value", value.shape[0], key.shape[0], "S")
-        check_size("value", value.shape[1], key.shape[1], "G")
+        check_dim("value", value, "[S, G, E]", S=key.shape[0], G=key.shape[1])
     check_key_bias(bias, key.shape[0], num_heads)
 
 
 def check_key_bias(bias: Tensor | None, num_events: int, num_heads: int) -> None:
     """Checks that bias is [S, H] or None."""
     if bias is not None:
-        check_dim("key_bias", bias, "[S, H]")
-        check_size("key_bias", bias.shape[0], num_events, "S")
-        check_size("key_bias", bias.shape[1], num_heads, "H")
+        check_dim("key_bias", bias, "[S, H]", S=num_events, H=num_heads)
 
 
 def check_untrained(name: str, x: Tensor | None) -> None:
@@ -142,9 +137,8 @@ def check_events(
         check_dense("key_bias", table)
         check_device("key_bias", table, "key", key)
     if value_scale is not None:
-        check_dim("value_scale", value_scale, "[S]")
+        check_dim("value_scale", value_scale, "[S]", S=key.shape[0])
         check_dtype("value_scale", value_scale)
-        check_size("value_scale", value_scale.shape[0], key.shape[0], "S")
         check_device("value_scale", value_scale, "key", key)
     if buckets is None:
         return
@@ -152,14 +146,12 @@ def check_events(
     if table is None:
         raise ValueError("key_bias must be a table [N, H] where key_bias_index is given, got None")
     check_floating(key_bias=table)
-    check_dim("key_bias", table, "[N, H]")
-    check_size("key_bias", table.shape[1], num_heads, "H")
+    check_dim("key_bias", table, "[N, H]", H=num_heads)
     if may_read(buckets) and buckets.numel():
-        low, high = int(buckets.min()), int(buckets.max())
+        low, high = map(int, torch.aminmax(buckets))
         if low < 0 or high >= table.shape[0]:
-            raise ValueError(
-                f"key_bias_index must be from 0 to {table.shape[0] - 1}, rows of key_bias, got {low} to {high}"
-            )
+            must = f"from 0 to {table.shape[0] - 1}, rows of key_bias"
+            raise ValueError(f"key_bias_index must be {must}, got {low} to {high}")
 
 
 def check_scale(scale: float | None, width: int) -> float:
@@ -173,12 +165,12 @@ def check_scale(scale: float | None, width: int) -> float:
     return float(scale)
 
 
-def check_count(name: str, count: int | None, least: int = 0, optional: bool = True) -> None:
-    """Checks that count is an int from ``least`` on that 64 bits hold, or None if ``optional``."""
-    if count is None and optional:
+def check_count(name: str, count: int | None, least: int = 0) -> None:
+    """Checks that count is an int from ``least`` on that 64 bits hold, or None."""
+    if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(count).__name__}")
+        raise TypeError(f"{name} must be an int or None, got {type(count).__name__}")
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
     if count >= 2**63:
@@ -198,8 +190,7 @@ def check_offsets(
     check_dtype(name, offsets, INDICES)
     if offsets.dim() != 1 or offsets.shape[0] == 0:
         raise ValueError(f"{name} must be [B+1] with at least one entry, got shape {list(offsets.shape)}")
-    if offsets.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
+    check_device(name, offsets, "the values", like)
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
     if not may_read(offsets):
@@ -235,8 +226,7 @@ def check_times(
     }
     for name, (time, count, what, offsets) in sides.items():
         check_dtype(name, time, (*INDICES, torch.float64))
-        check_dim(name, time, f"[{what}]")
-        check_size(name, time.shape[0], count, what)
+        check_dim(name, time, f"[{what}]", **{what: count})
         check_device(name, time, "key", key)
         if may_read(time) and time.numel():
             check_ascending(name, time, offsets, "entry")

@@ -8,28 +8,31 @@ sums.  With the saved log-sum-exp and Δ = Σ dO·O the backward decodes the eve
 
     dS = P (dO·d - Δ)        dq = scale Σ_s dS d        dbias = Σ_t dS
 
-Digits have no gradient.  Neither direction makes [S, L].
+Digits have no gradient.  On a GPU neither direction makes [S, L]; on a CPU each decodes the events first.
 """
 
+import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.ops._digits import check_digits
 from jfi.ops.checks import (
+    check_device,
     check_dim,
     check_events,
     check_floating,
     check_impl,
+    check_index,
     check_key_bias,
     check_offsets,
     check_scale,
     check_untrained,
 )
 from jfi.ops.dispatch import public
-from jfi.ops.explain import explains
 from jfi.ops.target_attention import table_bias, target_attention_fwd
-from jfi.utils.operands import TargetAttentionInputs
+from jfi.tables.gather_rows import check_indices
+from jfi.utils.context import may_read
+from jfi.utils.operands import DIGITS_PER_WORD, TargetAttentionInputs, ceil_div
 
 
 @public
@@ -51,7 +54,7 @@ def digit_attention(
         query: [B, T, H, L], floating; L is the number of digits of an event.
         digits: [S, W] int32, W = ceil(L / 16). Digit l of an event is bits 2 (l % 16) and 2 (l % 16) + 1 of its word
             l // 16, as a signed number of 2 bits: 1 is 0b01, 0 is 0b00 and -1 is 0b11. Bits behind digit L - 1 are not
-            read. `jfi.semantic_ids.pack_words` and `jfi.semantic_ids.sid_words` make such words. They have no gradient.
+            read. `jfi.semantic_ids.pack_words` makes such words. They have no gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1].
         indices: [S], int32 or int64: digits is then a table [N, W], and event s is its row indices[s].
         key_bias: [S, H], added to the scores; -inf hides an event. With key_bias_index a table [R, H] of any floating
@@ -82,14 +85,16 @@ def digit_attention(
         >>> torch.allclose(out, same, atol=1e-6)
         True
     """
-    inputs, impl = _prepare(query, digits, offsets, indices, key_bias, key_bias_index, value_scale, scale, impl)
+    inputs, impl = prepare_digit_attention(
+        query, digits, offsets, indices, key_bias, key_bias_index, value_scale, scale, impl
+    )
     if impl == "torch" and query.is_cuda:
         tensors = (inputs.offsets, indices, inputs.bias, inputs.value_scale)
         return reference.digit_attention(inputs.query, digits, *tensors, inputs.scale)
     return target_attention_fwd(*inputs, impl)[0]
 
 
-def _prepare(
+def prepare_digit_attention(
     query: Tensor,
     digits: Tensor,
     offsets: Tensor,
@@ -130,4 +135,23 @@ def _prepare(
     return TargetAttentionInputs(*tensors, None, *by_id, scale, None), impl
 
 
-explains(digit_attention, _prepare, plan.plan_target_attention)
+def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:
+    """Checks that digits are [S, W], or [N, W] with indices [S]; if readable, that all are -1, 0 or 1."""
+    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]", W=ceil_div(num_digits, DIGITS_PER_WORD))
+    if digits.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {digits.dtype}")
+    check_device(name, digits, "query", query)
+    if indices is not None:
+        check_index("indices", indices, None, "query", query)
+        check_indices("indices", indices, digits.shape[0], name, padded=False)
+    if may_read(digits):
+        # Of a large catalogue the rows that are read.
+        read = indices if indices is not None and indices.shape[0] < digits.shape[0] else None
+        own = digits if read is None else digits.index_select(0, read)
+        wrong = (own >> 1) & ~own & 0x55555555  # the low bit of 0b10
+        if num_digits % DIGITS_PER_WORD:
+            wrong[:, -1] &= (1 << 2 * (num_digits % DIGITS_PER_WORD)) - 1
+        if bool((wrong != 0).any()):
+            row = int((wrong != 0).any(1).nonzero()[0])
+            row = row if read is None else int(read[row])
+            raise ValueError(f"{name} must be of 2-bit numbers -1, 0 and 1, got -2 (0b10) in row {row}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils._pytree import tree_leaves
 
 from jfi.ops._nested import have_nested, nest, unpack_nested
 from jfi.utils import compat
@@ -26,12 +27,6 @@ _NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The tensor, contiguous and from a multiple of 16 bytes on, as TMA and the fast launcher want it."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def operator(
@@ -165,12 +160,7 @@ def refusal(name: str) -> NotImplementedError:
     )
 
 
-def _have_tangents(inputs: tuple[object, ...]) -> bool:
+def _have_tangents(inputs: Sequence[object]) -> bool:
     """Returns whether one of the inputs is a dual tensor of forward-mode differentiation, or a tuple that holds one."""
-    for x in inputs:
-        if isinstance(x, tuple | list):
-            if _have_tangents(x):
-                return True
-        elif isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            return True
-    return False
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+    return any([forward_ad.unpack_dual(x).tangent is not None for x in tensors])

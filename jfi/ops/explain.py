@@ -2,27 +2,23 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from jfi.kernels.plan import AttentionPlan, Device, device_of
+from jfi.kernels.plan import AttentionPlan, Device, device_of, plan_jagged_attention, plan_target_attention
 from jfi.ops._nested import unpack_nested
+from jfi.ops.digit_attention import digit_attention, prepare_digit_attention
+from jfi.ops.jagged_attention import jagged_attention, prepare_jagged_attention
+from jfi.ops.target_attention import prepare_target_attention, target_attention
 
-#: By operator: the arguments of `explains`.
-_planners: dict[Callable, tuple[Callable, Callable]] = {}
-
-
-def explains(operator: Callable, prepare: Callable, plan: Callable) -> None:
-    """Let `explain` take an operator.
-
-    Args:
-        operator: the public function.
-        prepare: takes the operator's parameters, checks them and returns (inputs, impl).
-        plan: of (inputs, impl, device).
-    """
-    _planners[operator] = prepare, plan
+#: By operator what checks its arguments and returns (inputs, impl), and what plans these and a device.
+_PLANNERS: dict[Callable, tuple[Callable, Callable]] = {
+    target_attention: (prepare_target_attention, plan_target_attention),
+    digit_attention: (prepare_digit_attention, plan_target_attention),
+    jagged_attention: (prepare_jagged_attention, plan_jagged_attention),
+}
 
 
 def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
@@ -55,12 +51,12 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         >>> plan.family, plan.forward[0].kernel
         ('target_single_tile', 'target_attention_single_tile_fwd')
     """
-    if operator not in _planners:
-        known = ", ".join(x.__name__ for x in _planners)
+    if operator not in _PLANNERS:
+        known = ", ".join(x.__name__ for x in _PLANNERS)
         raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device must be a Device of jfi.kernels.plan or None, got {type(device).__name__}")
-    prepare, plan = _planners[operator]
+    prepare, plan = _PLANNERS[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()
     unpack_nested(vars(operator)["packed"], call.arguments)
@@ -70,18 +66,12 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         raise ValueError("device must be given where tensors are on the meta device, got None")
     if is_tensor and not (device is None and type(first) in (Tensor, torch.nn.Parameter)):
         device = device_of(first.device) if device is None else device
-        for name, x in call.arguments.items():
-            call.arguments[name] = _on_meta(x)
+        call.arguments |= tree_map_only(Tensor, _on_meta, call.arguments)
         if call.arguments["impl"] == "auto" and device.type == "cuda" and first.dtype != torch.float64:
             call.arguments["impl"] = "triton"
     inputs, impl = prepare(*call.args, **call.kwargs)
     return plan(inputs, impl, device)
 
 
-def _on_meta(x: Any) -> Any:
-    """An argument with its tensors on the meta device, those of a tuple or a NamedTuple too."""
-    if isinstance(x, tuple):
-        return type(x)(*map(_on_meta, x)) if hasattr(x, "_fields") else tuple(map(_on_meta, x))
-    if not isinstance(x, Tensor):
-        return x
+def _on_meta(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -23,7 +23,6 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels.plan import plan_jagged_attention
 from jfi.ops._attention import attention
-from jfi.ops._digits import check_digits
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
     FLOATING,
@@ -38,8 +37,8 @@ from jfi.ops.checks import (
     check_scale,
     check_untrained,
 )
+from jfi.ops.digit_attention import check_digits
 from jfi.ops.dispatch import public
-from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, rows_by_head, rows_by_id
 from jfi.utils.context import without_autocast
@@ -174,7 +173,7 @@ def jagged_attention(
     events |= {"key_bias": key_bias, "value_scale": value_scale}
     seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
     seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
-    inputs, impl = _prepare(query, key, value, **events, **seen, scale=scale, impl=impl)
+    inputs, impl = prepare_jagged_attention(query, key, value, **events, **seen, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None or key_time is None else (query_time, key_time)
         options = (causal, window_size, key_bias, inputs.scale, times, max_visible, time_bias, position_bias)
@@ -188,7 +187,7 @@ def jagged_attention(
     return (out, lse) if return_lse else out
 
 
-def _prepare(
+def prepare_jagged_attention(
     query: Tensor,
     key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None,
@@ -262,6 +261,3 @@ def _packed_keys(
 def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:
     """Returns [S, G, E] times [S]."""
     return rows * value_scale.to(rows.dtype)[:, None, None]
-
-
-explains(jagged_attention, _prepare, plan_jagged_attention)

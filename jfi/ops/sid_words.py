@@ -15,7 +15,7 @@ def sid_words(sids: Tensor, num_digits: int, impl: str = "auto") -> Tensor:
     """The words of L + 2 digits: those of the ID, then 1 and 0; of -1, an unknown item, zeros, then 0 and 1.
 
     Args:
-        sids: [S] int64, as `jfi.semantic_ids.pack_trits` packs them, or -1; not checked.
+        sids: [S] int64, as `jfi.semantic_ids.Layout` packs them, or -1; not checked.
         num_digits: L, at most 40.
         impl: "triton", "torch", or "auto": Triton on a GPU.
 

@@ -34,7 +34,6 @@ from jfi.ops.checks import (
     check_scale,
 )
 from jfi.ops.dispatch import operators, public
-from jfi.ops.explain import explains
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
 from jfi.utils.context import may_read, without_autocast
@@ -219,6 +218,3 @@ def table_bias(table: Tensor, index: Tensor, dtype: torch.dtype, is_read: bool |
     index = reference.bound_ids(index, table.shape[0])
     rows = torch.nn.functional.embedding(index.clamp(min=0), table)
     return rows.masked_fill((index < 0).unsqueeze(1), 0).to(dtype)
-
-
-explains(target_attention, prepare_target_attention, plan.plan_target_attention)

@@ -2,15 +2,7 @@
 
 from jfi.semantic_ids.codec import Codec
 from jfi.semantic_ids.discrete_pca import DiscretePCA
-from jfi.semantic_ids.packing import (
-    UNKNOWN_SID,
-    pack_codes,
-    pack_trits,
-    pack_words,
-    sid_words,
-    unpack_codes,
-    unpack_trits,
-)
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, pack_words
 from jfi.semantic_ids.quality import LabelAccuracy, SIDQuality, sid_quality
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
 from jfi.semantic_ids.vq_fusion import VQFusion
@@ -20,14 +12,10 @@ __all__ = [
     "Codec",
     "DiscretePCA",
     "LabelAccuracy",
+    "Layout",
     "ResidualKMeans",
     "SIDQuality",
     "VQFusion",
-    "pack_codes",
-    "pack_trits",
     "pack_words",
     "sid_quality",
-    "sid_words",
-    "unpack_codes",
-    "unpack_trits",
 ]

@@ -1,6 +1,7 @@
 """The semantic IDs of a catalogue of items: a codec with its files, and the IDs of items that are new."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,17 +52,9 @@ def fit_catalogue(
     title: str,
     progress: Progress | None = None,
 ) -> SIDQuality:
-    """Fits a codec to a catalogue and writes it with its figures; returns these.
+    """Fits a codec to the content of a table of items and writes it to a folder with its figures; returns these.
 
-    Args:
-        folder: to write.
-        codec: not fitted.
-        content: which columns are read; it learns from the table.
-        table: of the items.
-        device: where to fit.
-        options: those that determine the IDs, as JSON can hold them.
-        title: of the picture.
-        progress: called with the steps done and the number of steps.
+    `content` learns from the table. The options, as JSON can hold them, are those that determine the IDs.
 
     Raises:
         DataError: the table has no content, or not enough for the codec.
@@ -80,7 +73,7 @@ def fit_catalogue(
         codec.save(unfinished / CODEC)
         content.save(unfinished / CONTENT)
         write_file(unfinished / OPTIONS, json.dumps(options, indent=1) + "\n")
-        write_file(unfinished / FIGURES, json.dumps(quality.as_dict(), indent=1) + "\n")
+        write_file(unfinished / FIGURES, json.dumps(asdict(quality), indent=1) + "\n")
         draw_quality(quality, content.source_names, title, unfinished / PICTURE)
         written = (CODEC, CONTENT, OPTIONS, FIGURES, PICTURE)
         write_sums(unfinished, {name: sha256_of(unfinished / name) for name in written})
@@ -114,15 +107,8 @@ def add_items(
 ) -> Added:
     """Returns the IDs of a file, unchanged, and those of the items of a table that the file lacks.
 
-    A number is the same item as its text. An item of the file without an ID gets one if it now has content.
-
-    Args:
-        table: of the items.
-        column: its column of the items.
-        path: the file, which may not exist.
-        codec: of the IDs.
-        content: which columns are read.
-        progress: called with the items done and the number of items.
+    A number is the same item as its text. An item of the file, which may not exist, without an ID gets one if it now
+    has content.
 
     Raises:
         DataError: the file has IDs of another codec, or its type of items has no value for an item of the table.
@@ -131,31 +117,27 @@ def add_items(
     known, old = items[:0], torch.empty(0, dtype=torch.int64)
     if path.exists():
         known, old = read_sids(path, column, codec)
-    texts = _texts(items)
-    index = pc.fill_null(pc.index_in(texts, value_set=_texts(known)), -1).to_numpy().astype(np.int64)
+    index = pc.fill_null(pc.index_in(_texts(items), value_set=_texts(known)), -1).to_numpy().astype(np.int64)
     new = np.flatnonzero(index < 0)
     late = np.flatnonzero(index >= 0)
     late = late[old.numpy()[index[late]] == UNKNOWN_SID]
-    added = _of_type(table, column, items, texts, new, known.type, path)
+    added = _in_type(known.type, path, table, column, new)
     rows = torch.from_numpy(np.concatenate([late, new]))
-    found, sids = codec.encode([source[rows] for source in content.sources(table)], progress).split(
-        [len(late), len(new)]
-    )
+    encoded = codec.encode([source[rows] for source in content.sources(table)], progress)
+    found, sids = encoded.split([len(late), len(new)])
     old[torch.from_numpy(index[late])] = found
-    return Added(
-        pa.concat_arrays([known, added]), torch.cat([old, sids]), len(known), int((found != UNKNOWN_SID).sum())
-    )
+    late_ones = int((found != UNKNOWN_SID).sum())
+    return Added(pa.concat_arrays([known, added]), torch.cat([old, sids]), len(known), late_ones)
 
 
 def _texts(items: pa.Array) -> pa.Array:
     return as_text(items).cast(pa.large_string())
 
 
-def _of_type(
-    table: Table, column: str, items: pa.Array, texts: pa.Array, rows: np.ndarray, kind: pa.DataType, path: Path
-) -> pa.Array:
+def _in_type(kind: pa.DataType, path: Path, table: Table, column: str, rows: np.ndarray) -> pa.Array:
     """Returns the items of some rows in the type of a file, where their texts must be the same."""
-    items, texts = items.take(pa.array(rows)), texts.take(pa.array(rows))
+    items = table.column(column).take(pa.array(rows))
+    texts = _texts(items)
     try:
         found = items.cast(kind)
     except pa.ArrowException:

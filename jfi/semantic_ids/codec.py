@@ -8,52 +8,43 @@ still best written once and kept.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from jfi.semantic_ids.decoders import Decoder
-from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, check_sids
+from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.semantic_ids.sources import Sources, as_sources, learn_scales, normalize, present_rows, spread
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 from jfi.utils.files import DamagedFileError
 
 #: Called with how much is done and how much there is.
 Progress = Callable[[int, int], None]
+#: Rows that are encoded or decoded at a time.
+BLOCK = 4096
 _FORMAT = "jfi codec 2"
-_BLOCK = 4096
 
 
-@dataclass(frozen=True)
-class FitInputs:
-    """The inputs of a fit: the items that have content.
+class Decoder(nn.Module):
+    """The frozen part of a codec that a model reads: maps digits `[N, L]`, of `Codec.digits`, to content `[N, D]`.
 
-    Args:
-        x: `[N, D]` float32, the normalized sources side by side.
-        present: `[N, number of sources]` bool.
-        labels: by name, `[N]` int64, -1 where not known.
-        generator: of everything random.
-        progress: called with how much is done and how much there is, or None.
+    It has no parameters. The digits of an unknown item give any finite row.
     """
 
-    x: Tensor
-    present: Tensor
-    labels: Mapping[str, Tensor]
-    generator: torch.Generator
-    progress: Progress | None
+    #: D, of the content.
+    width: int
 
 
 class Codec(ABC):
     """Content embeddings to semantic IDs (SIDs) and back: the interface of all codecs.
 
     Args:
-        settings: the arguments of the constructor, as JSON can hold them.
+        layout: where the digits are in an ID.
         seed: of everything random in `fit`.
         max_rows: `fit` draws this many rows where there are more.
+        settings: the other arguments of the constructor, as JSON can hold them.
 
     A codec is fitted once. An item whose sources are all missing (rows of NaN) has the ID `UNKNOWN_SID`; `fit` leaves
     it out.
@@ -62,10 +53,11 @@ class Codec(ABC):
     #: By the name in a codec's file, its class.
     kinds: ClassVar[dict[str, type["Codec"]]] = {}
 
-    def __init__(self, settings: Mapping[str, Any], seed: int, max_rows: int) -> None:
+    def __init__(self, layout: Layout, seed: int, max_rows: int, **settings: Any) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}, must be at least 1")
-        self.settings, self.seed, self.max_rows = dict(settings), seed, max_rows
+        self.layout, self.seed, self.max_rows = layout, seed, max_rows
+        self.settings = {**settings, "seed": seed, "max_rows": max_rows}
         #: D_i of each source; empty before `fit`.
         self.widths: list[int] = []
         self.tensors: dict[str, Tensor] = {}
@@ -111,7 +103,7 @@ class Codec(ABC):
         self.tensors = {"mean": mean, "scale": scale}
         try:
             x = normalize(listed, present, mean.float(), scale.float())
-            self._fit(FitInputs(x, present, labels, generator, progress))
+            self._fit(x, generator, progress, present=present, labels=labels)
         except BaseException:
             self.tensors = {}  # not fitted: `encode` says so
             raise
@@ -133,14 +125,20 @@ class Codec(ABC):
         self._check_fitted()
         listed = as_sources(sources, self.widths)
         sids = torch.empty(len(listed[0]), dtype=torch.int64, device=listed[0].device)
-        for begin in range(0, len(sids), _BLOCK):
-            block = [source[begin : begin + _BLOCK].to(self.device) for source in listed]
-            present = present_rows(block, begin)
-            found = self._encode(normalize(block, present, self.tensors["mean"], self.tensors["scale"]))
-            sids[begin : begin + _BLOCK] = torch.where(present.any(1), found, UNKNOWN_SID)
+        end = 0
+        for x, present in self.normalized(listed):
+            begin, end = end, end + len(x)
+            sids[begin:end] = torch.where(present.any(1), self._encode(x), UNKNOWN_SID)
             if progress is not None:
-                progress(min(begin + _BLOCK, len(sids)), len(sids))
+                progress(end, len(sids))
         return sids
+
+    def normalized(self, sources: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields `BLOCK` items after another: normalized sources `[n, D]` float64, and which are there, as bool."""
+        for begin in range(0, len(sources[0]), BLOCK):
+            block = [source[begin : begin + BLOCK].to(self.device) for source in sources]
+            present = present_rows(block, begin)
+            yield normalize(block, present, self.tensors["mean"], self.tensors["scale"]), present
 
     def digits(self, sids: Tensor) -> Tensor:
         """The digits of each SID, on its device.
@@ -172,14 +170,14 @@ class Codec(ABC):
             TypeError, ValueError: as in `digits`.
         """
         self._check_fitted()
-        check_sids(sids)
+        digits, unknown = self.digits(sids), (sids == UNKNOWN_SID)[:, None]
         mean, scale = self.tensors["mean"], spread(self.tensors["scale"], self.widths)
         decoder = self.decoder(torch.float64)
         out = torch.empty(len(sids), len(mean), dtype=torch.float32, device=sids.device)
-        for begin in range(0, len(sids), _BLOCK):
-            block = sids[begin : begin + _BLOCK].to(self.device)
-            unknown = (block == UNKNOWN_SID)[:, None]
-            out[begin : begin + _BLOCK] = torch.where(unknown, mean, decoder(self.digits(block)) * scale + mean)
+        for begin in range(0, len(sids), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            content = decoder(digits[block].to(self.device)) * scale + mean
+            out[block] = torch.where(unknown[block].to(self.device), mean, content)
         return out
 
     def save(self, path: str | Path) -> None:
@@ -228,19 +226,9 @@ class Codec(ABC):
             found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return found.hexdigest()
 
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """Returns where the digits are in an ID."""
-
-    @property
-    def digit_values(self) -> int:
-        """Returns how many values a digit has: 3 of ternary digits, else the size of a codebook."""
-        return self.layout.codebook_size or 3
-
     @abstractmethod
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        """The frozen part of the codec that turns digits into content, as a module of this dtype.
+        """The decoder in this dtype.
 
         It gives the content as the codec was fitted to it: with a mean of 0, and the mean square of a source's rows 1.
         """
@@ -276,8 +264,16 @@ class Codec(ABC):
         self.tensors = tensors
 
     @abstractmethod
-    def _fit(self, given: FitInputs) -> None:
-        """Fits to the items that have content."""
+    def _fit(
+        self,
+        x: Tensor,
+        generator: torch.Generator,
+        progress: Progress | None,
+        *,
+        present: Tensor,
+        labels: Mapping[str, Tensor],
+    ) -> None:
+        """Fits to the items that have content: normalized sources `[N, D]` float32, which an item has, its labels."""
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:

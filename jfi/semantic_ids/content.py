@@ -16,6 +16,8 @@ from jfi.data.io.table import Table
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 
 _FORMAT = "jfi content 2"
+#: What the user chooses, as the file names the first fields of `Content`.
+_CHOSEN = ("text", "embeddings", "categorical", "text-width", "seed")
 #: Most words of a text column, the most frequent ones.
 _MOST_WORDS = 50_000
 _BLOCK = 2**14
@@ -23,13 +25,7 @@ _BLOCK = 2**14
 
 @dataclass
 class TextEmbedding:
-    """TF-IDF and truncated SVD of a text column.
-
-    Args:
-        words: V words, in the order of the columns of `components`.
-        idf: `[V]` float64.
-        components: `[width, V]` float64.
-    """
+    """TF-IDF and truncated SVD of a text column: V words, `idf [V]` and `components [width, V]` in float64."""
 
     words: list[str]
     idf: Tensor
@@ -56,11 +52,6 @@ class Content:
     by_text: dict[str, TextEmbedding] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     categories: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def columns(self) -> list[str]:
-        """All columns that are read."""
-        return [*self.texts, *self.embeddings, *self.categorical]
 
     @property
     def source_names(self) -> list[str]:
@@ -103,17 +94,17 @@ class Content:
             found[name] = torch.from_numpy(codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64))
         return found
 
-    def settings(self) -> dict:
-        """Returns what the user has chosen."""
-        chosen = {"text": self.texts, "embeddings": self.embeddings, "categorical": self.categorical}
-        return {**chosen, "text-width": self.width, "seed": self.seed}
-
     def save(self, path: Path) -> None:
         """Writes one file of safetensors, with JSON in its header."""
         tensors = {f"{name}.idf": text.idf for name, text in self.by_text.items()}
         tensors |= {f"{name}.components": text.components for name, text in self.by_text.items()}
-        words = {name: text.words for name, text in self.by_text.items()}
-        learnt = {**self.settings(), "words": words, "widths": self.widths, "categories": self.categories}
+        chosen = (self.texts, self.embeddings, self.categorical, self.width, self.seed)
+        learnt = {
+            **dict(zip(_CHOSEN, chosen, strict=True)),
+            "words": {name: text.words for name, text in self.by_text.items()},
+            "widths": self.widths,
+            "categories": self.categories,
+        }
         write_tensors(path, tensors, {"format": _FORMAT, "content": learnt})
 
     @classmethod
@@ -128,7 +119,7 @@ class Content:
             if description["format"] != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT!r}")
             learnt = description["content"]
-            made = cls(*(learnt[name] for name in ("text", "embeddings", "categorical", "text-width", "seed")))
+            made = cls(*(learnt[name] for name in _CHOSEN))
             made.widths, made.categories = learnt["widths"], learnt["categories"]
             for name, words in learnt["words"].items():
                 made.by_text[name] = TextEmbedding(words, tensors[f"{name}.idf"], tensors[f"{name}.components"])
@@ -185,13 +176,7 @@ def _embed(texts: Sequence[str], embedding: TextEmbedding) -> Tensor:
 
 
 def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
-    """`[N, width]` float32 of a column of lists; NaN where a list is missing or empty.
-
-    Args:
-        table: of the items.
-        name: of the column.
-        width: that the lists must have, or None: that of the first one.
-    """
+    """`[N, width]` float32 of a column of lists, NaN where a list is missing or empty; without a width the first's."""
     column = table.column(name)
     if not is_list(column.type):
         what = f"has type {type_name(column.type)}, but must hold lists of numbers"

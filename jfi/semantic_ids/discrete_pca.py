@@ -3,10 +3,28 @@
 import torch
 from torch import Tensor
 
-from jfi.semantic_ids.codec import Codec, FitInputs
-from jfi.semantic_ids.decoders import SumOfDirections
-from jfi.semantic_ids.packing import Layout, check_num_digits, pack_trits
-from jfi.semantic_ids.stages import Ternary, fit_stages, nearest_trit
+from jfi.semantic_ids.codec import Codec, Decoder, Progress
+from jfi.semantic_ids.packing import Layout
+
+_LLOYD_STEPS = 100
+
+
+class SumOfDirections(Decoder):
+    """Σ_l t_l b_l for ternary digits t_l.
+
+    Args:
+        basis: `[L, D]`, the b_l.
+    """
+
+    basis: Tensor
+
+    def __init__(self, basis: Tensor) -> None:
+        super().__init__()
+        self.width = basis.shape[1]
+        self.register_buffer("basis", basis)
+
+    def forward(self, digits: Tensor) -> Tensor:
+        return digits.to(self.basis.dtype) @ self.basis
 
 
 class DiscretePCA(Codec):
@@ -36,27 +54,61 @@ class DiscretePCA(Codec):
     """
 
     def __init__(self, num_digits: int = 25, seed: int = 0, max_rows: int = 2**17) -> None:
-        check_num_digits(num_digits)
-        super().__init__({"num_digits": num_digits, "seed": seed, "max_rows": max_rows}, seed, max_rows)
-        self.num_digits = num_digits
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.num_digits)
+        super().__init__(Layout(num_digits), seed, max_rows, num_digits=num_digits)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfDirections:
         return SumOfDirections(self.tensors["basis"].to(dtype))
 
-    def _fit(self, given: FitInputs) -> None:
-        stages = fit_stages(given.x.double(), [Ternary()] * self.num_digits, given.progress)
-        self.tensors["basis"] = torch.cat(stages)
+    def _fit(self, x: Tensor, generator: torch.Generator, progress: Progress | None, **_: object) -> None:
+        residual, basis = x.double(), []
+        moments = residual.T @ residual
+        for done in range(1, self.layout.num_digits + 1):
+            direction = first_direction(moments)
+            b = ternary_step((residual @ direction).abs()) * direction[None]
+            trits = nearest_trit(residual @ b.T, b.square().sum(1))
+            # (R - tb)ᵀ(R - tb), from sums over the rows of one column instead of D.
+            cross = (residual.T @ trits) @ b
+            moments = moments - cross - cross.T + b.T @ (trits.T @ trits) @ b
+            residual -= trits @ b
+            basis.append(b)
+            if progress is not None:
+                progress(done, self.layout.num_digits)
+        self.tensors["basis"] = torch.cat(basis)
 
     def _encode(self, x: Tensor) -> Tensor:
         # The residual's product with b_l is x·b_l - Σ_{j<l} t_j b_j·b_l: D is summed over once, not once a digit.
         basis = self.tensors["basis"]
         products, gram = basis @ x.T, basis @ basis.T  # [L, N], so that a digit's products are adjacent
-        for digit in range(self.num_digits):
+        for digit in range(len(basis)):
             trit = nearest_trit(products[digit], gram[digit, digit])
             products[digit + 1 :].addr_(gram[digit + 1 :, digit], trit, alpha=-1)
             products[digit] = trit
-        return pack_trits(products.T.to(torch.int8))
+        return self.layout.pack(products.T.to(torch.int8))
+
+
+def nearest_trit(products: Tensor, squares: Tensor) -> Tensor:
+    """The t in {-1, 0, 1} that minimises |r - t b|², from r·b and |b|², in the products' dtype.
+
+    Since |r - t b|² = |r|² - 2 t r·b + t² |b|², t is the sign of r·b where |r·b| exceeds half of |b|².
+    """
+    half = squares / 2
+    return (products > half).to(products.dtype) - (products < -half).to(products.dtype)
+
+
+def first_direction(moments: Tensor) -> Tensor:
+    """The unit vector `[D]` along which rows with these moments `[D, D]` are largest; its largest entry is positive."""
+    direction = torch.linalg.eigh(moments).eigenvectors[:, -1]
+    largest = direction[direction.abs().argmax()]
+    return torch.where(largest < 0, -direction, direction)
+
+
+def ternary_step(sizes: Tensor) -> Tensor:
+    """The a of the levels -a, 0 and a, by Lloyd's algorithm: the mean of the sizes above a / 2, until it is still."""
+    step = sizes.mean()
+    for _ in range(_LLOYD_STEPS):
+        above = sizes > step / 2
+        new = (sizes * above).sum() / above.sum().clamp(min=1)
+        if torch.equal(new, step):
+            break
+        step = new
+    return step

@@ -12,14 +12,7 @@ _COLOR, _OTHER, _LIGHT = "#0b5394", "#cc4125", "#9ab3c9"
 
 
 def draw_quality(quality: SIDQuality, source_names: list[str], title: str, path: Path) -> None:
-    """Plots reconstruction, rates of the IDs, use of the digits and accuracy of the labels, as a PNG.
-
-    Args:
-        quality: the figures.
-        source_names: of the sources, in their order.
-        title: of the picture.
-        path: the file to write.
-    """
+    """Plots reconstruction, rates of the IDs, use of the digits and accuracy of the labels, as a PNG."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     errors, rates, digits, labels = figure.subplots(2, 2).flat
     names = ["all", *source_names]

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from jfi.semantic_ids.codec import Codec
+from jfi.semantic_ids.codec import BLOCK, Codec
 from jfi.semantic_ids.packing import UNKNOWN_SID
-from jfi.semantic_ids.sources import Sources, as_sources, normalize, present_rows, spread
+from jfi.semantic_ids.sources import Sources, as_sources, spread
 
-_BLOCK = 2**14
 #: Scores of items by categories that are held at a time: a label may have very many categories.
 _SCORES = 2**24
 #: Of the probe, relative to the mean squared size of a feature.
@@ -71,10 +70,6 @@ class SIDQuality:
     dead_codes: list[int]
     labels: dict[str, LabelAccuracy]
 
-    def as_dict(self) -> dict:
-        """The figures as JSON can hold them."""
-        return asdict(self)
-
     def __str__(self) -> str:
         share = self.unknown / self.items if self.items else 0.0
         errors = ", ".join(f"{error:.1%}" for error in self.source_errors)
@@ -123,7 +118,9 @@ def sid_quality(codec: Codec, sources: Sources, sids: Tensor, labels: Mapping[st
     listed, ids = [source[known] for source in listed], sids[known]
     counts = ids.unique(return_counts=True)[1]
     errors, sizes = _errors(codec, listed, ids)
-    usage = _usage(codec, ids)
+    size = codec.layout.codebook_size
+    values = codec.digits(ids).long() + (0 if size else 1)  # from 0 on
+    usage = [torch.bincount(column, minlength=size or 3) for column in values.T]
     return SIDQuality(
         items=len(sids),
         unknown=len(sids) - len(known),
@@ -150,21 +147,6 @@ def _entropy(counts: Tensor) -> float:
     return float(torch.special.entr(shares).sum() / math.log(2))
 
 
-def _usage(codec: Codec, sids: Tensor) -> list[Tensor]:
-    """Returns by digit, how many items have each of its values."""
-    digits = codec.digits(sids)
-    first = -1 if digits.dtype == torch.int8 else 0
-    return [torch.bincount(column.long() - first, minlength=codec.digit_values) for column in digits.T]
-
-
-def _blocks(codec: Codec, sources: list[Tensor]):
-    """Normalized content `[n, D]` float64 and which sources are there `[n, sources]`, block by block."""
-    for begin in range(0, len(sources[0]), _BLOCK):
-        block = [source[begin : begin + _BLOCK].to(codec.device) for source in sources]
-        present = present_rows(block)
-        yield normalize(block, present, codec.tensors["mean"], codec.tensors["scale"]), present
-
-
 def _decoded(codec: Codec, sids: Tensor) -> Tensor:
     """Returns what SIDs stand for, normalized as the content is, `[n, D]` float64."""
     return (codec.decode(sids).to(codec.device) - codec.tensors["mean"]) / spread(codec.tensors["scale"], codec.widths)
@@ -173,7 +155,7 @@ def _decoded(codec: Codec, sids: Tensor) -> Tensor:
 def _errors(codec: Codec, sources: list[Tensor], sids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns by source, the sums of squares of what the IDs miss, and of the content."""
     errors, sizes = torch.zeros(2, len(sources), dtype=torch.float64, device=codec.device)
-    for (x, present), part in zip(_blocks(codec, sources), sids.split(_BLOCK), strict=True):
+    for (x, present), part in zip(codec.normalized(sources), sids.split(BLOCK), strict=True):
         missed = (x - _decoded(codec, part)).split(codec.widths, 1)
         for i, (one, whole) in enumerate(zip(missed, x.split(codec.widths, 1), strict=True)):
             errors[i] += (one.square().sum(1) * present[:, i]).sum()
@@ -186,8 +168,8 @@ def _accuracy(codec: Codec, sources: list[Tensor], sids: Tensor, labels: Tensor)
     train, test = rows[::2], rows[1::2]
     if not len(test):
         return LabelAccuracy(0.0, 0.0, 0.0, 0)
-    decoded = torch.cat([_decoded(codec, part) for part in sids.split(_BLOCK)]).to(labels.device)
-    raw = torch.cat([x for x, _ in _blocks(codec, sources)]).to(labels.device)
+    decoded = torch.cat([_decoded(codec, part) for part in sids.split(BLOCK)]).to(labels.device)
+    raw = torch.cat([x for x, _ in codec.normalized(sources)]).to(labels.device)
     common = labels[train].mode().values
     return LabelAccuracy(
         probe=_probe(decoded, labels, train, test),

@@ -1,76 +1,37 @@
 """Residual k-means: the traditional way to semantic IDs, several codebooks one after another."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from jfi.semantic_ids.codec import Codec, FitInputs
-from jfi.semantic_ids.decoders import SumOfCentroids
-from jfi.semantic_ids.packing import Layout, code_bits, pack_codes
-from jfi.semantic_ids.stages import fit_stages, nearest_code
+from jfi.semantic_ids.codec import Codec, Decoder, Progress
+from jfi.semantic_ids.packing import Layout
 
 #: Lloyd steps from codebooks that were fitted to nearly the same rows.
 _REFIT_STEPS = 2
 _BLOCK = 2**14
 
 
-class OneHot:
-    """One-hot digits over K centroids: a stage of residual k-means.
+class SumOfCentroids(Decoder):
+    """Σ_l c_l, the centroids that codes name.
 
     Args:
-        size: K.
-        steps: most steps of Lloyd's algorithm.
-        generator: of the rows at which the centroids begin, on the CPU.
-        start: centroids `[K, D]` to begin with instead.
+        codebooks: `[L, K, D]`.
     """
 
-    def __init__(self, size: int, steps: int, generator: torch.Generator, start: Tensor | None = None) -> None:
-        self.size, self.steps, self.generator, self.start = size, steps, generator, start
+    codebooks: Tensor
 
-    by_moments = False
+    def __init__(self, codebooks: Tensor) -> None:
+        super().__init__()
+        self.width = codebooks.shape[2]
+        self.register_buffer("codebooks", codebooks)
 
-    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
-        centroids = self._plus_plus(residual) if self.start is None else self.start.to(residual.dtype)
-        for _ in range(self.steps):
-            moved = self._step(residual, centroids)
-            if torch.equal(moved, centroids):
-                break
-            centroids = moved
-        return centroids
-
-    def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(nearest_code(residual, basis), self.size).to(residual.dtype)
-
-    def _plus_plus(self, x: Tensor) -> Tensor:
-        """k-means++: each next centroid is a row, drawn in proportion to its squared distance from those so far."""
-        draws = torch.rand(self.size, generator=self.generator, dtype=torch.float64)
-        row = min(int(draws[0] * len(x)), len(x) - 1)
-        chosen, distances = [x[row]], (x - x[row]).square().sum(1)
-        for draw in draws[1:]:
-            ends = distances.double().cpu().cumsum(0)  # on a GPU the sums would differ from call to call
-            row = int(torch.searchsorted(ends, (draw * ends[-1])[None]).clamp(max=len(x) - 1))
-            chosen.append(x[row])
-            distances = torch.minimum(distances, (x - x[row]).square().sum(1))
-        return torch.stack(chosen)
-
-    def _step(self, x: Tensor, centroids: Tensor) -> Tensor:
-        """Centroids at the means of their rows; one without rows moves to a row that is far from its own."""
-        sums, counts = torch.zeros_like(centroids), torch.zeros_like(centroids[:, :1])
-        distances = x.new_empty(len(x))
-        for begin in range(0, len(x), _BLOCK):
-            block = x[begin : begin + _BLOCK]
-            codes = nearest_code(block, centroids)
-            # A product instead of index_add_, whose sums differ from call to call on a GPU.
-            hot = torch.nn.functional.one_hot(codes, self.size).to(x.dtype)
-            sums += hot.T @ block
-            counts += hot.sum(0)[:, None]
-            distances[begin : begin + _BLOCK] = (block - centroids[codes]).square().sum(1)
-        means = sums / counts.clamp(min=1)
-        dead = (counts[:, 0] == 0).nonzero()[:, 0]
-        far = distances.argsort(descending=True, stable=True)[: len(dead)]
-        far = far[distances[far] > 0]  # where all rows are at centroids there is nothing to take over
-        kept = torch.where(counts > 0, means, centroids)
-        kept[dead[: len(far)]] = x[far]
-        return kept
+    def forward(self, digits: Tensor) -> Tensor:
+        codes = digits.clamp(min=0)
+        rows = [F.embedding(codes[:, level], codebook) for level, codebook in enumerate(self.codebooks)]
+        return sum(rows, rows[0].new_zeros(()))
 
 
 class ResidualKMeans(Codec):
@@ -100,38 +61,90 @@ class ResidualKMeans(Codec):
     def __init__(
         self, num_levels: int = 3, codebook_size: int = 256, steps: int = 25, seed: int = 0, max_rows: int = 2**16
     ) -> None:
-        code_bits(num_levels, codebook_size)
-        if steps < 1:
-            raise ValueError(f"steps is {steps}, must be at least 1")
+        for name, value, least in (("codebook_size", codebook_size, 2), ("steps", steps, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, must be at least {least}")
         settings = {"num_levels": num_levels, "codebook_size": codebook_size, "steps": steps}
-        super().__init__({**settings, "seed": seed, "max_rows": max_rows}, seed, max_rows)
-        self.num_levels, self.codebook_size, self.steps = num_levels, codebook_size, steps
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.num_levels, self.codebook_size)
+        super().__init__(Layout(num_levels, codebook_size), seed, max_rows, **settings)
+        self.codebook_size, self.steps = codebook_size, steps
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfCentroids:
         return SumOfCentroids(self.tensors["codebooks"].to(dtype))
 
-    def _fit(self, given: FitInputs) -> None:
-        if len(given.x) < self.codebook_size:
-            raise ValueError(f"codebook_size is {self.codebook_size}, but only {len(given.x)} rows have content")
-        levels = [OneHot(self.codebook_size, self.steps, given.generator) for _ in range(self.num_levels)]
-        self.tensors["codebooks"] = torch.stack(fit_stages(given.x, levels, given.progress)).double()
+    def _fit(self, x: Tensor, generator: torch.Generator, progress: Progress | None, **_: object) -> None:
+        if len(x) < self.codebook_size:
+            raise ValueError(f"codebook_size is {self.codebook_size}, but only {len(x)} rows have content")
+        self._fit_levels(x, lambda rest, _: plus_plus(rest, self.codebook_size, generator), self.steps, progress)
 
     def refit(self, x: Tensor) -> None:
         """A few more steps of Lloyd's algorithm from the present centroids, on `[N, D]` float32 of one source."""
         x = (x - self.tensors["mean"].float()) / self.tensors["scale"].float()
-        generator = torch.Generator().manual_seed(self.seed)
-        levels = [
-            OneHot(self.codebook_size, _REFIT_STEPS, generator, codebook) for codebook in self.tensors["codebooks"]
-        ]
-        self.tensors["codebooks"] = torch.stack(fit_stages(x, levels)).double()
+        self._fit_levels(x, lambda _, level: self.tensors["codebooks"][level].to(x.dtype), _REFIT_STEPS)
+
+    def _fit_levels(
+        self, x: Tensor, start: Callable[[Tensor, int], Tensor], steps: int, progress: Progress | None = None
+    ) -> None:
+        """Fits one codebook after another to what those before have left, each from its `start`."""
+        residual, codebooks = x.clone(), []
+        for level in range(self.layout.num_digits):
+            centroids = lloyd(residual, start(residual, level), steps)
+            residual -= centroids[nearest_code(residual, centroids)]
+            codebooks.append(centroids)
+            if progress is not None:
+                progress(len(codebooks), self.layout.num_digits)
+        self.tensors["codebooks"] = torch.stack(codebooks).double()
 
     def _encode(self, x: Tensor) -> Tensor:
         codes, residual = [], x.clone()
         for codebook in self.tensors["codebooks"]:
             codes.append(nearest_code(residual, codebook))
             residual -= codebook[codes[-1]]
-        return pack_codes(torch.stack(codes, 1), self.codebook_size)
+        return self.layout.pack(torch.stack(codes, 1))
+
+
+def plus_plus(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Draws centroids `[size, D]` by k-means++: each next one in proportion to its squared distance from those so far.
+
+    The generator is on the CPU.
+    """
+    draws = torch.rand(size, generator=generator, dtype=torch.float64)
+    row = min(int(draws[0] * len(x)), len(x) - 1)
+    chosen, distances = [x[row]], (x - x[row]).square().sum(1)
+    for draw in draws[1:]:
+        ends = distances.double().cpu().cumsum(0)  # on a GPU the sums would differ from call to call
+        row = int(torch.searchsorted(ends, (draw * ends[-1])[None]).clamp(max=len(x) - 1))
+        chosen.append(x[row])
+        distances = torch.minimum(distances, (x - x[row]).square().sum(1))
+    return torch.stack(chosen)
+
+
+def lloyd(x: Tensor, centroids: Tensor, steps: int) -> Tensor:
+    """Moves centroids `[K, D]` by at most so many steps of Lloyd's algorithm: to the means of their rows `[N, D]`.
+
+    One without rows moves to a row that is far from its own centroid.
+    """
+    for _ in range(steps):
+        sums, counts = torch.zeros_like(centroids), torch.zeros_like(centroids[:, :1])
+        distances = x.new_empty(len(x))
+        for begin in range(0, len(x), _BLOCK):
+            block = x[begin : begin + _BLOCK]
+            codes = nearest_code(block, centroids)
+            # A product instead of index_add_, whose sums differ from call to call on a GPU.
+            hot = F.one_hot(codes, len(centroids)).to(x.dtype)
+            sums += hot.T @ block
+            counts += hot.sum(0)[:, None]
+            distances[begin : begin + _BLOCK] = (block - centroids[codes]).square().sum(1)
+        dead = (counts[:, 0] == 0).nonzero()[:, 0]
+        far = distances.argsort(descending=True, stable=True)[: len(dead)]
+        far = far[distances[far] > 0]  # where all rows are at centroids there is nothing to take over
+        moved = torch.where(counts > 0, sums / counts.clamp(min=1), centroids)
+        moved[dead[: len(far)]] = x[far]
+        if torch.equal(moved, centroids):
+            break
+        centroids = moved
+    return centroids
+
+
+def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
+    """`[N]` int64, the centroid `[K, D]` nearest to each row of `x [N, D]`; the first of those as near."""
+    return torch.addmm(centroids.square().sum(1), x, centroids.T, alpha=-2).argmin(1)

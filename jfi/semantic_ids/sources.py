@@ -10,11 +10,7 @@ Sources = Tensor | Sequence[Tensor]
 
 
 def as_sources(sources: Sources, widths: Sequence[int] | None = None) -> list[Tensor]:
-    """The sources as a list of `[N, D_i]` tensors.
-
-    Args:
-        sources: a tensor, or a sequence of tensors.
-        widths: D_i that they must have, or None.
+    """The sources as a list of `[N, D_i]` tensors, of these widths D_i if they are given.
 
     Raises:
         TypeError: one is not a floating-point tensor.
@@ -39,12 +35,8 @@ def as_sources(sources: Sources, widths: Sequence[int] | None = None) -> list[Te
 def present_rows(sources: Sequence[Tensor], first: int = 0) -> Tensor:
     """`[N, number of sources]` bool: whether an item has that source; a row that is all NaN says that it has not.
 
-    Args:
-        sources: `[N, D_i]` each.
-        first: the number of the first row, for messages.
-
     Raises:
-        ValueError: a number is infinite, or only part of a row is NaN.
+        ValueError: a number is infinite, or only part of a row is NaN; it names the row, the first of which is `first`.
     """
     present = []
     for i, source in enumerate(sources):
@@ -83,13 +75,9 @@ def learn_scales(sources: Sequence[Tensor], present: Tensor) -> tuple[Tensor, Te
 
 def normalize(sources: Sequence[Tensor], present: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """The sources side by side, `[N, D]`, less the mean, by their scales; 0 where an item lacks a source."""
-    parts, begin = [], 0
-    for i, source in enumerate(sources):
-        end = begin + source.shape[1]
-        part = (source.to(mean.dtype) - mean[begin:end]) / scale[i]
-        parts.append(part.masked_fill(~present[:, i : i + 1], 0.0))
-        begin = end
-    return torch.cat(parts, 1)
+    means = mean.split([source.shape[1] for source in sources])
+    parts = [(source.to(mean.dtype) - means[i]) / scale[i] for i, source in enumerate(sources)]
+    return torch.cat([part.masked_fill(~present[:, i : i + 1], 0.0) for i, part in enumerate(parts)], 1)
 
 
 def spread(scale: Tensor, widths: Sequence[int]) -> Tensor:

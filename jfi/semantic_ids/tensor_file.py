@@ -12,13 +12,7 @@ _DESCRIPTION = "jfi"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: dict) -> None:
-    """Writes a file, whole or not at all; the same arguments give the same bytes.
-
-    Args:
-        path: of the file.
-        tensors: by name.
-        description: what JSON can hold.
-    """
+    """Writes a file, whole or not at all; the same arguments give the same bytes."""
     from safetensors.torch import save
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

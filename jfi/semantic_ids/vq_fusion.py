@@ -6,11 +6,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from jfi.semantic_ids.codec import Codec, FitInputs, Progress
-from jfi.semantic_ids.decoders import FusionDecoder
+from jfi.semantic_ids.codec import Codec, Decoder, Progress
 from jfi.semantic_ids.discrete_pca import DiscretePCA
-from jfi.semantic_ids.packing import Layout
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
 from jfi.semantic_ids.sources import spread
 
@@ -19,20 +18,30 @@ _REFIT_ROWS = 2**14
 #: The part of the steps after which the quantizer stays as it is, so that the decoders learn its final digits.
 _MOVING = 0.75
 _OWN = "quantizer."
+_WEIGHTS = ("hidden_weight", "hidden_bias", "weight", "bias")
 
 
-class _Network(nn.Module):
-    """Encoder, a decoder for each source, and a head for each label."""
+class FusionDecoder(Decoder):
+    """The decoders of a fitted VQ fusion, each a two-layer perceptron, of the latent that digits stand for."""
 
-    def __init__(self, widths: Sequence[int], latent: int, hidden: int, categories: Mapping[str, int]) -> None:
+    def __init__(self, codec: "VQFusion", dtype: torch.dtype) -> None:
         super().__init__()
+        own = codec.quantizer
+        self.quantizer = own.decoder(dtype)
+        self.width, self._num_sources = sum(codec.widths), len(codec.widths)
+        self.register_buffer("mean", own.tensors["mean"].to(dtype))
+        self.register_buffer("scale", spread(own.tensors["scale"], own.widths).to(dtype))
+        for number, (hidden, _, output) in enumerate(codec.network.decoders):
+            for name, tensor in zip(_WEIGHTS, (*hidden.parameters(), *output.parameters()), strict=True):
+                self.register_buffer(f"{name}_{number}", tensor.detach().to(dtype))
 
-        def mlp(inputs: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
-
-        self.encoder = mlp(sum(widths), latent)
-        self.decoders = nn.ModuleList(mlp(latent, width) for width in widths)
-        self.heads = nn.ModuleList(nn.Linear(latent, count) for count in categories.values())
+    def forward(self, digits: Tensor) -> Tensor:
+        latent = self.quantizer(digits) * self.scale + self.mean
+        parts = []
+        for number in range(self._num_sources):
+            hidden, hidden_bias, out, bias = (getattr(self, f"{name}_{number}") for name in _WEIGHTS)
+            parts.append(F.linear(F.silu(F.linear(latent, hidden, hidden_bias)), out, bias))
+        return torch.cat(parts, 1)
 
 
 class VQFusion(Codec):
@@ -107,27 +116,17 @@ class VQFusion(Codec):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}, must be finite and at least 0")
         chosen = {"kind": type(quantizer).__name__, "settings": quantizer.settings}
-        settings = {**sizes, **weights, "quantizer": chosen, "refit_every": refit_every, "seed": seed}
+        settings = {**sizes, **weights, "quantizer": chosen, "refit_every": refit_every}
         settings["source_weights"] = None if source_weights is None else list(source_weights)
-        super().__init__({**settings, "max_rows": max_rows}, seed, max_rows)
+        super().__init__(quantizer.layout, seed, max_rows, **settings)
         # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
         self.quantizer: Codec = type(quantizer)(**quantizer.settings)
-        self.network: Any = nn.Module()  # a _Network once fitted
+        self.network: Any = nn.Module()  # that of `_new_network` once fitted
         #: By label the number of its categories; empty before `fit`.
         self.categories: dict[str, int] = {}
 
-    @property
-    def layout(self) -> Layout:
-        return self.quantizer.layout
-
     def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
-        own = self.quantizer
-        scale = spread(own.tensors["scale"], own.widths).to(dtype)
-        weights = [
-            tuple(tensor.detach().to(dtype) for layer in (decoder[0], decoder[2]) for tensor in layer.parameters())
-            for decoder in self.network.decoders
-        ]
-        return FusionDecoder(own.decoder(dtype), own.tensors["mean"].to(dtype), scale, weights)
+        return FusionDecoder(self, dtype)
 
     @torch.no_grad()
     def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
@@ -142,9 +141,18 @@ class VQFusion(Codec):
         heads = zip(self.categories, self.network.heads, strict=True)
         return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
-    def _fit(self, given: FitInputs) -> None:
-        x, labels = given.x, given.labels
-        weights = self.settings["source_weights"] or [1.0] * len(self.widths)
+    @torch.enable_grad()
+    def _fit(
+        self,
+        x: Tensor,
+        generator: torch.Generator,
+        progress: Progress | None,
+        *,
+        present: Tensor,
+        labels: Mapping[str, Tensor],
+    ) -> None:
+        settings, steps = self.settings, self.settings["steps"]
+        weights = settings["source_weights"] or [1.0] * len(self.widths)
         if len(weights) != len(self.widths):
             raise ValueError(f"source_weights has {len(weights)} numbers for {len(self.widths)} sources")
         for name, values in labels.items():
@@ -154,27 +162,7 @@ class VQFusion(Codec):
         labels = {name: labels[name].to(x.device) for name in sorted(labels)}
         self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
         network = self._new_network(x.device)
-        weights = given.present.to(x.dtype) * x.new_tensor(weights)
-        self._train(network, x, weights, labels, given.generator, given.progress)
-        self.network = network.double().requires_grad_(False)
-
-    def _new_network(self, device: torch.device) -> _Network:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            network = _Network(self.widths, self.settings["latent"], self.settings["hidden"], self.categories)
-        return network.to(device)
-
-    @torch.enable_grad()
-    def _train(
-        self,
-        network: _Network,
-        x: Tensor,
-        weights: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        settings, steps = self.settings, self.settings["steps"]
+        weights = present.to(x.dtype) * x.new_tensor(weights)
         optimizer = torch.optim.Adam(network.parameters(), settings["learning_rate"])
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
         for step in range(steps):
@@ -189,9 +177,24 @@ class VQFusion(Codec):
             if progress is not None:
                 progress(step + 1, steps)
         self._check_finite(loss)
+        self.network = network.double().requires_grad_(False)
+
+    def _new_network(self, device: torch.device) -> Any:
+        """Returns a module with the encoder, a decoder for each source, and a head for each label."""
+        latent, hidden, network = self.settings["latent"], self.settings["hidden"], nn.Module()
+
+        def mlp(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network.encoder = mlp(sum(self.widths), latent)
+            network.decoders = nn.ModuleList(mlp(latent, width) for width in self.widths)
+            network.heads = nn.ModuleList(nn.Linear(latent, count) for count in self.categories.values())
+        return network.to(device)
 
     @torch.no_grad()
-    def _refit(self, network: _Network, x: Tensor, generator: torch.Generator, first: bool) -> None:
+    def _refit(self, network: Any, x: Tensor, generator: torch.Generator, first: bool) -> None:
         rows = torch.randperm(len(x), generator=generator)[:_REFIT_ROWS].to(x.device)
         z = network.encoder(x[rows])
         self._check_finite(z)
@@ -200,7 +203,7 @@ class VQFusion(Codec):
         else:
             self.quantizer.fit(z)
 
-    def _loss(self, network: _Network, x: Tensor, weights: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+    def _loss(self, network: Any, x: Tensor, weights: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
         """The loss of rows `[B, D]`; `weights [B, number of sources]` is 0 where an item lacks a source."""
         z = network.encoder(x)
         self._check_finite(z)
@@ -210,7 +213,7 @@ class VQFusion(Codec):
         for i, (decoder, part) in enumerate(zip(network.decoders, x.split(self.widths, 1), strict=True)):
             loss = loss + (weights[:, i] * (decoder(straight) - part).square().sum(1)).mean()
         for head, y in zip(network.heads, labels.values(), strict=True):
-            entropy = nn.functional.cross_entropy(head(straight), y, ignore_index=-1, reduction="sum")
+            entropy = F.cross_entropy(head(straight), y, ignore_index=-1, reduction="sum")
             loss = loss + self.settings["label_weight"] * entropy / (y >= 0).sum().clamp(min=1)
         return loss
 

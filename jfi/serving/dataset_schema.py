@@ -5,7 +5,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
-from jfi.data.config import AGE, HISTORY
+from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
 from jfi.data.prepared.add_statistics import read_log
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.engagement import SECONDS
@@ -63,7 +63,7 @@ def schema_of(
             edges, default = data.encodings.edges[name].tolist(), data.encodings.defaults.get(name)
             events.append(Field(name, "quantile", keys, edges=edges, default=default))
         if reads_age or policy is not None:
-            events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
+            events.append(Field(AGE, "age", num_buckets=NUM_AGE_BUCKETS))
     return Schema(
         _categories(data, "user") + _numbers(data, config.names("user", "number")),
         _categories(data, "item")

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact, widen
+from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact
+from jfi.reference import segment_reduce, widen
 from jfi.utils.compat import softmax_backward
 
 #: A group of at most this many samples, or of samples with more elements than this, is processed sample by sample:
@@ -118,13 +119,6 @@ def array_jagged_bmm_jagged_out(
     return out
 
 
-def _segment_reduce(x: Tensor, offsets: Tensor, reduction: str, initial: float) -> Tensor:
-    """[S, T] -> [B, T]."""
-    if x.shape[0] == 0:
-        return x.new_full((offsets.shape[0] - 1, x.shape[1]), initial)
-    return torch.segment_reduce(x, reduction, offsets=offsets.long(), axis=0, initial=initial)
-
-
 def _expanded(per_sample: Tensor, offsets: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """[B, T] -> parts of [S, T], each sample's entry repeated for each of its rows, and the rows of each part."""
     samples = torch.repeat_interleave(offsets.diff())
@@ -141,14 +135,14 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
         return torch.empty_like(x)
     wide = widen(x)
     out = wide.exp()
-    total = _segment_reduce(out, offsets, "sum", 0.0).masked_fill_(offsets.diff()[:, None] == 0, 1.0)
+    total = segment_reduce(out, offsets, "sum", 0.0).masked_fill_(offsets.diff()[:, None] == 0, 1.0)
     lowest, highest = total.aminmax()
     if not MIN_TOTAL < lowest <= highest < MAX_TOTAL:
-        top = _segment_reduce(wide, offsets, "max", -torch.inf)
+        top = segment_reduce(wide, offsets, "max", -torch.inf)
         top.masked_fill_((top == -torch.inf) | is_exact(total), 0.0)
         for rows, part in _expanded(top, offsets):
             torch.sub(wide[rows], part, out=out[rows])
-        total = _segment_reduce(out.exp_(), offsets, "sum", 0.0)
+        total = segment_reduce(out.exp_(), offsets, "sum", 0.0)
         total.masked_fill_(total == 0, 1.0)
     for rows, part in _expanded(total, offsets):
         out[rows] /= part
@@ -160,7 +154,7 @@ def jagged_softmax_bwd(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
     """[S, T], [S, T] -> [S, T]."""
     weights = widen(out)
     dx = weights * widen(grad)
-    for rows, part in _expanded(_segment_reduce(dx, offsets, "sum", 0.0), offsets):
+    for rows, part in _expanded(segment_reduce(dx, offsets, "sum", 0.0), offsets):
         dx[rows].addcmul_(weights[rows], part, value=-1)
     return dx.to(out.dtype)
 

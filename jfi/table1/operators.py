@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops.checks import check_count, check_dim, check_floating, check_impl, check_offsets, check_size, may_read
+from jfi.ops.checks import check_count, check_dim, check_floating, check_impl, check_offsets, may_read
 from jfi.ops.dispatch import operator, operators, public
 
 
@@ -174,8 +174,8 @@ def _count_pairs(x_offsets: Tensor, y_offsets: Tensor) -> int:
 
 def _check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
     """Checks that there are Σ L·M pairs, where offsets may be read."""
-    if may_read(x_offsets):
-        check_size(name, count, _count_pairs(x_offsets, y_offsets), "Σ L·M")
+    if may_read(x_offsets) and count != (pairs := _count_pairs(x_offsets, y_offsets)):
+        raise ValueError(f"{name} must have Σ L·M = {pairs}, got {count}")
 
 
 @public
@@ -202,8 +202,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
     """
     check_floating(x=x, dense=dense)
     check_dim("x", x, "[S, D]")
-    check_dim("dense", dense, "[B, D, T]")
-    check_size("dense", dense.shape[1], x.shape[1], "D")
+    check_dim("dense", dense, "[B, D, T]", D=x.shape[1])
     check_offsets("offsets", offsets, x.shape[0], "x", x, dense.shape[0])
     return _call("jagged_dense_bmm", impl, x, offsets, dense, options=(False,))
 
@@ -231,8 +230,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "aut
     """
     check_floating(x=x, y=y)
     check_dim("x", x, "[S, D]")
-    check_dim("y", y, "[S, T]")
-    check_size("y", y.shape[0], x.shape[0], "S")
+    check_dim("y", y, "[S, T]", S=x.shape[0])
     check_offsets("offsets", offsets, x.shape[0], "x", x)
     return _call("jagged_jagged_bmm", impl, x, y, offsets)
 
@@ -299,8 +297,7 @@ def jagged_jagged_bmm_jagged_out(
     y_offsets = x_offsets if y_offsets is None else y_offsets
     check_floating(x=x, y=y)
     check_dim("x", x, "[S, D]")
-    check_dim("y", y, "[R, D]")
-    check_size("y", y.shape[1], x.shape[1], "D")
+    check_dim("y", y, "[R, D]", D=x.shape[1])
     x_offsets = check_offsets("x_offsets", x_offsets, x.shape[0], "x", x)
     y_offsets = check_offsets("y_offsets", y_offsets, y.shape[0], "y", x, x_offsets.shape[0] - 1)
     check_count("out_size", out_size)

@@ -40,11 +40,11 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         tables: list[BaseEmbeddingConfig],
         optimizer_type: type[torch.optim.Optimizer],
         optimizer_kwargs: dict[str, Any],
-        output_dtype: torch.dtype | None,
-        ema_decay: float | None,
-        stochastic_rounding: bool,
-        device: torch.device | None,
-        **options: object,
+        *,
+        output_dtype: torch.dtype | None = None,
+        ema_decay: float | None = None,
+        stochastic_rounding: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         check_device("device", device)
         check_type("stochastic_rounding", stochastic_rounding, bool, "a bool")
@@ -58,7 +58,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         output_dtype = torch.float32 if output_dtype is None else output_dtype
         if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:
             raise TypeError(f"output_dtype must be a floating torch.dtype or None, got {output_dtype!r}")
-        super().__init__(tables=tables, device=device, **options)
+        super().__init__(tables=tables, device=device)
         for config in tables:
             # TorchRec makes a table of float16 of every type but FP32.
             if config.data_type == DataType.BF16:
@@ -84,10 +84,6 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     def fused_optimizer(self) -> FusedTables:
         """Returns the optimizer with its states by parameter name; its `step()` makes a deferred step."""
         return self._fused
-
-    def wait_sorted(self) -> None:
-        """Makes the current stream wait for the ids that look-ups sort on a side stream of a GPU."""
-        self._fused.wait_sorted()
 
     def freeze_rows(self, table: str, rows: Tensor) -> None:
         """Excludes rows of a table from steps, from the next look-up on.
@@ -239,19 +235,6 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     _attribute, _config = "embeddings", EmbeddingConfig
     embedding_configs: Callable[[], list[EmbeddingConfig]]
 
-    def __init__(
-        self,
-        tables: list[EmbeddingConfig],
-        optimizer_type: type[torch.optim.Optimizer],
-        optimizer_kwargs: dict[str, Any],
-        *,
-        output_dtype: torch.dtype | None = None,
-        ema_decay: float | None = None,
-        stochastic_rounding: bool = True,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__(tables, optimizer_type, optimizer_kwargs, output_dtype, ema_decay, stochastic_rounding, device)
-
     def forward(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
         """Looks the ids up.
 
@@ -325,8 +308,16 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         device: torch.device | None = None,
     ) -> None:
         check_type("is_weighted", is_weighted, bool, "a bool")
-        arguments = optimizer_type, optimizer_kwargs, output_dtype, ema_decay, stochastic_rounding, device
-        super().__init__(tables, *arguments, is_weighted=is_weighted)
+        super().__init__(
+            tables,
+            optimizer_type,
+            optimizer_kwargs,
+            output_dtype=output_dtype,
+            ema_decay=ema_decay,
+            stochastic_rounding=stochastic_rounding,
+            device=device,
+        )
+        self._is_weighted = is_weighted
         self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

@@ -130,7 +130,7 @@ class FusedTables(FusedOptimizer):
                 states["sum"] = states["sum"].view(-1, 1)
             if "average" in states:
                 states["flushed_at"] = self._flushed_at
-            if states or self.rounds_stochastically(weight):
+            if states or (self.stochastic_rounding and weight.dtype.itemsize == 2):
                 found[weight] = {"step": self.steps, **states}
         return found
 
@@ -138,15 +138,11 @@ class FusedTables(FusedOptimizer):
 
     @property
     def param_groups(self) -> tuple[ParameterGroup]:
-        self.group.options["params"] = list(self.weights.values())
+        self.group.data["params"] = list(self.weights.values())
         return (self.group,)
 
     param_groups = param_groups.setter(_refusal("param_groups"))
     add_param_group = _refusal("param_groups")
-
-    def rounds_stochastically(self, weight: Tensor) -> bool:
-        """Returns whether new values of a weight are rounded stochastically."""
-        return self.stochastic_rounding and weight.dtype.itemsize == 2
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""

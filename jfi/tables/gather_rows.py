@@ -21,9 +21,9 @@ from jfi.ops.checks import (
     check_dtype,
     check_impl,
     check_index,
-    check_size,
 )
-from jfi.ops.dispatch import PLAIN, operator, operators, public
+from jfi.ops.dispatch import PLAIN, operator, public
+from jfi.tables.step_rows import sort_rows
 from jfi.utils import compat
 from jfi.utils.context import default_impl, interprets, is_traced, may_read
 from jfi.utils.operands import MAX_STEPPED_WIDTH
@@ -44,11 +44,20 @@ def _like_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, 
     return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
 
 
+def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    from jfi.tables.kernels.step import sum_rows
+
+    return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
+
+
+_summed = operator("table_gradient", _sum_rows, lambda x, _, rows, dtype: x.new_empty(rows, x.shape[1], dtype=dtype))
+
+
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
     sorted_last = torch.where(indices < 0, rows, indices)
     if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MAX_STEPPED_WIDTH:
-        return operators.table_gradient(grad, sorted_last, rows, dtype)  # of jfi.tables.step_rows
+        return _summed(grad, sorted_last, rows, dtype)
     wide = grad if grad.dtype == torch.float64 else grad.float()
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
@@ -130,18 +139,11 @@ def rows_without_memory(like: Tensor, dtype: torch.dtype | None, count: int) -> 
 def check_indices(
     name: str, indices: Tensor, num_rows: int, rows_of: str, count: int | None = None, padded: bool = True
 ) -> None:
-    """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
+    """Checks that indices [S] are rows of ``rows_of`` where they may be read: on the CPU, on a GPU under `validation`.
 
     Args:
-        name: of the indices, for the message.
-        indices: [S].
-        num_rows: N; an index is from 0 to N - 1.
-        rows_of: what has the rows, for the message.
         count: of the indices that must be rows, only where they may be read; those behind must be -1, padding.
         padded: whether -1 is allowed anywhere without a count.
-
-    Raises:
-        ValueError: an index is out of range.
     """
     if count is None and not may_read(indices):
         return
@@ -219,8 +221,6 @@ def gather_rows(
         dtype = tables[0].dtype
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
-    for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
-        check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
     impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     return gather_bounded(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype, impl)
 
@@ -254,8 +254,8 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
             f"{len(indices)}"
         )
     for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
-        check_dim(f"tables[{k}]", table, "[N, D]")
+        check_dim(f"tables[{k}]", table, "[N, D]", D=tables[0].shape[1] if k else None)
         check_dtype(f"tables[{k}]", table)
-        check_size(f"tables[{k}]", table.shape[1], tables[0].shape[1], "D")
         check_device(f"tables[{k}]", table, "tables[0]", tables[0])
         check_index(f"indices[{k}]", index, indices[0].shape[0] if k else None, "tables[0]", tables[0])
+        check_indices(f"indices[{k}]", index, table.shape[0], f"tables[{k}]")

@@ -22,7 +22,7 @@ from jfi.utils.arguments import (
     module_name,
     shown,
 )
-from jfi.utils.operands import MISSING, NO_ID, IdMap, SeenIds
+from jfi.utils.operands import MISSING, NO_ID, IdMap
 
 #: Row of all ids without a row of their own.
 SHARED_ROW = 0
@@ -131,15 +131,14 @@ class GrowingIds(nn.Module):
         Raises:
             ValueError, TypeError: the batch lacks a key, or its ids are no integers.
         """
-        maps = {config.name: self._map(config.name).tensors() for config in self.configs}
-        return _mapped(ids, self._table_of_key, maps, self.training)
+        maps = {one.config.name: one.tensors() for one in self.maps.values()}
+        return _mapped(ids, self._table_of_key, maps, [one.batches for one in self.maps.values()], self.training)
 
     @property
     def outside_ids(self) -> tuple[OutsideIds, ...]:
         """Returns how often 2**63 - 1 has occurred in training, by table, for `jfi.modules.outside_ids`."""
-        names = [config.name for config in self.configs]
-        counts = torch.cat([self._map(name).num_reserved for name in names])
-        return () if counts.is_meta else (OutsideIds(names, counts),)
+        counts = torch.cat([one.num_reserved for one in self.maps.values()])
+        return () if counts.is_meta else (OutsideIds([config.name for config in self.configs], counts),)
 
     def is_due(self, step: int) -> bool:
         """Returns whether an admission is due after this step, counted from 1.
@@ -161,14 +160,14 @@ class GrowingIds(nn.Module):
             ValueError: the only batch since the last admission, as the first one of a run, had more distinct ids than
                 its table has rows; nothing is admitted.
         """
-        recorded = {config.name: self._map(config.name).recorded() for config in self.configs}
-        for config in self.configs:
-            if (most := recorded[config.name][2]) >= config.capacity:
+        recorded = [(one, *one.recorded()) for one in self.maps.values()]
+        for one, _, _, most in recorded:
+            if most >= one.config.capacity:
                 raise ValueError(
-                    f"capacity of table '{config.name}' must be above the number of distinct ids of a batch, at least "
-                    f"{most}, got {config.capacity}"
+                    f"capacity of table '{one.config.name}' must be above the number of distinct ids of a batch, at "
+                    f"least {most}, got {one.config.capacity}"
                 )
-        found = {name: self._map(name).admit(ids, counts) for name, (ids, counts, _) in recorded.items()}
+        found = {one.config.name: one.admit(ids, counts) for one, ids, counts, _ in recorded}
         return {name: rows for name, rows in found.items() if len(rows)}
 
     @torch.no_grad()
@@ -190,7 +189,7 @@ class GrowingIds(nn.Module):
     def ids(self, table: str) -> Tensor:
         """Returns the raw id [capacity] of each row of a table; 0 for the shared row and rows without an owner."""
         require_keys("tables", [config.name for config in self.configs], [table])
-        return self._map(table).ids()
+        return self.maps[module_name(table)].ids()
 
     def reset_parameters(self) -> None:
         """Forgets all ids; needed after `to_empty()`."""
@@ -199,9 +198,6 @@ class GrowingIds(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join([f"{config.name}={config.capacity}" for config in self.configs] + [f"every={self.every}"])
-
-    def _map(self, table: str) -> "_Map":
-        return self.maps[module_name(table)]
 
 
 class _Map(nn.Module):
@@ -212,7 +208,7 @@ class _Map(nn.Module):
 
     def __init__(self, config: GrowingTable, device: torch.device | None) -> None:
         super().__init__()
-        self._config, self._policy = config, LRU_EvictionPolicy()
+        self.config, self._policy = config, LRU_EvictionPolicy()
         # The ids, ascending, the row of each, and the admission before which it occurred last.
         numbers = dict.fromkeys(("sorted_ids", "rows", "last_seen"), config.capacity) | {"admissions": 1}
         # What was recorded since the last admission.
@@ -226,18 +222,16 @@ class _Map(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
         self.sorted_ids.fill_(NO_ID)
-        self.rows.copy_(torch.arange(1, self._config.capacity + 1, device=self.rows.device))
+        self.rows.copy_(torch.arange(1, self.config.capacity + 1, device=self.rows.device))
         self.rows[-1] = SHARED_ROW
-        self.last_seen.zero_()
-        self.admissions.zero_()
-        self.num_reserved.zero_()
-        self.forget_recorded()
 
-    def tensors(self) -> tuple[IdMap, SeenIds, Tensor]:
-        """Returns the ids with their rows, what was recorded of batches, and the number of these."""
-        table = IdMap(self.sorted_ids, self.rows)
-        return table, SeenIds(self.is_seen, self.new_ids, self.num_new, self.num_reserved), self.batches
+    def tensors(self) -> IdMap:
+        """Returns the ids with their rows, and what was recorded."""
+        recorded = self.is_seen, self.new_ids, self.num_new, self.num_reserved
+        return IdMap(self.sorted_ids, self.rows, *recorded)
 
     def forget_recorded(self) -> None:
         for buffer in (self.is_seen, self.new_ids, self.num_new, self.batches):
@@ -249,23 +243,31 @@ class _Map(nn.Module):
         The third is 0 unless every process recorded exactly one batch. In a process group it is a
         collective, after which every process has the others' marks of known ids.
         """
-        ids, counts = torch.unique(self.new_ids[: int(self.num_new)], return_counts=True)
-        most = (len(ids) + self.is_seen.sum()) * (self.batches[0] == 1)
-        return _merged_over_processes(ids, counts, most, self.is_seen)
+        own = torch.unique(self.new_ids[: int(self.num_new)])
+        most = (len(own) + self.is_seen.sum()) * (self.batches[0] == 1)
+        new = self._gathered()
+        if dist.is_initialized():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return *torch.unique(new, return_counts=True), int(most)
 
     def gather_recorded(self) -> None:
         """Takes what all processes have recorded, which is no longer of one batch."""
-        num_new, ranks = self.num_new.clamp(max=len(self.new_ids)), dist.get_world_size()
-        counts = [torch.empty_like(num_new) for _ in range(ranks)]
-        dist.all_gather(counts, num_new)
-        longest = int(torch.stack(counts).amax())
-        parts = [self.new_ids.new_empty(longest) for _ in range(ranks)]
-        dist.all_gather(parts, self.new_ids[:longest].contiguous())
-        _join_marks(self.is_seen)
+        new = self._gathered()[: len(self.new_ids)]
         dist.all_reduce(self.batches)
-        new = torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])[: len(self.new_ids)]
         self.new_ids[: len(new)] = new
         self.num_new.fill_(len(new))
+
+    def _gathered(self) -> Tensor:
+        """Returns the new ids of all processes, and marks here the known ids that any of them has marked."""
+        new = self.new_ids[: int(self.num_new)]
+        if not dist.is_initialized():
+            return new
+        dist.all_reduce(self.is_seen.view(torch.uint8), dist.ReduceOp.MAX)
+        counts = new.new_empty(dist.get_world_size())
+        dist.all_gather(list(counts.split(1)), new.new_tensor([len(new)]))
+        parts = new.new_empty(len(counts), int(counts.amax()))
+        dist.all_gather(list(parts.unbind()), nn.functional.pad(new, (0, parts.shape[1] - len(new))))
+        return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
 
     def admit(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Gives rows to new ids, distinct and ascending, and forgets what was recorded.
@@ -277,7 +279,7 @@ class _Map(nn.Module):
         if not len(known) and not len(ids):
             return ids
         # The policy prefers the first ones: those with a row, then the most frequent ones.
-        frequent = counts >= self._config.min_count
+        frequent = counts >= self.config.min_count
         counts, order = torch.sort(counts[frequent], descending=True, stable=True)
         ids = ids[frequent][order]
         self.admissions += 1
@@ -285,7 +287,7 @@ class _Map(nn.Module):
         all_now = torch.full((number,), now, device=ids.device)
         evicted, admitted = self._policy.update_metadata_and_generate_eviction_scores(
             now,
-            self._config.capacity,
+            self.config.capacity,
             torch.arange(number, device=ids.device),
             all_now,  # counts, which it does not read
             torch.arange(number, device=ids.device) < len(known),
@@ -336,7 +338,8 @@ def _mix(state: Tensor) -> Tensor:
 def _mapped(
     ids: KeyedJaggedTensor,
     table_of_key: dict[str, str],
-    maps: dict[str, tuple[IdMap, SeenIds, Tensor]],
+    maps: dict[str, IdMap],
+    batches: list[Tensor],
     records: bool,
 ) -> KeyedJaggedTensor:
     """Returns the batch with rows instead of raw ids; lengths, offsets and weights are the same tensors."""
@@ -345,12 +348,11 @@ def _mapped(
     for key, own in ids.to_dict().items():
         values = own.values()
         if key in table_of_key:
-            table, seen, _ = maps[table_of_key[key]]
-            values = map_ids(values.long(), table, seen if records else None).to(values.dtype)
+            values = map_ids(values.long(), maps[table_of_key[key]], records).to(values.dtype)
         by_key[key] = JaggedTensor(values, own.weights_or_none(), own.lengths_or_none(), own.offsets_or_none())
     if records:
-        for *_, batches in maps.values():
-            batches.add_(1)
+        for count in batches:
+            count.add_(1)
     varies = ids.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=ids.keys(),
@@ -365,26 +367,3 @@ def _mapped(
         jt_dict=by_key,
         inverse_indices=ids.inverse_indices_or_none(),
     )
-
-
-def _merged_over_processes(ids: Tensor, counts: Tensor, most: Tensor, is_seen: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the new ids of all processes, with their counts, and the most distinct ones of a batch; joins marks."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return ids, counts, int(most)
-    _join_marks(is_seen)
-    sizes = ids.new_empty(ranks, 2)
-    dist.all_gather(list(sizes.unbind()), torch.stack([most.new_tensor(len(ids)), most]))
-    longest, largest = sizes.amax(0).tolist()
-    own = ids.new_zeros(2, longest)  # counts of 0 behind the last id
-    own[:, : len(ids)] = torch.stack([ids, counts])
-    gathered = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(gathered, own)
-    ids, counts = torch.cat(gathered, dim=1)
-    distinct, inverse = torch.unique(ids[counts > 0], return_inverse=True)
-    return distinct, torch.zeros_like(distinct).scatter_add_(0, inverse, counts[counts > 0]), largest
-
-
-def _join_marks(marks: Tensor) -> None:
-    """Marks in all processes what one of them has marked."""
-    dist.all_reduce(marks.view(torch.uint8), dist.ReduceOp.MAX)

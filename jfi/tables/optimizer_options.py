@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -24,7 +25,7 @@ OPTIMIZERS: dict[type, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-class ParameterGroup(MutableMapping):
+class ParameterGroup(UserDict):
     """The options of the optimizer; writing "lr" writes the tensor that the steps read.
 
     Args:
@@ -33,11 +34,8 @@ class ParameterGroup(MutableMapping):
     """
 
     def __init__(self, options: dict[str, Any], fixed: dict[str, Any]) -> None:
-        self.options, self._fixed = dict(options), fixed
+        self.data, self._fixed = dict(options), fixed
         self.learning_rate = torch.tensor(float(options["lr"]))
-
-    def __getitem__(self, key: str) -> Any:
-        return self.options[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params" or (key in self._fixed and value != self._fixed[key]):
@@ -45,21 +43,16 @@ class ParameterGroup(MutableMapping):
         if key == "lr":  # a tensor too: what is written into it later would not be seen
             value = float(value)
             self.learning_rate.fill_(value)
-        self.options[key] = value
+        self.data[key] = value
 
     def __delitem__(self, key: str) -> None:
         if key in self._fixed or key in ("lr", "params"):
             raise ValueError(f"{key} is an option of a fused collection and must stay in its group")
-        del self.options[key]
+        del self.data[key]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.options)
-
-    def __len__(self) -> int:
-        return len(self.options)
-
-    def __repr__(self) -> str:
-        return repr(self.options)
+    def __ior__(self, other: Mapping[str, Any]) -> "ParameterGroup":  # UserDict's writes none of its items
+        self.update(other)
+        return self
 
 
 class ScalerCheck:

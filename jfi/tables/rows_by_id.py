@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi.ops.checks import check_device, check_dim, check_dtype, check_index, check_size
+from jfi.ops.checks import check_device, check_dim, check_dtype, check_index
 from jfi.tables.gather_rows import (
     bound_ids,
     check_indices,
@@ -68,14 +68,10 @@ def rows_by_id(
     for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
         own = "key" if len(tables) == 1 else f"key[{k}]"
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
-        check_dim(own, table, "[N, G, D]")
+        check_dim(own, table, "[N, G, D]", G=first.shape[1] if k else None, D=width)
         check_dtype(own, table)
-        if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
-            raise ValueError(
-                f"{own} must be like key[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
-                f"with rows of {list(table.shape[1:])}"
-            )
-        check_size(own, table.shape[2], width, "D")
+        if table.dtype != first.dtype:
+            raise TypeError(f"{own} must have the dtype of key[0], {first.dtype}, got {table.dtype}")
         check_device(own, table, "key", first)
         check_index(of, index, indices[0].shape[0] if k else None, "key", first)
         check_indices(of, index, table.shape[0], own, padded=padding_state.is_padded)

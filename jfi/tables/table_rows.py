@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.reference import select_words, unpack_digits
 from jfi.tables.gather_rows import bound_ids, check_indices, cut, read_rows, with_gradient
+from jfi.tables.rows_by_id import RowsById
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
 
@@ -30,6 +32,7 @@ class UnreadRows(JaggedTensor):
         self.rows = rows
         super().__init__(rows, lengths=lengths, offsets=offsets, weights=weights)
         self._read: Tensor | None = None
+        self._has_gradient = False
 
     def read(self) -> Tensor:
         """Returns the embeddings [S, D], with their gradient."""
@@ -42,20 +45,14 @@ class UnreadRows(JaggedTensor):
         return other
 
     @property
-    def is_trained(self) -> bool:
-        """Returns whether the embeddings have a gradient."""
-        return self.rows.requires_grad
-
-    @property
     def is_read(self) -> bool:
         """Returns whether the embeddings [S, D] have been made."""
         return self._read is not None
 
     @property
     def _values(self) -> Tensor:  # read by JaggedTensor's methods
-        wants_grad = torch.is_grad_enabled() and self.is_trained
-        if self._read is None or (wants_grad and not self._read.requires_grad):
-            self._read = self.read()
+        if self._read is None or (torch.is_grad_enabled() and not self._has_gradient):
+            self._read, self._has_gradient = self.read(), torch.is_grad_enabled()
         return self._read
 
     @_values.setter
@@ -113,10 +110,12 @@ class TableRows(UnreadRows):
         if lengths is None and offsets is None:
             raise ValueError("lengths or offsets must be given, got None for both")
         self.table, self.ids = table, ids
+        #: What attention reads, and the layer's `Events` hold.
+        self.by_id = RowsById(rows, (table,), (ids,))
         super().__init__(rows, lengths, offsets, weights)
 
     def read(self) -> Tensor:
-        return read_rows((self.rows, (self.table,), (self.ids,)))
+        return read_rows(self.by_id)
 
 
 class RemoteAttention(Protocol):
@@ -154,8 +153,6 @@ class RemoteRows(UnreadRows):
         parts: lengths, offsets and weights.
     """
 
-    is_trained = True
-
     def __init__(self, events: dict[str, RemoteAttention], rows: Tensor, **parts: Tensor | None) -> None:
         self.events = events
         super().__init__(rows, **parts)
@@ -190,16 +187,13 @@ class DigitRows(UnreadRows):
         weights: Tensor | None = None,
     ) -> None:
         self.ids, self.embedding = ids, embedding
-        self._words: Tensor | None = None
         rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
         super().__init__(rows, lengths, offsets, weights)
 
-    @property
+    @cached_property
     def words(self) -> Tensor:
         """Returns words [S, ceil((L + 2) / 16)] int32; or those of a catalogue, of which the events are `indices`."""
-        if self._words is None:
-            self._words = self.embedding.words(self.ids)
-        return self._words
+        return self.embedding.words(self.ids)
 
     @property
     def indices(self) -> Tensor | None:
@@ -214,10 +208,6 @@ class DigitRows(UnreadRows):
         other = self.with_parts(**parts_of(self))
         other.rows = self.rows.new_zeros((), dtype=dtype).expand_as(self.rows)
         return other
-
-    @property
-    def is_trained(self) -> bool:
-        return any([one.requires_grad for one in self.embedding.parameters()])
 
 
 def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:

@@ -1,5 +1,8 @@
 """Training of a SequenceDLRM on an InteractionDataset: typed config, loop, metrics, checkpoints, plots."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from jfi.training.config import (
     Config,
     ConfigError,
@@ -10,9 +13,11 @@ from jfi.training.config import (
     ShardingConfig,
     TrainingConfig,
 )
-from jfi.training.metrics.label_metrics import Result
-from jfi.training.run.interrupt import Interrupted
-from jfi.training.start import resume, train
+
+if TYPE_CHECKING:
+    from jfi.training.metrics.label_metrics import Result
+    from jfi.training.run.interrupt import Interrupted
+    from jfi.training.start import resume, train
 
 __all__ = [
     "Config",
@@ -28,3 +33,17 @@ __all__ = [
     "resume",
     "train",
 ]
+
+#: Imported on first use, since they need torch: a command refuses wrong settings without it.
+_LAZY = {
+    "Interrupted": "jfi.training.run.interrupt",
+    "Result": "jfi.training.metrics.label_metrics",
+    "resume": "jfi.training.start",
+    "train": "jfi.training.start",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

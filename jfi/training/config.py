@@ -5,13 +5,12 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jfi.data import DataConfig
-from jfi.data.config import AGE, HISTORY
-from jfi.training.metrics.label_metrics import MONITORS
+from jfi.data.config import Task
+from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
@@ -20,12 +19,10 @@ from jfi.training.model_config import (
     OptimizerGroup,
     PretrainedConfig,
     ShardingConfig,
-    check_bias,
     event_width,
     require,
 )
 from jfi.utils.errors import suggest
-from jfi.utils.operands import MAX_BUCKETS
 
 __all__ = [
     "Config",
@@ -37,9 +34,10 @@ __all__ = [
     "PretrainedConfig",
     "ShardingConfig",
     "TrainingConfig",
-    "check_bias",
 ]
 
+#: What may select the best epoch, by task; the first one does so by default.
+MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}
 #: By experiment tracker the options that a config may give its logger. Not among them are those that read files or
 #: upload code; a logger with other options, or of another kind, is made in code.
 TRACKERS = {
@@ -60,7 +58,6 @@ TRACKERS = {
 }
 #: How MLflow's `tracking_uri` may begin. A database server's driver may load libraries that its URL names.
 _URIS = ("http://", "https://", "sqlite:///", "file:", "/", "databricks")
-_PUBLISH_TO = "null without training.publish_every"
 
 
 @dataclass
@@ -78,9 +75,9 @@ class TrainingConfig:
             has so many parts, and attention must go to the rows.
         admit_every: with a `capacity` of `data.features`, steps between two admissions, in which new values get rows of
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
-        publish_every: with `jfi train --follow`, seconds between two published versions of the model, which `jfi serve
-            --follow` applies as they come; null publishes none. Needs `optimizer.ema_decay: null`.
-        publish_to: folder of the published versions; null means `published` in the run folder.
+        publish_every: with `jfi train --follow`, seconds between two versions of the model that are published in the
+            run's folder `published`, from where `jfi serve --follow` applies them as they come; null publishes none.
+            Needs `optimizer.ema_decay: null`.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), `user_auc` (AUC per
             user, highest), or one of those that `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full`
@@ -127,44 +124,33 @@ class TrainingConfig:
     """
 
     run_dir: str | None = None
-    epochs: int = 10
-    batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    admit_every: int = 100
-    publish_every: float | None = None
-    publish_to: str | None = None
-    eval_batch_size: int = 4096
+    epochs: Count = 10
+    batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1
+    admit_every: Count = 100
+    publish_every: NonNegative | None = None
+    eval_batch_size: Count = 4096
     monitor: str = "auto"
-    positive_weight: float = 1.0
-    eval_every: int = 0
-    patience: int | None = 2
-    seed: int = 0
+    positive_weight: Positive = 1.0
+    eval_every: Natural = 0
+    patience: Count | None = 2
+    seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
-    max_grad_norm: float | None = None
+    max_grad_norm: Positive | None = None
     cuda_graph: Literal["auto", "always", "never"] = "auto"
     logger: str | None = None
     logger_options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    log_every: int = 50
-    checkpoint_every: int = 0
+    log_every: Count = 50
+    checkpoint_every: Natural = 0
     warm_start: str | None = None
-    rows_after: float | Literal["auto"] | None = "auto"
+    rows_after: Finite | Literal["auto"] | None = "auto"
     ranking: Literal["none", "sampled", "full"] = "sampled"
-    ranking_k: int = 10
-    ranking_positives: int | None = 1000
+    ranking_k: Count = 10
+    ranking_positives: Count | None = 1000
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "gradient_accumulation_steps",
-            "admit_every",
-            "eval_batch_size",
-            "log_every",
-            "ranking_k",
-        ):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"training.{name}", value, "at least 1")
+        check_bounds(self, "training.", ConfigError)
         parts, most = self.gradient_accumulation_steps, self.batch_size
         require(
             most is None or parts <= most,
@@ -173,24 +159,6 @@ class TrainingConfig:
             f"at most training.batch_size, {most}",
         )
         self._check_logger()
-        require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
-        for name in ("checkpoint_every", "eval_every"):
-            require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
-        after = self.rows_after
-        known = after is None or after == "auto" or math.isfinite(after)
-        require(known, "training.rows_after", after, "a time, auto or null")
-        every = self.publish_every
-        require(
-            every is None or 0 <= every < math.inf, "training.publish_every", every, "0 or more and finite, or null"
-        )
-        require(every is not None or self.publish_to is None, "training.publish_to", self.publish_to, _PUBLISH_TO)
-        norm = self.max_grad_norm
-        require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
-        weight = self.positive_weight
-        require(0 < weight < math.inf, "training.positive_weight", weight, "positive and finite")
-        limit = self.ranking_positives
-        require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
-        require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
 
     def _check_logger(self) -> None:
         name, options = self.logger, self.logger_options
@@ -241,9 +209,6 @@ class Config:
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
-        rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
-        why = f"at most {MAX_BUCKETS} with encoder.relative_bias"
-        require(not limited or rows <= MAX_BUCKETS, "model.num_buckets", rows, why)
         if self.data.batching == "user":
             self._check_shared()
         has_sids = self.data.semantic_ids is not None or self.data.prepared is not None
@@ -311,6 +276,3 @@ class Config:
             why = "with data.batching: user, where encoded events are the same for all samples of a user"
             require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
             require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
-        if HISTORY + AGE in self.model.biases() and self.model.pooling == "attention":
-            buckets, most = self.data.num_age_buckets, f"at most {MAX_BUCKETS} with data.batching: user"
-            require(buckets <= MAX_BUCKETS, "data.num_age_buckets", buckets, most)

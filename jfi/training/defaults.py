@@ -6,9 +6,8 @@ import operator
 from jfi.data import InteractionDataset
 from jfi.data.config import AGE, HISTORY
 from jfi.training.config import Config
-from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
-from jfi.utils.operands import MAX_BUCKETS
+from jfi.training.distributed.sharding import with_exchange
 
 #: Training samples from which on a step has more of them.
 _LARGE = 150_000
@@ -20,7 +19,7 @@ _PRIOR = 0.2
 def with_bias(config: Config) -> Config:
     """Returns the config with the biases that `model.bias: auto` stands for.
 
-    They are heads by age and by recency, as far as there are several heads and the ages have few enough buckets.
+    They are heads by age and, where there are several heads, by recency.
 
     Args:
         config: with the settings of its prepared dataset, see `jfi.data.prepared.manifest.resolve`.
@@ -28,8 +27,6 @@ def with_bias(config: Config) -> Config:
     if config.model.bias != "auto":
         return config
     biases = [HISTORY + AGE, *(["recency"] if config.model.num_heads > 1 else [])]
-    if config.data.batching == "user" and config.data.num_age_buckets > MAX_BUCKETS:
-        del biases[0]
     if config.model.pooling != "attention":
         biases = []
     if config.encoder.num_layers:

@@ -1,13 +1,13 @@
 """The sections of a run's config that say what is trained: `model`, `encoder`, `optimizer` and `sharding`."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from jfi.data.config import AGE, HISTORY
-from jfi.models.sequence_dlrm import Pooling
+from msgspec import Meta
+
+from jfi.data.setting_types import Count, Dropout, Natural, NonNegative, Positive, check_bounds
 from jfi.utils.errors import InputError
 from jfi.utils.files import absolute_path
 
@@ -22,8 +22,8 @@ def require(condition: bool, key: str, got: object, must: str) -> None:
         raise ConfigError(f"{key}: got {got!r}, must be {must}")
 
 
-#: Values of a bias other than null; the last one is the bucket key that every data schema has.
-_BIASES = ("position", "recency", "weights", HISTORY + AGE)
+#: A bias of attention's scores; the last one is the bucket key that every data schema has.
+Bias = Literal["position", "recency", "weights", "history_age"]
 
 
 def event_width(widths: Mapping[str, int], default: int) -> int:
@@ -44,11 +44,6 @@ def event_width(widths: Mapping[str, int], default: int) -> int:
     return default if first is None else widths[first]
 
 
-def check_bias(key: str, bias: str | None) -> None:
-    """Raises ConfigError unless `bias`, the value of the option `key`, is known."""
-    require(bias is None or bias in _BIASES, key, bias, f"null or one of {', '.join(_BIASES)}")
-
-
 @dataclass
 class PretrainedConfig:
     """Embeddings from a file, for the values of a categorical column.
@@ -58,7 +53,8 @@ class PretrainedConfig:
         id_column: of a Parquet file, the column with the values.
         vector_column: of a Parquet file, the column with lists of numbers.
         ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
-        frozen: whether these rows are kept fixed. Values that the file lacks have random rows that are trained.
+        frozen: whether these rows are kept fixed, under torchrun with `sharding.exchange: attention` alone. Values that
+            the file lacks have random rows that are trained.
     """
 
     path: str
@@ -79,12 +75,10 @@ class ModelConfig:
         attention_layers: how often the target attends to the events: from the second time on its query is the previous
             result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
-            from the newest event); by `recency`, which is the position with a table that begins with heads for the
-            newest events; or `weights` of the events; or null. An unknown bucket key is refused. In a list each bias
-            has its own heads, whose result is a separate entry. `auto` is heads by age and by recency; with an encoder,
-            or a single head, by age alone.
-        num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
-            which it is at most 64; the data determines those of a bucket key.
+            from the newest event, up to 32); by `recency`, which is the position with a table that begins with heads
+            for the newest events; or `weights` of the events; or null. In a list each bias has its own heads, whose
+            result is a separate entry. `auto` is heads by age and by recency; with an encoder, or a single head, by
+            age alone.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
@@ -101,45 +95,35 @@ class ModelConfig:
         pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
     """
 
-    embedding_dim: int = 64
-    pooling: Pooling = "attention"
-    num_heads: int = 4
-    attention_layers: int = 1
-    bias: str | list[str] | None = "auto"
-    num_buckets: int = 32
+    embedding_dim: Count = 64
+    pooling: Literal["attention", "mean", "sum", "none"] = "attention"
+    num_heads: Count = 4
+    attention_layers: Count = 1
+    bias: Literal["auto"] | Bias | list[Bias] | None = "auto"
     combine: Literal["sum", "concat"] = "sum"
-    dense_arch: list[int] = field(default_factory=lambda: [64])
-    cross_layers: int = 2
-    over_arch: list[int] = field(default_factory=lambda: [128, 64])
-    experts: int = 0
-    dropout: float = 0.1
+    dense_arch: list[Count] = field(default_factory=lambda: [64])
+    cross_layers: Natural = 2
+    over_arch: Annotated[list[Count], Meta(min_length=1)] = field(default_factory=lambda: [128, 64])
+    experts: Natural = 0
+    dropout: Dropout = 0.1
     semantic_ids: Literal["digits", "decode"] = "digits"
     item_id: bool = True
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("embedding_dim", "num_heads", "num_buckets", "attention_layers"):
-            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
-        require(self.experts == 0 or self.experts >= 2, "model.experts", self.experts, "0, or at least 2")
+        check_bounds(self, "model.", ConfigError)
+        require(self.experts != 1, "model.experts", self.experts, "0, or at least 2")
         biases = self.biases()
-        for bias in biases:
-            check_bias("model.bias", bias)
         require(
             len(set(biases)) == len(biases) > 0, "model.bias", self.bias, "null, a bias, or a list of distinct ones"
         )
-        for name in ("dense_arch", "over_arch"):
-            sizes = getattr(self, name)
-            require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "a list of positive sizes")
-        require(len(self.over_arch) >= 1, "model.over_arch", self.over_arch, "a list of at least one size")
         require(
             self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
         )
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
         fits = "recency" not in biases or self.num_heads > 1
         require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
 
-    def biases(self) -> list[str | None]:
+    def biases(self) -> Sequence[str | None]:
         """The biases, of which each has attention heads of its own; none for `auto`, which `settle` replaces."""
         if self.bias == "auto":
             return [None]
@@ -163,8 +147,6 @@ class EncoderConfig:
         num_layers: number of blocks; 0 for no encoder. With `model.pooling: none` there is none either. Time grows with
             the sum of the squared lengths: see `data.max_history`.
         num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
-        feedforward_ratio: width of the hidden layer of a block's feed-forward part, as a multiple of
-            `model.embedding_dim`.
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
         bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
@@ -172,20 +154,15 @@ class EncoderConfig:
             between them, which needs `causal: true`; or null.
     """
 
-    num_layers: int = 0
-    num_heads: int = 4
-    feedforward_ratio: int = 4
-    dropout: float = 0.0
+    num_layers: Natural = 0
+    num_heads: Count = 4
+    dropout: Dropout = 0.0
     causal: bool = False
-    bias: str | None = None
+    bias: Bias | None = None
     relative_bias: Literal["distance"] | None = None
 
     def __post_init__(self) -> None:
-        check_bias("encoder.bias", self.bias)
-        require(self.num_layers >= 0, "encoder.num_layers", self.num_layers, "0 or more")
-        for name in ("num_heads", "feedforward_ratio"):
-            require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
-        require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
+        check_bounds(self, "encoder.", ConfigError)
         fits = self.bias != "recency" or self.num_heads > 1
         require(fits, "encoder.num_heads", self.num_heads, "at least 2 with encoder.bias recency")
         is_causal = self.relative_bias is None or self.causal
@@ -211,8 +188,8 @@ class OptimizerGroup:
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
-    learning_rate: float = 1e-3
-    weight_decay: float | Literal["auto"] = 0.0
+    learning_rate: Positive = 1e-3
+    weight_decay: NonNegative | Literal["auto"] = 0.0
 
     @property
     def decay(self) -> float:
@@ -238,23 +215,18 @@ class OptimizerConfig:
 
     dense: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(learning_rate=3e-3))
     embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup("adagrad", 0.05, "auto"))
-    ema_decay: float | Literal["auto"] | None = "auto"
+    ema_decay: Annotated[float, Meta(gt=0, lt=1)] | Literal["auto"] | None = "auto"
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
 
     def __post_init__(self) -> None:
+        check_bounds(self, "optimizer.", ConfigError)
         for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
-            key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
-            require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
-            may_be_auto = name == "embeddings"
-            known = may_be_auto if decay == "auto" else 0 <= decay < math.inf
-            must = f"{'auto, or a number of ' if may_be_auto else ''}0 or more and finite"
-            require(known, f"{key}.weight_decay", decay, must)
+            check_bounds(group, f"optimizer.{name}.", ConfigError)
+        decay = self.dense.weight_decay
+        require(decay != "auto", "optimizer.dense.weight_decay", decay, "a number, since auto is of tables alone")
         dense = self.dense.name
         require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
-        in_range = self.ema_decay in (None, "auto") or 0 < self.ema_decay < 1
-        require(in_range, "optimizer.ema_decay", self.ema_decay, "between 0 and 1, auto or null")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
 
 
 @dataclass
@@ -281,21 +253,16 @@ class ShardingConfig:
     """
 
     type: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise"] = "auto"
-    min_partition: int = 16
+    min_partition: Annotated[int, Meta(ge=4, multiple_of=4)] = 16
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
-    cache_load_factor: float = 0.2
+    cache_load_factor: Annotated[float, Meta(gt=0, le=1)] = 0.2
     exchange: Literal["auto", "attention", "rows"] = "auto"
-    replicate_below: int = 100_000
+    replicate_below: Natural = 100_000
     communication: Literal["float32", "bfloat16"] = "float32"
-    group_size: int | None = None
-    sync_every: int = 1
+    group_size: Count | None = None
+    sync_every: Count = 1
 
     def __post_init__(self) -> None:
-        width, fraction = self.min_partition, self.cache_load_factor
-        require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
-        require(0 < fraction <= 1, "sharding.cache_load_factor", fraction, "in (0, 1]")
-        require(self.replicate_below >= 0, "sharding.replicate_below", self.replicate_below, "at least 0")
-        require(self.group_size is None or self.group_size >= 1, "sharding.group_size", self.group_size, "positive")
-        require(self.sync_every >= 1, "sharding.sync_every", self.sync_every, "positive")
+        check_bounds(self, "sharding.", ConfigError)
         alone = self.group_size is None and self.sync_every > 1
         require(not alone, "sharding.sync_every", self.sync_every, "1 unless sharding.group_size is given")

@@ -84,14 +84,7 @@ def check_device(argument: str, value: Any) -> None:
 
 
 def check_ascending(name: str, times: Tensor, offsets: Tensor, row: str) -> None:
-    """Raises ValueError unless times [S] are finite and do not decrease within a sample; reads them on the host.
-
-    Args:
-        name: of the argument.
-        times: integers or floating.
-        offsets: [B+1], from 0 to S.
-        row: what a time belongs to, for the message.
-    """
+    """Raises ValueError unless times [S] of ``row``s are finite and do not decrease within a sample; reads them."""
     if times.is_floating_point() and not bool(times.isfinite().all()):
         raise ValueError(f"{name} must be finite, got {times[~times.isfinite()][0].item()}")
     falls = times[1:] < times[:-1]

@@ -9,7 +9,7 @@ PyTorch:
     torch.autograd.forward_ad._current_level     sees forward-mode differentiation: operators would drop tangents
     torch.autograd._profiler_enabled             sees a profiler: traces would miss the operators' names
     torch.utils._python_dispatch.is_in_torch_dispatch_mode    sees fake tensors and make_fx: kernels would run on them
-    torch.utils._pytree                          takes batches apart: captured steps
+    torch.utils._pytree                          takes batches and arguments apart
     torch._C._current_graph_task_id              tells backward passes apart: fused table updates, padding of captured
         steps in threads of autograd
     torch._C._autograd._get_current_graph_task_keep_graph    sees retain_graph=True: rows that a second backward pass

@@ -122,7 +122,7 @@ class PaddingState:
         if torch.compiler.is_compiling():  # its guards see a change of `blocks`, not one of a thread's state
             return self.blocks[-1]
         default = self.blocks[-1] if compat.current_backward() != -1 else _UNPADDED
-        return getattr(self.of_thread, "batch", default)
+        return getattr(self.of_thread, "batch", None) or default
 
     @property
     def is_padded(self) -> bool:
@@ -151,9 +151,6 @@ def padded_to_capacity(fixed_length_keys: frozenset[str] = frozenset()) -> Itera
     try:
         yield
     finally:
-        if outer is None:
-            del state.of_thread.batch
-        else:
-            state.of_thread.batch = outer
+        state.of_thread.batch = outer
         last = max(i for i, block in enumerate(state.blocks) if block is batch)
         del state.blocks[last]

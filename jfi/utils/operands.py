@@ -37,6 +37,12 @@ def ceil_div(number: int, size: int) -> int:
     return -(-number // size)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Returns the tensor, contiguous and from a multiple of 16 bytes on, as TMA and the fast launcher want it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 class TargetAttentionInputs(NamedTuple):
     """The operands of `jfi.ops.target_attention`; a plan reads no content."""
 
@@ -122,28 +128,20 @@ class RowOptimizer(NamedTuple):
 
 
 class IdMap(NamedTuple):
-    """The rows of ids of any number.
+    """The rows of ids of any number, and the ids that have occurred since the last admission.
 
     Attributes:
         sorted_ids: [N] int64, ascending; `NO_ID` stands for a row without an owner, and the last one is.
         rows: [N] int64, the row of each of these; of the last one 0.
-    """
-
-    sorted_ids: Tensor
-    rows: Tensor
-
-
-class SeenIds(NamedTuple):
-    """The ids that have occurred since the last admission; a call of `map_ids` adds to them.
-
-    Attributes:
-        known: [N] bool, whether each of the table's ids has.
-        new_ids: [P] int64, ids that the table lacks, each time that they occurred.
+        is_seen: [N] bool, whether each of these has occurred.
+        new_ids: [P] int64, other ids, each time that they occurred.
         num_new: [1] int64, how many there were: those behind the first P are not kept.
         num_reserved: [1] int64, how often `NO_ID` has occurred, which never gets a row.
     """
 
-    known: Tensor
+    sorted_ids: Tensor
+    rows: Tensor
+    is_seen: Tensor
     new_ids: Tensor
     num_new: Tensor
     num_reserved: Tensor

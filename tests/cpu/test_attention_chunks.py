@@ -120,10 +120,11 @@ def test_scores_are_never_held_as_a_whole(lengths):
     x = [torch.randn(sum(lengths), 1, 8, requires_grad=True), torch.zeros(32, 1, requires_grad=True)]
     where = {"query_offsets": offsets, "query_time": times, "key_time": times}
     from jfi.cpu import jagged_attention
-    from jfi.ops.jagged_attention import _prepare
+    from jfi.ops.jagged_attention import prepare_jagged_attention
 
     options = dict.fromkeys(("key_offsets", "window_size", "max_visible", "key_bias", "position_bias", "scale"))
-    inputs, _ = _prepare(x[0], x[0], None, **where, **options, causal=False, time_bias=x[1], impl="torch")
+    options |= {"causal": False, "time_bias": x[1], "impl": "torch"}
+    inputs, _ = prepare_jagged_attention(x[0], x[0], None, **where, **options)
     with LargestTensor() as largest, torch.no_grad():
         out, lse = jagged_attention.forward(inputs)
         jagged_attention.backward(

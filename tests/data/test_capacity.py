@@ -126,7 +126,7 @@ def test_statistics_of_items_are_those_of_a_vocabulary(write):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"capacity": {"made": 1}}, "data.features 'made': capacity is 1; it must be from 2 to 2147483647"),
+        ({"capacity": {"made": 1}}, "data.features 'made': capacity: got 1, must be an integer in .2, 2147483648"),
         ({"capacity": {"made": 9}, "max_values": {"made": 2}}, "'made' has both max_values and capacity"),
         ({"capacity": {"made": 9}, "hash_buckets": {"made": 2}}, "'made' has both hash_buckets and capacity"),
         (

@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 from data_configs import data_config, replace_data
 
-from jfi.data import DataConfig, DataError, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, DataError, load_dataset
 
 HEADER = "user_id,item_id,rating,timestamp"
 ROWS = ["1,1,5,10", "2,1,1,20", "1,2,4,30", "2,2,2,40", "1,3,5,50", "2,3,1,60"]
@@ -117,9 +117,6 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"interactions": "ratings.xls"}, "ratings.xls: unknown file type; known names and suffixes: u.data, u.user, "),
         ({"interactions": None}, "data.interactions is not set; it must name the file of interactions"),
         ({"label": None, "negatives": 0}, "data.negatives is 0; without a label it must be at least 1"),
-        ({"max_history": 0}, "data.max_history is 0; it must be at least 1"),
-        ({"synthetic": SyntheticConfig(num_items=0)}, "data.synthetic.num_items is 0; it must be at least 1"),
-        ({"synthetic": SyntheticConfig(seed=-1)}, "data.synthetic.seed is -1; it must be at least 0"),
         (
             {"separators": {"rating": ""}},
             "data.features 'rating': separator is ''; it must be the separator",

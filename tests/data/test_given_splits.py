@@ -74,7 +74,7 @@ def test_a_fault_in_a_splits_file_names_that_file(write):
         ({"split": "column"}, "data.split_column is not set; data.split: column needs it"),
         ({"split": "files", "test": "t.csv"}, "data.validation is not set; data.split: files needs it"),
         ({"test": "t.csv"}, "data.test is set, but data.split is time; set data.split: files to use it"),
-        ({"split": "user", "split_seed": -1}, "data.split_seed is -1; it must be at least 0"),
+        ({"split": "user", "split_seed": -1}, "data.split_seed: got -1, must be an integer in .0, 4294967296"),
         ({"history": "clicked"}, "clicked"),
     ],
 )

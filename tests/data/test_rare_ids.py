@@ -131,7 +131,7 @@ def test_requests_get_the_ids_of_training(write, hashed):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_count": {"made": 0}}, "data.features 'made': min_count is 0; it must be from 1 to"),
+        ({"min_count": {"made": 0}}, "data.features 'made': min_count: got 0, must be an integer in"),
         (
             {"min_count": {"made": 2}, "hash_buckets": {"made": 9}},
             "'made' has both min_count and hash_buckets",

@@ -102,7 +102,7 @@ def test_a_saved_schema_is_the_same_schema(write, tmp_path):
     schema.save(tmp_path / "data")
     read = DataSchema.load(tmp_path / "data")
     assert (read.features, read.dense_names, read.item_key) == (schema.features, schema.dense_names, schema.item_key)
-    assert (read.max_history, read.num_age_buckets, read.titles) == (schema.max_history, schema.num_age_buckets, None)
+    assert (read.max_history, read.titles) == (schema.max_history, None)
     assert read.encodings.moments == schema.encodings.moments
     assert list(read.encodings.vocabularies["item_id"].values) == list(schema.encodings.vocabularies["item_id"].values)
     assert sorted(read.encodings.vocabularies["item_id"].values) == sorted(items)

@@ -280,7 +280,7 @@ def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"statistics": ["users"]}, "data.statistics has 'users'; did you mean 'user'"),
+        ({"statistics": ["users"]}, "data.statistics: got \\['users'\\], must be a list of"),
         (
             {"statistics": ["user_item", "user_category"], "item_categorical": ["item"]},
             "data.statistics makes 'past_user_item_rate' twice, by a category of the item; rename the column",

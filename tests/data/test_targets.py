@@ -130,10 +130,6 @@ def test_the_fingerprint_knows_all_labels_and_the_weight(table, write):
         ({"labels": LABELS[:1]}, "data.labels has one label; it must have at least two, or use data.label"),
         ({"labels": [LABELS[0], LABELS[0]]}, "data.labels has the name 'like' twice"),
         ({"labels": [LabelConfig("a b", "x"), LABELS[0]]}, "data.labels[0].name is 'a b'; it must be of letters"),
-        (
-            {"labels": [LABELS[0], LabelConfig("b", "x", weight=0.0)]},
-            "data.labels[1].weight is 0.0; it must be positive",
-        ),
         ({"labels": [LABELS[0], LabelConfig("b", "x > 1", "regression")]}, "label 'x > 1' is a rule; with task"),
         ({"labels": LABELS, "label": "seen"}, "data.label and data.task are 'seen', binary, but the first of data.la"),
         ({"task": "regression"}, "data.task is regression, but data.label is not set"),
@@ -151,6 +147,8 @@ def test_settings_that_no_table_fits(settings, expected):
     with pytest.raises(DataError) as fault:
         check_data_config(data_config(**{"interactions": "r.csv", **settings}))
     assert str(fault.value).startswith(expected)
+    with pytest.raises(DataError, match=r"^data\.labels 'b': weight: got 0\.0, must be a number above 0 and finite$"):
+        LabelConfig("b", "x", weight=0.0)
 
 
 def test_a_label_that_is_constant_or_empty_in_a_split_is_refused(write):

@@ -100,7 +100,7 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     "options",
     [
         {"bias": "history_age"},
-        {"bias": "position", "num_buckets": 4, "combine": "concat"},
+        {"bias": "position", "combine": "concat"},
         {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
         {"pooling": "mean"},
         {"pooling": "sum", "combine": "concat"},

@@ -19,8 +19,7 @@ from jfi import (
     WeightBias,
 )
 from jfi.modules import JaggedPooling
-from jfi.semantic_ids import DiscretePCA
-from jfi.semantic_ids.packing import pack_trits
+from jfi.semantic_ids import DiscretePCA, Layout
 
 WIDTH, ROWS = 8, 20
 TASTE = SequenceFeatureConfig("taste", ["history"], ["item"])
@@ -197,7 +196,7 @@ def test_ids(read):
         lengths = torch.tensor(ends).diff().repeat(len(keys))
         item = torch.randn(len(ends) - 1, WIDTH, requires_grad=True)
         count = len(keys) * ends[-1]
-        sids = pack_trits(torch.randint(-1, 2, (count, 10)))
+        sids = Layout(10).pack(torch.randint(-1, 2, (count, 10)))
         batches.append((torch.randint(ROWS, (count,)) if read == "collection" else sids, lengths, item))
     compare(model, interact, batches)
 

@@ -13,8 +13,7 @@ from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.ops import checks
-from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA
-from jfi.semantic_ids.packing import pack_trits
+from jfi.semantic_ids import UNKNOWN_SID, DiscretePCA, Layout
 from jfi.tables.table_rows import DigitRows
 from jfi.utils.context import padded_to_capacity
 from jfi.utils.jagged import Timelines
@@ -51,7 +50,7 @@ def batch(num_digits: int, device: torch.device, weighted: bool = False) -> Keye
     lengths = {"seen": LENGTHS, "seen_too": LENGTHS, "bought": LENGTHS[::-1], "bucket": LENGTHS}
     values = []
     for key in lengths:
-        sids = pack_trits(torch.randint(-1, 2, (sum(LENGTHS), num_digits)))
+        sids = Layout(num_digits).pack(torch.randint(-1, 2, (sum(LENGTHS), num_digits)))
         sids[torch.rand(len(sids)) < 1 / 3] = UNKNOWN_SID
         sids[-1] = UNKNOWN_SID
         values.append(torch.randint(4, (len(sids),)) if key == "bucket" else sids)
@@ -239,7 +238,7 @@ def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
     """The same numbers as of the items' IDs themselves, by int32 items of two features in a group."""
     features = [feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())]
     layer, by_id = JaggedFeatureInteraction(features, WIDTH, 2).to(device), embedding_of(25, device)
-    catalogue = pack_trits(torch.randint(-1, 2, (9, 25)))
+    catalogue = Layout(25).pack(torch.randint(-1, 2, (9, 25)))
     catalogue[4] = UNKNOWN_SID
     codec = codec_of(25)
     by_item = SemanticIDEmbedding(codec, WIDTH, KEYS, catalogue=catalogue, device=device)
@@ -260,7 +259,7 @@ def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
 
 def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
     """As a captured step has it: IDs of 0, and events that no sample has."""
-    for name in ("ops.checks.may_read", "ops._digits.may_read", "modules.validation.may_read"):
+    for name in ("ops.checks.may_read", "ops.digit_attention.may_read", "modules.validation.may_read"):
         module = importlib.import_module("jfi." + name.rpartition(".")[0])
         monkeypatch.setattr(module, name.rpartition(".")[2], lambda *_: False)
     layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(25, device)

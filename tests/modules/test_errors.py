@@ -25,8 +25,16 @@ def buckets(values, lengths=LENGTHS):
     [
         ({"name": ""}, ValueError, "name must not be empty or contain a period, got ''"),
         ({"sequence_keys": "history"}, TypeError, "sequence_keys of feature 'taste' must be a list of keys, got 'hist"),
-        ({"target_keys": []}, ValueError, "target_keys of feature 'taste' must name at least one key, got []"),
-        ({"sequence_keys": ["a", "b", "a"]}, ValueError, "must not repeat a key, got ['a', 'b', 'a']"),
+        (
+            {"target_keys": []},
+            ValueError,
+            "target_keys of feature 'taste' must be a list of distinct keys, at least ",
+        ),
+        (
+            {"sequence_keys": ["a", "b", "a"]},
+            ValueError,
+            "list of distinct keys, at least one, got ['a', 'b', 'a']",
+        ),
         ({"combine": "mean"}, ValueError, "combine of feature 'taste' must be 'sum' or 'concat', got 'mean'"),
         (
             {"bias": KeyBias("history")},
@@ -283,14 +291,50 @@ def test_a_weight_that_has_no_logarithm(events, target, weight):
     [
         ("tste", {}, {}, ValueError, "features must hold the key 'tste', got none of that name; nearest: ['taste']"),
         ("taste", {}, None, TypeError, "attention must be an nn.MultiheadAttention, got Linear"),
-        ("taste", {"num_queries": 2}, {}, ValueError, "num_queries must be 1 to load an nn.MultiheadAttention, got 2"),
-        ("taste", {}, {"embed_dim": 16}, ValueError, "attention must have embed_dim=8 for feature 'taste', got 16"),
-        ("taste", {}, {"num_heads": 4}, ValueError, "attention must have num_heads=2 for feature 'taste', got 4"),
-        ("taste", {}, {"kdim": 16}, ValueError, "attention must have kdim=8 for feature 'taste', got 16"),
-        ("wide", {}, {"kdim": 16}, ValueError, "attention must have vdim=16 for feature 'wide', got 8"),
-        ("taste", {}, {"add_bias_kv": True}, ValueError, "attention must have bias_k=None for feature 'taste', got a"),
-        ("taste", {}, {"add_zero_attn": True}, ValueError, "attention must have add_zero_attn=False for feature 'tas"),
-        ("two", {}, {}, ValueError, "feature 'two' must have targets of embedding_dim=8 to load an nn.Multihead"),
+        (
+            "taste",
+            {"num_queries": 2},
+            {},
+            ValueError,
+            "num_queries must be 1 to load attention into feature 'taste'",
+        ),
+        (
+            "taste",
+            {},
+            {"embed_dim": 16},
+            ValueError,
+            "embed_dim of attention must be 8 to load attention into",
+        ),
+        (
+            "taste",
+            {},
+            {"num_heads": 4},
+            ValueError,
+            "num_heads of attention must be 2 to load attention into",
+        ),
+        (
+            "taste",
+            {},
+            {"kdim": 16},
+            ValueError,
+            "kdim of attention must be 8 to load attention into",
+        ),
+        (
+            "wide",
+            {},
+            {"kdim": 16},
+            ValueError,
+            "vdim of attention must be 16 to load attention into feature 'wide'",
+        ),
+        (
+            "taste",
+            {},
+            {"add_bias_kv": True},
+            ValueError,
+            "bias_k of attention must be None to load attention into",
+        ),
+        ("taste", {}, {"add_zero_attn": True}, ValueError, "add_zero_attn of attention must be False to load"),
+        ("two", {}, {}, ValueError, "the width of targets must be 8 to load attention into feature 'two'"),
     ],
 )
 def test_an_attention_that_cannot_be_loaded(name, options, arguments, error, message):

@@ -5,8 +5,6 @@ from torchrec.distributed.types import LazyNoWait
 
 from jfi import PositionBias, SequenceFeatureConfig
 from jfi.modules import JaggedPooling
-from jfi.modules.events import Events
-from jfi.modules.jagged_pooling import count_visible
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -71,20 +69,19 @@ def test_an_unknown_mode_is_refused():
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [({"item": torch.zeros(len(LENGTHS), EMBEDDING_DIM)}, "target_times needs ragged targets"), (None, "targets must")],
+    [
+        (
+            {"item": torch.zeros(len(LENGTHS), EMBEDDING_DIM)},
+            "max_events need ragged targets",
+        ),
+        (None, "targets must"),
+    ],
 )
 def test_times_without_ragged_targets_are_refused(events, targets, message):
     pooling = JaggedPooling([SequenceFeatureConfig("taste", ["history"], ["item"])], EMBEDDING_DIM)
     times = JaggedTensor(torch.arange(len(LENGTHS)), lengths=torch.ones(len(LENGTHS), dtype=torch.int64))
     with pytest.raises((TypeError, ValueError), match=message):
         pooling({"history": events()}, targets, times)
-
-
-def test_events_that_pad_a_batch_are_seen_by_no_candidate():
-    event_times = torch.tensor([1, 2, 1, 2, 0, 0, 0])  # the last three are behind the last user's
-    candidates = {"target_offsets": torch.tensor([0, 1, 2]), "target_times": torch.tensor([5, 5])}
-    padded = Events(torch.tensor([0, 2, 4]), (), times=event_times, **candidates)
-    assert count_visible(padded, 2).tolist() == [2, 2]
 
 
 def test_a_long_history_of_float16_has_a_finite_sum():

@@ -342,7 +342,7 @@ def whole(*times):
         ({"genre": item([1, 2])}, "targets['genre'] must be aligned with 'item', got other lengths in at least one"),
         ({"genre": item([2, 2])}, "targets['genre'] must be aligned with 'item', which has 3 candidates, got 4"),
         ({"genre": torch.zeros(3, 8)}, "targets['genre'] must be a JaggedTensor like 'item', got Tensor: ragged and"),
-        ({"item": torch.zeros(2, 8)}, "target_times needs ragged targets: targets['item'] must be a JaggedTensor, got"),
+        ({"item": torch.zeros(2, 8)}, "max_events need ragged targets: targets['item'] must be a JaggedTensor, got"),
         (
             {"item": torch.zeros(2, 8), "target_times": None, "event_times": None},
             "targets['genre'] must be a Tensor, got JaggedTensor",

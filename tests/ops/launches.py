@@ -24,7 +24,7 @@ from jfi.tables.kernels import step as tables_step
 from jfi.tables.kernels.gather import bound_ids, gather_rows
 from jfi.tables.kernels.map_ids import map_ids
 from jfi.tables.step_rows import RowOptimizer, sort_rows
-from jfi.utils.operands import IdMap, JaggedAttentionInputs, SeenIds, TargetAttentionInputs
+from jfi.utils.operands import IdMap, JaggedAttentionInputs, TargetAttentionInputs
 
 HALF = torch.float16
 
@@ -169,8 +169,8 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     gather_rows(tuple(tables), (ids, ids), grad_dtype)
     bound_ids([ids, ids.int()] * 3, [50] * 6, ids[:6])
     bound_ids([ids] * 3, [50, 50, 2**31 + 1], None)
-    map_ids(ids, IdMap(ids[:50], ids[:50]), None)
-    map_ids(ids, IdMap(ids[:50], ids[:50]), SeenIds(ids[:50].bool(), ids, ids[:1], ids[:1]))
+    for records in (False, True):
+        map_ids(ids, IdMap(ids[:50], ids[:50], ids[:50].bool(), ids, ids[:1], ids[:1]), records)
 
 
 def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:

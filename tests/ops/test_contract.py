@@ -498,7 +498,7 @@ def test_the_other_operators_name_wrong_arguments_too():
             call(scale)
     with pytest.raises(ValueError, match=r"x_offsets must end at 4, the rows of the output \(out_rows\), got 5"):
         table1.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
-    with pytest.raises(ValueError, match=r"window_size must have a left of None \(unbounded\) or at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"left of window_size \(None: no bound\) must be at least 0, got -1"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=(-1, None))
 
 

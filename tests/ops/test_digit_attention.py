@@ -9,7 +9,7 @@ from jfi import ops as jfi_ops
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.plan import A100, H200
-from jfi.semantic_ids import pack_words, unpack_trits
+from jfi.semantic_ids import Layout, pack_words
 
 IMPLEMENTATIONS = ["triton", "torch"]
 
@@ -203,7 +203,7 @@ def test_bits_behind_the_last_digit_are_not_read(device):
 def test_words_of_the_reference(device):
     digits = torch.randint(-1, 2, (9, 70), device=device)
     assert torch.equal(reference.unpack_digits(pack_words(digits), 70), digits.to(torch.int8))
-    assert (unpack_trits(torch.tensor([-1]), 40) == 0).all()
+    assert (Layout(40).unpack(torch.tensor([-1])) == 0).all()
 
 
 def good() -> dict:
@@ -222,7 +222,7 @@ BAD = {
     "words": (
         {"digits": torch.zeros(5, 1, dtype=torch.int32)},
         ValueError,
-        "digits must have W for the query's L = 20 digits = 2, got 1",
+        "digits must have W = 2, got 1",
     ),
     "no digit": (
         {"digits": torch.tensor([[0, 0]] * 3 + [[0, 2], [0, 0]], dtype=torch.int32)},

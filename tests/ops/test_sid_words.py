@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jfi.ops.sid_words import sid_words
-from jfi.semantic_ids import UNKNOWN_SID, pack_trits, pack_words
+from jfi.semantic_ids import UNKNOWN_SID, Layout, pack_words
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -14,7 +14,7 @@ def test_words_hold_the_digits_and_whether_the_item_is_known(impl, begins, devic
     for num_digits in range(1, 41):
         digits = torch.randint(-1, 2, (600, num_digits))
         digits[0], digits[1] = -1, 1
-        sids = pack_trits(digits)
+        sids = Layout(num_digits).pack(digits)
         unknown = torch.rand(len(sids)) < 0.1
         digits[unknown], sids[unknown] = 0, UNKNOWN_SID
         flags = torch.stack([~unknown, unknown], 1).long()

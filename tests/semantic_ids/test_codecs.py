@@ -7,7 +7,8 @@ import safetensors.torch
 import torch
 
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
-from jfi.semantic_ids.codec import _BLOCK
+from jfi.semantic_ids.codec import BLOCK
+from jfi.semantic_ids.residual_kmeans import lloyd
 from jfi.utils.files import DamagedFileError
 
 CODECS = {
@@ -37,8 +38,8 @@ def test_shapes_and_dtypes(fitted):
     sids = codec.encode(sources)
     digits, decoded = codec.digits(sids), codec.decode(sids)
     assert (sids.shape, sids.dtype, sids.device) == ((300,), torch.int64, sources[0].device)
-    assert digits.shape == (300, 2 if codec.digit_values == 16 else 12)
-    assert digits.dtype == (torch.int64 if codec.digit_values == 16 else torch.int8)
+    assert digits.shape == (300, 2 if codec.layout.codebook_size else 12)
+    assert digits.dtype == (torch.int64 if codec.layout.codebook_size else torch.int8)
     assert (decoded.shape, decoded.dtype) == ((300, 16), torch.float32)
     errors = [
         (part - x).square().sum() / (x - x.mean(0)).square().sum()
@@ -59,8 +60,8 @@ def test_the_same_seed_gives_the_same_codec(fitted, device):
 def test_an_id_does_not_depend_on_the_items_beside_it(fitted):
     _, codec, sources, _ = fitted
     sids = codec.encode(sources)
-    many = [source.repeat(_BLOCK // 300 + 2, 1) for source in sources]
-    assert torch.equal(codec.encode(many).view(-1, 300), sids.expand(_BLOCK // 300 + 2, 300))
+    many = [source.repeat(BLOCK // 300 + 2, 1) for source in sources]
+    assert torch.equal(codec.encode(many).view(-1, 300), sids.expand(BLOCK // 300 + 2, 300))
     assert torch.equal(codec.encode([source[7:8] for source in sources]), sids[7:8])
     assert codec.encode([source[:0] for source in sources]).shape == (0,)
 
@@ -207,11 +208,9 @@ def test_constant_content_has_one_id():
 
 def test_a_dead_code_is_seeded_anew():
     """Two centroids begin at one place; Lloyd's algorithm alone would leave one of them without rows for ever."""
-    from jfi.semantic_ids.residual_kmeans import OneHot
-
     x = torch.cat([torch.randn(50, 2) * 0.1 + centre for centre in (0.0, 10.0, 20.0)])
     start = torch.tensor([[0.0, 0.0], [0.0, 0.0], [15.0, 15.0]])
-    centroids = OneHot(3, 20, torch.Generator(), start).fit(x, x)
+    centroids = lloyd(x, start, 20)
     assert sorted(round(value) for value in centroids[:, 0].tolist()) == [0, 10, 20]
 
 
@@ -303,10 +302,17 @@ NAN, INF = float("nan"), float("inf")
             ValueError,
             r"sources have widths \[4\]; .* on \[2\]",
         ),
-        (lambda c: c.fit(torch.randn(9, 2)).decode(torch.tensor([0, 10**6])), ValueError, r"sids\[1\] is 1000000"),
+        (
+            lambda c: c.fit(torch.randn(9, 2)).decode(torch.tensor([0] * BLOCK + [10**6])),
+            ValueError,
+            rf"sids\[{BLOCK}\] is 1000000",
+        ),
         (lambda c: DiscretePCA(41), ValueError, "num_digits is 41, must be from 1 to 40"),
         (lambda c: DiscretePCA(max_rows=0), ValueError, "max_rows is 0"),
         (lambda c: ResidualKMeans(codebook_size=1), ValueError, "codebook_size is 1, must be at least 2"),
+        (lambda c: ResidualKMeans(codebook_size=0), ValueError, "codebook_size is 0, must be at least 2"),
+        (lambda c: ResidualKMeans(0), ValueError, "num_levels is 0, must be at least 1"),
+        (lambda c: ResidualKMeans(8, 256), ValueError, "num_levels 8 of codebook_size 256 take 64 bits"),
         (lambda c: ResidualKMeans(steps=0), ValueError, "steps is 0"),
         (lambda c: ResidualKMeans(1, 8).fit(torch.randn(7, 2)), ValueError, "codebook_size is 8, but only 7 rows"),
         (

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_counts(catalogue):
     assert quality.max_entropy == pytest.approx(math.log2(5))
     assert quality.perplexity == [pytest.approx(2**quality.entropy)] and quality.dead_codes == [0]
     assert quality.reconstruction_error == pytest.approx(0.0, abs=1e-9)
-    assert json.loads(json.dumps(quality.as_dict()))["distinct"] == 4
+    assert json.loads(json.dumps(asdict(quality)))["distinct"] == 4
 
 
 def test_dead_values(catalogue):

@@ -159,7 +159,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     [
         ({"bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
         ({"combine": "concat", "bias": "position"}, {}),
-        ({"num_buckets": 3}, {"num_layers": 2, "causal": True, "relative_bias": "distance", "bias": "history_age"}),
+        ({}, {"num_layers": 2, "causal": True, "relative_bias": "distance", "bias": "history_age"}),
         ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
         ({"pooling": "mean"}, {"num_layers": 1}),

@@ -341,12 +341,9 @@ BAD = {
     "no tables": ({"key": (), "indices": ()}, "indices must come one to a table of key, got 0 for 0"),
     "several dtypes": (
         TWO | {"key": (torch.randn(9, 1, 8), torch.randn(9, 1, 8).half())},
-        r"key\[1\] must be like key\[0\], torch.float32 with rows of \[1, 8\], got torch.float16 with rows of \[1, 8\]",
+        r"key\[1\] must have the dtype of key\[0\], torch.float32, got torch.float16",
     ),
-    "several widths": (
-        TWO | {"key": (torch.randn(9, 1, 8), torch.randn(9, 1, 4))},
-        r"key\[1\] must be like key\[0\], .* got torch.float32 with rows of \[1, 4\]",
-    ),
+    "several widths": (TWO | {"key": (torch.randn(9, 1, 8), torch.randn(9, 1, 4))}, r"key\[1\] must have D = 8, got 4"),
     "a tuple without indices": (TWO | {"indices": None}, "key must be a Tensor where indices is None, got a tuple"),
 }
 

@@ -7,8 +7,7 @@ from ops.ragged import SLOW_HERE
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
 from jfi.tables.kernels import step as kernels
-from jfi.tables.step_rows import RowOptimizer, flush_average, rounding_seed, sort_rows, step_rows
-from jfi.tables.step_rows_cpu import round_stochastically
+from jfi.tables.step_rows import RowOptimizer, flush_average, round_stochastically, rounding_seed, sort_rows, step_rows
 from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, power_of_two
 
 SIZES = [7, 1, 40]

@@ -19,7 +19,8 @@ from worker import without_pictures
 
 import jfi
 from jfi import cli
-from jfi.cli import compare, options, prepare, train
+from jfi.cli import options, train
+from jfi.cli.settings import parser
 from jfi.data import FeatureConfig
 from jfi.data.prepared import scoring
 from jfi.data.prepared.stages.external_sort import sort_batches
@@ -60,7 +61,7 @@ LARGE = pa.RecordBatch.from_pydict({"row": np.arange(500_000)})
 def messages() -> list[tuple[str, str]]:
     """The texts of jfi that are no docstrings, after their module's path; what is put into one is `{}`."""
     found = []
-    for path in sorted({*ROOT.rglob("*.py")} - {ROOT / "data/removed_settings.py"}):
+    for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())
         nodes = list(ast.walk(tree))
         apart = {id(one.value) for one in nodes if isinstance(one, ast.Expr)}
@@ -91,12 +92,10 @@ def settings() -> list[str]:
 
 @cache
 def known_options(command: str) -> set[str]:
-    if command in options.PARSERS:
-        parser = options.PARSERS[command]()
-        return {option for action in parser._actions for option in action.option_strings}
-    own = {"train": train.OPTIONS, "prepare": prepare.OPTIONS}.get(command, ["--seeds", "--poolings", "--baselines"])
-    assert command != "compare" or compare.SEEDS
-    return {"--help", "--config", *own, *(f"--{setting}" for setting in settings())}
+    takes_settings = command not in options.PARSERS
+    own = parser(command) if takes_settings else options.PARSERS[command]()
+    found = {option for action in own._actions for option in action.option_strings}
+    return found | {"--config", *(f"--{setting}" for setting in settings())} if takes_settings else found
 
 
 def exists(setting: str) -> bool:

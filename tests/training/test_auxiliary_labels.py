@@ -190,7 +190,7 @@ def test_outputs_in_training_alone(experts):
             {"auxiliary_labels": ["a > 1", "a > 1"]},
             r"data.auxiliary_labels\[0\] and data.auxiliary_labels\[1\] are both 'a > 1'",
         ),
-        ({"auxiliary_weight": 0.0}, "data.auxiliary_weight is 0.0; it must be positive and finite"),
+        ({"auxiliary_weight": 0.0}, "data.auxiliary_weight: got 0.0, must be a number above 0 and finite"),
         ({"auxiliary_labels": ["seconds >="]}, "rule 'seconds >='"),
         ({"auxiliary_labels": ["user_id"]}, "data.user and data.auxiliary_labels\\[0\\] are both 'user_id'"),
         ({"auxiliary_labels": ["absent >= 3"]}, "absent"),

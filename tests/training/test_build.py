@@ -38,11 +38,11 @@ def test_every_option_of_the_model_reaches_it():
     ages = next(spec.num_embeddings for spec in schema.features if spec.key == "history_age")
     for bias, expected in (
         (None, None),
-        ("position", PositionBias(5)),
+        ("position", PositionBias(32)),
         ("weights", WeightBias()),
         ("history_age", TimeBias("history_age", ages)),
     ):
-        options = {"num_heads": 2, "bias": bias, "num_buckets": 5, "combine": "concat"}
+        options = {"num_heads": 2, "bias": bias, "combine": "concat"}
         config = ModelConfig(8, dense_arch=[7, 6], over_arch=[5], dropout=0.25, **options)
         model = build.build_model(config, EncoderConfig(), schema)
         pooling = model.sequence_arch.pooling
@@ -54,15 +54,15 @@ def test_every_option_of_the_model_reaches_it():
             for part in (model.dense_arch, model.over_arch)
         ]
         assert sizes == [[7, 6, 8], [5, 1]]
-        encoder = EncoderConfig(2, 4, 3, 0.5, True, bias)
+        encoder = EncoderConfig(2, 4, 0.5, True, bias)
         stack = build.build_model(replace(config, bias=None), encoder, schema).sequence_arch.encoder
         assert (stack.num_layers, stack.num_heads, stack.causal, stack.features[0].bias) == (2, 4, True, expected)
         assert stack.features[0].relative_bias is None
         encoder = replace(encoder, relative_bias="distance")
         related = build.build_model(config, encoder, schema).sequence_arch.encoder
-        assert (related.features[0].relative_bias, related.features[0].bias) == (PositionBias(5), expected)
+        assert (related.features[0].relative_bias, related.features[0].bias) == (PositionBias(32), expected)
         block = stack.stacks["history"].blocks[0]
-        assert 24 in {one.out_features for one in block.feedforward if isinstance(one, torch.nn.Linear)}
+        assert 32 in {one.out_features for one in block.feedforward if isinstance(one, torch.nn.Linear)}
         assert 0.5 in {one.p for one in block.modules() if isinstance(one, torch.nn.Dropout)}
     for pooling in ("mean", "none"):
         model = build.build_model(ModelConfig(pooling=pooling), EncoderConfig(), schema)

@@ -115,5 +115,5 @@ def _printed(call) -> str:
 
 
 def test_a_negative_number_of_steps_is_refused():
-    with pytest.raises(ConfigError, match=r"training\.eval_every: got -1, must be 0 or more"):
+    with pytest.raises(ConfigError, match=r"training\.eval_every: got -1, must be an integer of at least 0"):
         TrainingConfig(eval_every=-1)

@@ -240,7 +240,7 @@ def test_heads():
 
 def test_settings_that_do_not_fit(folder):
     for training, expected in (
-        ({"positive_weight": 0.0}, "training.positive_weight: got 0.0, must be positive and finite"),
+        ({"positive_weight": 0.0}, "training.positive_weight: got 0.0, must be a number above 0 and finite"),
         ({"monitor": "rmse"}, "training.monitor: got 'rmse', must be auc, ne or user_auc; hr@k"),
     ):
         with pytest.raises(ConfigError, match=expected.split(";")[0]):
@@ -266,6 +266,6 @@ def test_a_config_with_labels_is_written_and_read(folder, tmp_path):
     read, _ = parse_config(["--data.interactions", "r.csv", "--data.labels", text], "")
     assert read.data.labels == [LabelConfig("a", "x > 1"), LabelConfig("b", "y", "regression")]
     assert (read.data.label, read.monitor) == ("x > 1", "auc")
-    with pytest.raises(ConfigError, match=r"unknown key data\.labels\.nam"):
+    with pytest.raises(ConfigError, match=r"unknown key data\.labels\[0\]\.nam"):
         (tmp_path / "wrong.yaml").write_text("data: {labels: [{nam: a, label: x}]}")
         parse_config(["--config", str(tmp_path / "wrong.yaml")], "")

@@ -535,8 +535,6 @@ def test_the_bias_follows_from_other_settings():
         "no attention": (Config(model=ModelConfig(pooling="mean")), None),
         "given": (Config(model=ModelConfig(bias=None)), None),
     }
-    by_user = dataclasses.replace(Config().data, batching="user", num_age_buckets=100)
-    chosen["many ages by user"] = (Config(data=by_user), "recency")
     assert {name: with_bias(config).model.bias for name, (config, _) in chosen.items()} == {
         name: bias for name, (_, bias) in chosen.items()
     }

@@ -12,6 +12,7 @@ from jfi.data.batches.batch import Batch
 from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.order import BatchPart
+from jfi.data.config import NUM_AGE_BUCKETS
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
@@ -114,7 +115,7 @@ def assemble(
         time = table.time.take(event, mode="clip")
         if times is None:
             now = repeat(table.time[events[owner]], histories.lengths[owner])
-            parts[-1][place] = age_buckets(np.subtract(now, time, out=now), schema.num_age_buckets)
+            parts[-1][place] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
         else:
             event_times[place] = time
 

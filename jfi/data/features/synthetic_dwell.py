@@ -71,7 +71,7 @@ def make_tables(config: SyntheticConfig) -> tuple[Table, Table]:
     popularity = 1.0 / np.sqrt(np.arange(1, config.num_items + 1))
     quality = rng.normal(0.0, _QUALITY, config.num_items)
 
-    active = rng.random(config.num_users) < config.active_share
+    active = rng.random(config.num_users) < 0.5
     # exp(normal(-s^2 / 2, s)) has mean 1.
     lengths = config.mean_length * rng.lognormal(-(_SPREAD**2) / 2, _SPREAD, config.num_users)
     lengths *= np.array(_LENGTHS)[active.astype(np.int64)]

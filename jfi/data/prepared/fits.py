@@ -35,7 +35,6 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("features with capacity", known_capacities, capacities),
         ("features with default", schema.encodings.defaults, config.defaults()),
         ("max_history", schema.max_history, config.max_history),
-        ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
         ("auxiliary_labels", schema.num_auxiliary, len(config.auxiliary_labels)),
     ):

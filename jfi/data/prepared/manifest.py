@@ -9,7 +9,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.paths import unnamed_urls
 from jfi.data.schema.checked_json import checked_json, read_checked_json
 
-FORMAT = "jfi prepared dataset 4"
+FORMAT = "jfi prepared dataset 5"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
 CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "policy", "auxiliary_weight")

@@ -223,11 +223,6 @@ class DataSchema:
     labels: list[LabelSpec] = field(default_factory=lambda: [LabelSpec()])
     num_auxiliary: int = 0
 
-    @property
-    def num_age_buckets(self) -> int:
-        """Number of ids of the events' age."""
-        return self.features[-1].num_embeddings
-
     def save(self, folder: str | Path) -> None:
         """Writes the folder, which must be absent, completely or not at all.
 

@@ -19,7 +19,7 @@ def query_rows(at, kv_head, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _tile_mask(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def tile_mask(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     keep = mask[:, None]
     if BLOCK_D != WIDTH:
         keep = keep & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
@@ -32,7 +32,7 @@ def load_columns(base, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr
 
     Rows outside the mask and columns from WIDTH on are 0; column i is ``cols[i]`` elements after a row's first.
     """
-    return widen(tl.load(base + at[:, None] * STRIDE + cols[None, :], mask=_tile_mask(mask, WIDTH, BLOCK_D), other=0.0))
+    return widen(tl.load(base + at[:, None] * STRIDE + cols[None, :], mask=tile_mask(mask, WIDTH, BLOCK_D), other=0.0))
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def load_digits(digits_ptr, row, mask, dtype, L: tl.constexpr, W: tl.constexpr, 
 @triton.jit
 def store_columns(base, x, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     to = base + at[:, None] * STRIDE + cols[None, :]
-    tl.store(to, x.to(base.dtype.element_ty), mask=_tile_mask(mask, WIDTH, BLOCK_D))
+    tl.store(to, x.to(base.dtype.element_ty), mask=tile_mask(mask, WIDTH, BLOCK_D))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, SeenIds, ceil_div
+from jfi.utils.operands import MISSING, NO_ID, PADDING, IdMap, ceil_div
 
 #: Ids that a program maps; 128 and 2 or 4 warps take as long within 5 %.
 _IDS, _WARPS = 256, 4
@@ -19,7 +19,7 @@ def map_ids_kernel(
     ids_ptr,
     sorted_ptr,
     rows_ptr,
-    known_ptr,
+    seen_ptr,
     new_ptr,
     num_new_ptr,
     num_reserved_ptr,
@@ -47,10 +47,10 @@ def map_ids_kernel(
     is_known = may_have_row & (tl.load(sorted_ptr + position, mask=may_have_row, other=MISSING) == ids)
     row = tl.load(rows_ptr + position, mask=is_known, other=0)
     tl.store(out_ptr + at, tl.where(ids == PADDING, PADDING, row), mask=mask)
-    if known_ptr is not None:
+    if seen_ptr is not None:
         # Most are marked: reads of the same mark go in parallel, where writes would wait for each other.
-        is_marked = tl.load(known_ptr + position, mask=is_known, other=1)
-        tl.store(known_ptr + position, tl.full([BLOCK], 1, tl.int1), mask=is_known & (is_marked == 0))
+        was_seen = tl.load(seen_ptr + position, mask=is_known, other=1)
+        tl.store(seen_ptr + position, tl.full([BLOCK], 1, tl.int1), mask=is_known & (was_seen == 0))
         is_new = may_have_row & ~is_known
         num_found = tl.sum(is_new.to(tl.int64), 0)
         # The order of the new ids is that of the programs; an admission sorts them.
@@ -67,10 +67,10 @@ def _launcher() -> Launcher:
     return Launcher(map_ids_kernel, BLOCK=_IDS, **special, num_warps=_WARPS)
 
 
-def map_ids(ids: Tensor, table: IdMap, seen: SeenIds | None) -> Tensor:
+def map_ids(ids: Tensor, table: IdMap, records: bool) -> Tensor:
     """Maps contiguous ids, at least one, see `jfi.tables.map_ids.map_ids`."""
-    out, num_kept = torch.empty_like(ids), 0 if seen is None else len(seen.new_ids)
-    tensors = (ids, table.sorted_ids, table.rows, *(seen or (None,) * 4), out)
-    sizes = len(ids), len(table.sorted_ids), num_kept
+    out, recorded = torch.empty_like(ids), table[2:] if records else (None,) * 4
+    tensors = (ids, table.sorted_ids, table.rows, *recorded, out)
+    sizes = len(ids), len(table.sorted_ids), len(table.new_ids)
     _launcher()((ceil_div(len(ids), _IDS), 1, 1), tensors, sizes)
     return out

@@ -1,4 +1,4 @@
-"""Stochastic rounding of the new rows of tables in half precision: `jfi.tables.step_rows_cpu.round_stochastically`.
+"""Stochastic rounding of the new rows of tables in half precision: `jfi.tables.step_rows.round_stochastically`.
 
 All columns of a row share one hash, which is multiplied by an odd number for each: few instructions for an element.
 """
@@ -13,7 +13,7 @@ _ROW_FACTOR, _TINY, _TINY_BITS = map(tl.constexpr, (ROW_FACTOR, FLOAT16_TINY, 0x
 
 @triton.jit
 def _mix(x):
-    """Returns a hash of uint32, the one of `jfi.tables.step_rows_cpu`."""
+    """Returns a hash of uint32, the one of `jfi.tables.step_rows`."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

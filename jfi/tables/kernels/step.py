@@ -21,9 +21,9 @@ from torch import Tensor
 from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher, spec_of
 from jfi.kernels.common.primitives import widen
-from jfi.kernels.common.tiles import COPY_ELEMENTS
+from jfi.kernels.common.tiles import COPY_ELEMENTS, tile_mask
 from jfi.tables.kernels.rounding import round_to, rounding_keys
-from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, ceil_div, power_of_two
+from jfi.utils.operands import MAX_STEPPED_WIDTH, ROW_FACTOR, RowOptimizer, aligned, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
 MAX_GRADS = 8
@@ -32,14 +32,6 @@ MAX_STEPPED_TABLES = 32
 
 #: Instead of an optimizer where the sums themselves are wanted.
 _SUM = RowOptimizer("sum")
-
-
-@triton.jit
-def _columns(mask, SPEC: tl.constexpr):
-    keep = mask[:, None]
-    if SPEC.block_d != SPEC.width:
-        keep = keep & (tl.arange(0, SPEC.block_d) < SPEC.width)[None, :]
-    return keep
 
 
 @triton.jit
@@ -75,7 +67,7 @@ def _load_states(row, mask, tables, SPEC: tl.constexpr):
     """
     N: tl.constexpr = SPEC.num_tables
     cols = _cols(SPEC)[None, :]
-    keep = _columns(mask, SPEC)
+    keep = tile_mask(mask, SPEC.width, SPEC.block_d)
     row = row.to(tl.int64)
     at = _offsets(tables, 0, row, SPEC.width, SPEC)[:, None] + cols
     old = 0.0
@@ -106,7 +98,7 @@ def _step_rows(row, mask, g, states, tables, schedule, keys, SPEC: tl.constexpr)
     N: tl.constexpr = SPEC.num_tables
     at, old, state1_at, state1, state2_at, state2, ema_at, ema, last_step_at, last_step = states
     learning_rate_ptr, step_ptr, flushed_ptr = schedule
-    keep = _columns(mask, SPEC)
+    keep = tile_mask(mask, SPEC.width, SPEC.block_d)
     if SPEC.name == "sum":
         tl.store(tables[0] + at, g.to(tables[0].dtype.element_ty), mask=keep)
     else:
@@ -176,8 +168,8 @@ def _load_gradients(grads, starts, position, mask, SPEC: tl.constexpr, NUM_GRADS
         at = tl.where(position >= starts[i - 1], distance + (position - starts[i - 1]) * D, at)
     if (D * BYTES) % 16 == 0:
         at = tl.multiple_of(at, 16 // BYTES)
-    cols = _cols(SPEC)
-    return widen(tl.load(grads[0] + at[:, None] + cols[None, :], mask=_columns(mask, SPEC), other=0.0))
+    keep = tile_mask(mask, D, SPEC.block_d)
+    return widen(tl.load(grads[0] + at[:, None] + _cols(SPEC)[None, :], mask=keep, other=0.0))
 
 
 @triton.jit
@@ -371,7 +363,7 @@ def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor
     if dtype == torch.float64:
         dtype = torch.float32
     pairs = [
-        (size, torch.zeros(size, width, dtype=dtype, device=like.device) if grad is None else _aligned(grad.to(dtype)))
+        (size, torch.zeros(size, width, dtype=dtype, device=like.device) if grad is None else aligned(grad.to(dtype)))
         for size, grad in zip(sizes, grads, strict=True)
         if size
     ]
@@ -384,12 +376,6 @@ def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor
         end += size
         starts.append(end)
     return [grad for _, grad in pairs], (starts[:-1] + [0] * MAX_GRADS)[: MAX_GRADS - 1]
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, from a multiple of 16 bytes on: a thread loads so many of a row at once."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def sum_rows(grad: Tensor, sorted_rows: tuple[Tensor, Tensor], num_rows: int, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from jfi.data.config import Task
 from jfi.data.schema.schema import LabelSpec
 
 METRICS = ("loss", "ne", "auc", "user_auc")
@@ -34,8 +33,6 @@ METRICS = ("loss", "ne", "auc", "user_auc")
 LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
 #: Metrics of several labels that are averaged over them.
 _AVERAGED = ("ne", "auc", "user_auc", "r2")
-#: What may select the best epoch, by task; the first one does so by default.
-MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}
 
 
 def entropy(mean_label: float) -> float:

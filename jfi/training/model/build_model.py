@@ -41,11 +41,12 @@ from jfi.training.config import (
     ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
-    check_bias,
     event_width,
 )
 from jfi.utils.operands import MAX_BUCKETS
 
+#: Rows of a table of biases by position; it is never longer than `MAX_BUCKETS`.
+_NUM_POSITIONS = 32
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
 OPTIMIZERS = {
@@ -102,7 +103,7 @@ def build_model(
             sequence_keys=[f.key for f in history],
             target_keys=[f.key for f in features if f.role == "item"],
             combine=config.combine,
-            bias=_bias("model.bias", bias, config, features),
+            bias=_bias(bias, config, features),
             max_seqlen=schema.max_history,
         )
         for place, bias in enumerate(biases if history else [])
@@ -313,32 +314,30 @@ def _encoder(
     features: list[FeatureSpec],
     width: int,
 ) -> JaggedEncoder | None:
-    bias = _bias("encoder.bias", encoder.bias, config, features)
+    bias = _bias(encoder.bias, config, features)
     if not sequences or not encoder.num_layers:
         return None
-    relative = None if encoder.relative_bias is None else PositionBias(config.num_buckets)
+    relative = None if encoder.relative_bias is None else PositionBias(_NUM_POSITIONS)
     return JaggedEncoder(
         [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
         width,
         encoder.num_heads,
         encoder.num_layers,
-        feedforward_ratio=encoder.feedforward_ratio,
         dropout=encoder.dropout,
         causal=encoder.causal,
     )
 
 
 def _bias(
-    key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]
+    bias: str | None, config: ModelConfig, features: list[FeatureSpec]
 ) -> PositionBias | WeightBias | KeyBias | None:
-    """The bias that the option `key` names."""
+    """Returns a bias of the config."""
     if bias is None:
         return None
     if bias in ("position", "recency"):
-        return PositionBias(config.num_buckets, bias == "recency")
+        return PositionBias(_NUM_POSITIONS, bias == "recency")
     if bias == "weights":
         return WeightBias()
-    check_bias(key, bias)
     buckets = next(f.num_embeddings for f in features if f.key == bias)
     # By user the ages follow from times, of which the operator knows no more buckets.
     return TimeBias(bias, buckets) if buckets <= MAX_BUCKETS else KeyBias(bias, buckets)

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import AGE, HISTORY, SID
+from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, SID
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
@@ -66,7 +66,7 @@ def learn_schema(columns: Columns) -> DataSchema:
     if "popularity" in config.statistics_groups():
         times = columns.events.time[samples]
         encodings.half_lives[:] = [max(float(np.ptp(times)) if len(times) else 0.0, 1.0) * part for part in HALF_LIVES]
-    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
+    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", NUM_AGE_BUCKETS)
     features = [*users, *items, *contexts, *history, age]
     _check_keys(features)
     return DataSchema(
