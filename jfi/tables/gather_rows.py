@@ -22,8 +22,7 @@ from jfi.ops.checks import (
     check_impl,
     check_index,
 )
-from jfi.ops.dispatch import PLAIN, operator, public
-from jfi.tables.step_rows import sort_rows
+from jfi.ops.dispatch import PLAIN, operator, operators, public
 from jfi.utils import compat
 from jfi.utils.context import default_impl, interprets, is_traced, may_read
 from jfi.utils.operands import MAX_STEPPED_WIDTH
@@ -44,20 +43,11 @@ def _like_rows(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, 
     return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
 
 
-def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    from jfi.tables.kernels.step import sum_rows
-
-    return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
-
-
-_summed = operator("table_gradient", _sum_rows, lambda x, _, rows, dtype: x.new_empty(rows, x.shape[1], dtype=dtype))
-
-
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
     sorted_last = torch.where(indices < 0, rows, indices)
     if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MAX_STEPPED_WIDTH:
-        return _summed(grad, sorted_last, rows, dtype)
+        return operators.table_gradient(grad, sorted_last, rows, dtype)  # of jfi.tables.step_rows
     wide = grad if grad.dtype == torch.float64 else grad.float()
     return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 

@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.ops.checks import check_impl
+from jfi.ops.dispatch import operator
 from jfi.utils.operands import FLOAT16_TINY, ROW_FACTOR, RowOptimizer, SortedRows
 
 #: Rows that `flush_average` reads at a time.
@@ -67,6 +68,15 @@ def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
     """
     rows, order = torch.sort(rows.to(torch.int32 if num_rows < 2**31 - 1 else torch.int64), stable=True)
     return SortedRows(rows, order.to(torch.int32))
+
+
+def _sum_rows(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    from jfi.tables.kernels.step import sum_rows
+
+    return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
+
+
+operator("table_gradient", _sum_rows, lambda x, _, rows, dtype: x.new_empty(rows, x.shape[1], dtype=dtype))
 
 
 def rounding_seed(table: str, first_row: int = 0) -> int:
