@@ -98,6 +98,9 @@ def check_bounds(section: object, key: str, fault: type[Exception]) -> None:
     for name, hint in _bounded(type(section)).items():
         value = getattr(section, name)
         try:
-            msgspec.convert(value.item() if hasattr(value, "item") else value, hint)  # a number of NumPy
+            if hasattr(value, "item"):  # a number of NumPy, which neither YAML nor JSON holds
+                value = value.item()
+                setattr(section, name, value)
+            msgspec.convert(value, hint)
         except msgspec.ValidationError:
             raise fault(f"{key}{name}: got {value!r}, must be {describe(hint)}") from None

@@ -6,6 +6,7 @@ The values of a YAML node become those of the settings' types by msgspec. `jfi.u
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import textwrap
 import types
@@ -63,8 +64,18 @@ def parse_config(
             "\n\n".join((description, "--config FILE: a YAML file with any setting", describe_settings(), EXIT_CODES))
         )
         raise SystemExit(0)
-    own, rest = (argparse.Namespace(), [*arguments]) if parser is None else parser.parse_known_args(arguments)
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
+    # argparse takes --data.label='a == 1' for a value, of --seeds for instance, since there is a space in it.
+    spaced = {
+        f"--setting-{i}": one
+        for i, one in enumerate(arguments)
+        if one.startswith("--") and " " in one and one.partition("=")[0] not in others
+    }
+    names = {one: name for name, one in spaced.items()}
+    own, rest = argparse.Namespace(), [names.get(one, one) for one in arguments]
+    if parser is not None:
+        own, rest = parser.parse_known_args(rest)
+    rest = [spaced.get(one, one) for one in rest]
     given, tree = [*_options(rest, others)], {}
     for option, value, _ in given:
         if option == "--config":
@@ -102,7 +113,22 @@ def load_config(path: str | Path) -> Config:
 def save_config(config: Config, path: str | Path) -> None:
     """Writes all fields, including defaults, as YAML; whole or not at all."""
     tree = {"version": VERSION, **config.as_dict()}
-    write_file(Path(path), yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    write_file(Path(path), yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that would be read otherwise: numbers such as 1e5, and line breaks that YAML folds."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    """Returns the node of a text."""
+    quoted = "\x85" in text
+    with suppress(ValueError):
+        quoted = float(text) is not None
+    return dumper.represent_scalar(_TEXT, text, style='"' if quoted else None)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def describe_settings(names: Iterable[str] | None = None) -> str:
@@ -170,8 +196,13 @@ def _override(tree: dict, option: str, value: str, hint: object) -> None:
         root = read_yaml(value, option)
     except yaml.YAMLError:
         root = None
-    is_plain = isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"')
-    if root is None or (is_plain and root.tag not in {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}):
+    kinds = _kinds(hint)
+    if isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"'):
+        is_text = root.tag.rpartition(":")[2] not in _KINDS or root.value != value.strip()
+    else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
+        takes_list = isinstance(root, yaml.SequenceNode) and root.flow_style and list in map(typing.get_origin, kinds)
+        is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
+    if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
     *folders, name = option[2:].split(".")
     for part in folders:
@@ -248,14 +279,22 @@ def _pairs(node: yaml.Node, key: str, source: _Source) -> dict[str, yaml.Node]:
     """Returns the values of a mapping by their keys."""
     if not isinstance(node, yaml.MappingNode):
         raise source.fault(node, key, f" must be a mapping of keys, got {_plain(node, object)!r}")
-    yaml.constructor.SafeConstructor().flatten_mapping(node)
+    try:
+        yaml.constructor.SafeConstructor().flatten_mapping(node)
+    except yaml.YAMLError as error:
+        raise source.fault(node, key, f": {error.problem}") from None
     return {str(name.value): value for name, value in node.value}
+
+
+def _kinds(hint: object) -> tuple:
+    """The types that a union lists, without their bounds."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return tuple(typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in kinds)
 
 
 def _plain(node: yaml.Node, hint: object) -> typing.Any:
     """Returns the value of a YAML tree; a value whose type takes no other kind is the text that is written."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in kinds)
+    kinds = _kinds(hint)
     if isinstance(node, yaml.SequenceNode):
         inner = next((typing.get_args(one)[0] for one in kinds if typing.get_origin(one) is list), object)
         return [_plain(one, inner) for one in node.value]
@@ -264,12 +303,13 @@ def _plain(node: yaml.Node, hint: object) -> typing.Any:
     found = _KINDS.get(node.tag.rpartition(":")[2], str)
     if found is str and node.style is None and float in kinds:  # 1e-3, which YAML takes for a text
         with suppress(ValueError):
-            return float(node.value)
-    if str in kinds and found not in kinds and not (found is int and float in kinds):
+            if math.isfinite(number := float(node.value)) or str not in kinds:
+                return number
+    if str in kinds and (found is str or (found not in kinds and not (found is int and float in kinds))):
         return node.value
     try:
         return yaml.constructor.SafeConstructor().construct_object(node)
-    except (yaml.YAMLError, ValueError):  # a tag that is not known, a date that does not exist
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # an unknown tag, a value that is not its kind
         return node.value
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import commands
+import numpy as np
 import pytest
 
 from jfi.cli.options import OptionError, OptionParser, at_least_zero
@@ -100,6 +101,47 @@ def test_any_text_of_a_setting_is_the_same_text_after_it_was_saved(tmp_path, shi
     config = config_of_texts(shift)
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("text", ["::", "-", "?", "[]", "{}", "!", "status: paid", "[x]", "a == 1 # c", "2026-11-29"])
+def test_a_text_of_an_option_may_look_like_yaml(text, tmp_path):
+    config = parse(f"--data.label={text}", "--data.delimiter", text, "--data.interactions", "a.csv")
+    assert (config.data.label, config.data.delimiter) == (text, text)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("text", ["1e3", "12e45678", "nan", "inf", "1970-01-01", "a\x85b", "0x1f", "yes", "~", ""])
+def test_a_text_is_read_as_it_was_saved(text, tmp_path, yaml_file):
+    training = TrainingConfig(logger="wandb", logger_options={"id": text})
+    config = Config(DataConfig(source="synthetic", missing_values=[text]), training=training)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_an_unquoted_date_is_a_text(yaml_file):
+    path = yaml_file("data: {source: synthetic, missing_values: [1970-01-01]}\ntraining: {run_dir: 2026-11-29}")
+    config = parse("--config", path)
+    assert (config.data.missing_values, config.training.run_dir) == (["1970-01-01"], "2026-11-29")
+
+
+@pytest.mark.parametrize("text", ["{<<: 5}", "{<<: [5]}"])
+def test_a_wrong_merge_key_is_one_line(text, yaml_file):
+    assert "config.yaml:1: training: expected a mapping" in fault("--config", yaml_file(f"training: {text}"))
+
+
+def test_a_setting_with_a_space_is_no_value_of_the_option_before_it():
+    parser = OptionParser()
+    parser.add_argument("--seeds", nargs="+", type=int)
+    arguments = ["--data.source", "synthetic", "--seeds", "0", "1", "--data.title=a b"]
+    config, own = parse_config(arguments, "", parser)
+    assert (config.data.title, own.seeds) == ("a b", [0, 1])
+
+
+def test_numbers_of_numpy_are_saved(tmp_path):
+    config = Config(DataConfig(source="synthetic"), training=TrainingConfig(positive_weight=np.float64(2.5)))
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").training.positive_weight == 2.5
 
 
 @pytest.mark.parametrize("text", ["a #b", " a ", "|", "%a", "@a", "[a", "&a b", "*a", "!a", "2026-13-45", "", "-1"])
