@@ -137,7 +137,10 @@ def prepare_digit_attention(
 
 def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:
     """Checks that digits are [S, W], or [N, W] with indices [S]; if readable, that all are -1, 0 or 1."""
-    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]", W=ceil_div(num_digits, DIGITS_PER_WORD))
+    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]")
+    if digits.shape[1] != (words := ceil_div(num_digits, DIGITS_PER_WORD)):
+        must = f"W = {words} for the query's L = {num_digits} digits"
+        raise ValueError(f"{name} must have {must}, got {digits.shape[1]}")
     if digits.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {digits.dtype}")
     check_device(name, digits, "query", query)

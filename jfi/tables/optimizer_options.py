@@ -45,6 +45,9 @@ class ParameterGroup(UserDict):
             self.learning_rate.fill_(value)
         self.data[key] = value
 
+    def copy(self) -> dict[str, Any]:
+        return dict(self.data)
+
     def __delitem__(self, key: str) -> None:
         if key in self._fixed or key in ("lr", "params"):
             raise ValueError(f"{key} is an option of a fused collection and must stay in its group")

@@ -222,7 +222,7 @@ BAD = {
     "words": (
         {"digits": torch.zeros(5, 1, dtype=torch.int32)},
         ValueError,
-        "digits must have W = 2, got 1",
+        "digits must have W = 2 for the query's L = 20 digits, got 1",
     ),
     "no digit": (
         {"digits": torch.tensor([[0, 0]] * 3 + [[0, 2], [0, 0]], dtype=torch.int32)},

@@ -179,7 +179,11 @@ def test_autocast_stays_on():
 
 ERRORS = {
     "a value": ({"value": torch.zeros(5, 1, 20)}, ValueError, "value must be None where key is packed digits"),
-    "words": ({"key": torch.zeros(5, 1, dtype=torch.int32)}, ValueError, "key must have W = 2, got 1"),
+    "words": (
+        {"key": torch.zeros(5, 1, dtype=torch.int32)},
+        ValueError,
+        "key must have W = 2 for the query's L = 20 digits, got 1",
+    ),
     "shape": ({"key": torch.zeros(5, 1, 2, dtype=torch.int32)}, ValueError, r"key must be \[S, W\]"),
     "no digit of a table": (
         {"key": torch.full((9, 2), 2, dtype=torch.int32), "indices": torch.full((5,), 7)},

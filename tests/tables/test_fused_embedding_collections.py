@@ -355,6 +355,8 @@ def test_what_is_assigned_to_the_optimizer_takes_effect_or_is_refused():
     fused = FusedEmbeddingCollection(events(), torch.optim.SGD, {"lr": 1.0})
     optimizer = fused.fused_optimizer
 
+    assert type(optimizer.param_groups[0].copy()) is dict
+
     def rate():
         before, ids = fused.embeddings["brand"].weight.detach().clone(), batch()
         fused(ids)["history_brand"].values().sum().backward()
