@@ -89,7 +89,8 @@ def test_a_wrong_pair_is_named(monkeypatch, change, message):
 
 
 @pytest.mark.parametrize(
-    "statement", ["import jfi.modules", "import jfi.models", "import jfi.data", "import jfi.training"]
+    "statement",
+    ["import jfi.modules", "import jfi.models", "from jfi.data import load_dataset", "from jfi.training import train"],
 )
 def test_every_package_over_torchrec_checks_first(statement):
     script = f"""

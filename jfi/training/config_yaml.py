@@ -8,6 +8,7 @@ from jfi.training.config import ConfigError
 
 #: Of a YAML file or value.
 _DEEPEST, _MOST_VALUES = 50, 100_000
+_TAGS = {*yaml.SafeLoader.yaml_constructors, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"}
 
 
 def read_yaml(text: str, place: str) -> yaml.Node | None:
@@ -15,11 +16,13 @@ def read_yaml(text: str, place: str) -> yaml.Node | None:
 
     Raises:
         ConfigError: it is too deep or too large to be a config, or a mapping has a key twice.
-        yaml.YAMLError: it is not YAML.
+        yaml.YAMLError: it is not YAML, or has a tag of another language, such as `!!python/name`.
     """
     _check_size(text, place)
     root = yaml.compose(text, yaml.SafeLoader)
     for node in _nodes(root):
+        if node.tag not in _TAGS:
+            raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not known", node.start_mark)
         lines: dict[tuple[str, object], int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1

@@ -354,7 +354,7 @@ def test_auto_is_the_default_and_no_other_text_is_known():
     assert DataConfig().statistics == "auto"
     assert parse_config(["--data.statistics", "auto"], "")[0].data.statistics == "auto"
     assert parse_config(["--data.statistics", "[]"], "")[0].data.statistics == []
-    with pytest.raises(DataError, match=r"data.statistics is 'item'; it must be auto or a list of groups"):
+    with pytest.raises(DataError, match=r"data.statistics: got 'item', must be a list of .* or auto"):
         load_dataset(DataConfig(interactions="rows.csv", statistics="item"))
 
 
