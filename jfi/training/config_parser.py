@@ -158,7 +158,7 @@ def docstring(section: type) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a setting is written: a file, or an option of the command line."""
+    """The place of a setting: a file, or an option of the command line."""
 
     name: str
     is_file: bool
