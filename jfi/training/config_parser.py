@@ -67,7 +67,7 @@ def parse_config(
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
     # argparse takes --data.label='a == 1' for a value, of --seeds for instance, since there is a space in it.
     spaced = {
-        f"--setting-{i}": one
+        f"--@{i}": one
         for i, one in enumerate(arguments)
         if one.startswith("--") and " " in one and one.partition("=")[0] not in others
     }
