@@ -26,6 +26,9 @@ from jfi.kernels.plan import CPU_DENSE_SCORES
 from jfi.reference import unpack_digits
 from jfi.utils.operands import TargetAttentionInputs
 
+#: Packed digits are decoded for as many samples as have so many events, so that no [S, D] is made.
+DECODED_EVENTS = 2**15
+
 with warnings.catch_warnings():
     # The first sparse matrix of a process warns that they are in beta; only sampled_addmm is used here.
     warnings.simplefilter("ignore")
@@ -36,8 +39,6 @@ class _Problem:
     """The operands, at least float32, with query heads grouped by key head: Q = T · H/G query rows per key head."""
 
     def __init__(self, x: TargetAttentionInputs):
-        if x.key.dtype == torch.int32:  # packed digits
-            x = _decoded(x)
         query, key, value, bias = x.query, x.key, x.value, x.bias
         self.batch, self.num_queries, self.num_heads = query.shape[:3]
         self.rows, self.num_kv_heads = key.shape[:2]
@@ -252,33 +253,65 @@ def _dense_backward(
     return tuple(grads)
 
 
-def _decoded(x: TargetAttentionInputs) -> TargetAttentionInputs:
-    """Returns the operands with the digits of packed events as their keys, without padding behind the last sample."""
-    real = slice(int(x.offsets[-1]))
-    words = x.tables[0].index_select(0, x.indices[0][real]) if x.tables else x.key[real, 0]
-    key = unpack_digits(words, x.query.shape[3])[:, None].to(torch.promote_types(x.query.dtype, torch.float32))
-    value = None if x.value_scale is None else key * x.value_scale[real, None, None].to(key.dtype)
-    return x._replace(key=key, value=value, bias=None if x.bias is None else x.bias[real])
+def _decoded(x: TargetAttentionInputs) -> Iterator[tuple[slice, slice, TargetAttentionInputs]]:
+    """Yields (samples, events, their attention to decoded digits) of each block of samples.
+
+    A block has at least one sample.
+    """
+    ends, first, dtype = x.offsets.tolist(), 0, torch.promote_types(x.query.dtype, torch.float32)
+    while first < len(ends) - 1:
+        last = first + 1
+        while last < len(ends) - 1 and ends[last + 1] - ends[first] <= DECODED_EVENTS:
+            last += 1
+        samples, events = slice(first, last), slice(ends[first], ends[last])
+        words = x.tables[0].index_select(0, x.indices[0][events]) if x.tables else x.key[events, 0]
+        key = unpack_digits(words, x.query.shape[3])[:, None].to(dtype)
+        value = None if x.value_scale is None else key * x.value_scale[events, None, None].to(dtype)
+        history = {"offsets": x.offsets[first : last + 1] - ends[first], "key": key, "value": value}
+        bias = None if x.bias is None else x.bias[events]
+        yield samples, events, x._replace(query=x.query[samples], bias=bias, **history)
+        first = last
 
 
 def forward(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
+    query = x.query
+    if x.key.dtype == torch.int32:  # packed digits
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for samples, _, part in _decoded(x):
+            out[samples], lse[samples] = forward(part)
+        return out, lse
     problem = _Problem(x)
     out, lse = (_dense_forward if problem.is_dense else _sparse_forward)(problem)
-    return problem.ungroup(out).to(x.query.dtype), problem.ungroup(lse)
+    return problem.ungroup(out).to(query.dtype), problem.ungroup(lse)
 
 
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias, None if not needed."""
+    if x.key.dtype == torch.int32:
+        return _digits_backward(grad, x, out, lse, needed)
     problem = _Problem(x)
     grads, lses = problem.group(grad), problem.group(lse)
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
     work = _dense_backward if problem.is_dense else _sparse_backward
-    dquery, *others, dbias = work(problem, grads, deltas, lses, needed[:4])
-    if dbias is not None and problem.rows < len(x.bias):  # padding behind the last sample
-        dbias = F.pad(dbias, (0, 0, 0, len(x.bias) - problem.rows))
+    dquery, *others = work(problem, grads, deltas, lses, needed[:4])
     dquery = None if dquery is None else problem.ungroup(dquery * x.scale).to(x.query.dtype)
-    return dquery, *(None if y is None else y.to(x.query.dtype) for y in (*others, dbias))
+    return dquery, *(None if y is None else y.to(x.query.dtype) for y in others)
+
+
+def _digits_backward(
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    dquery = torch.empty_like(x.query) if needed[0] else None
+    dbias = torch.empty_like(x.bias) if needed[3] else None
+    for samples, events, part in _decoded(x):
+        gradients = backward(grad[samples], part, out[samples], lse[samples], (needed[0], False, False, needed[3]))
+        if dquery is not None:
+            dquery[samples] = gradients[0]
+        if dbias is not None:
+            dbias[events] = gradients[3]
+    return dquery, None, None, dbias

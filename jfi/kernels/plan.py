@@ -374,7 +374,8 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     if impl == "torch" and device.type != "cpu":
         return _torch_plan("reference", f"jfi.reference.{'digit' if packed else 'target'}_attention")
     if impl == "torch" and packed:
-        return _torch_plan("cpu", "digits decoded, then as target attention", "packed digits")
+        reason = "at most 2^15 events or one sample at a time"
+        return _torch_plan("cpu", "digits decoded by blocks of samples", reason)
     if impl == "torch":
         dense = not 0 < num_keys * query_rows <= CPU_DENSE_SCORES * batch  # as jfi.cpu.target_attention decides
         kernel, than = ("dense products", "more than") if dense else ("sparse products", "at most")

@@ -8,7 +8,7 @@ sums.  With the saved log-sum-exp and Δ = Σ dO·O the backward decodes the eve
 
     dS = P (dO·d - Δ)        dq = scale Σ_s dS d        dbias = Σ_t dS
 
-Digits have no gradient.  On a GPU neither direction makes [S, L]; on a CPU each decodes the events first.
+Digits have no gradient.  Neither direction makes [S, L].
 """
 
 import torch
