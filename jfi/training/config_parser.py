@@ -65,18 +65,16 @@ def parse_config(
         )
         raise SystemExit(0)
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
-    # argparse takes --data.label='a == 1' for a value, of --seeds for instance, since there is a space in it.
-    spaced = {
-        f"--@{i}": one
-        for i, one in enumerate(arguments)
-        if one.startswith("--") and " " in one and one.partition("=")[0] not in others
-    }
-    names = {one: name for name, one in spaced.items()}
-    own, rest = argparse.Namespace(), [names.get(one, one) for one in arguments]
-    if parser is not None:
-        own, rest = parser.parse_known_args(rest)
-    rest = [spaced.get(one, one) for one in rest]
-    given, tree = [*_options(rest, others)], {}
+    # Settings are taken out first: argparse takes --data.label='a == 1' for a value of --seeds, since it has a space.
+    left, settings, rest = [*arguments], [], []
+    while left:
+        one = left.pop(0)
+        is_setting = one.startswith("--") and one.partition("=")[0] not in others
+        (settings if is_setting else rest).append(one)
+        if is_setting and "=" not in one and left and not left[0].startswith("--"):
+            settings.append(left.pop(0))
+    own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
+    given, tree = [*_options([*settings, *unknown], others)], {}
     for option, value, _ in given:
         if option == "--config":
             _read_file(tree, value)
@@ -121,11 +119,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    """Returns the node of a text."""
-    quoted = "\x85" in text
-    with suppress(ValueError):
-        quoted = float(text) is not None
-    return dumper.represent_scalar(_TEXT, text, style='"' if quoted else None)
+    try:
+        float(text)
+        style = '"'
+    except ValueError:
+        style = '"' if "\x85" in text else None
+    return dumper.represent_scalar(_TEXT, text, style=style)
 
 
 _Dumper.add_representer(str, _text)
