@@ -16,9 +16,9 @@ def segment_reduce(x: Tensor, offsets: Tensor, reduce: str, initial: float) -> T
     """Reduces each sample's rows, [S, ...] -> [B, ...]; an empty sample gives the initial value."""
     if x.shape[0] == 0:
         return x.new_full((offsets.shape[0] - 1, *x.shape[1:]), initial)
-    flat = x.reshape(x.shape[0], -1)
+    flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1)
     out = torch.segment_reduce(flat, reduce, offsets=offsets.long(), axis=0, initial=initial)
-    return out.view(-1, *x.shape[1:])
+    return out if x.dim() == 2 else out.view(-1, *x.shape[1:])
 
 
 def _segment_fake(x: Tensor, offsets: Tensor) -> Tensor:
