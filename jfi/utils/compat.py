@@ -65,16 +65,19 @@ TorchRec:
     torchrec.distributed.embedding.ShardedEmbeddingCollection._has_uninitialized_input_dist    False tells TorchRec's
         pipelines that there is none to set up
 
-Triton, for launches past ``kernel[grid](...)``, which takes three times the host time; these names have no underscore:
+Triton, for launches past ``kernel[grid](...)``, which takes ten times the host time; these names have no underscore:
     JITFunction.params                             what a kernel is not specialized on
-    CompiledKernel.run, .function, .packed_metadata    the launch itself, in this order of arguments
+    CompiledKernel.function, .metadata, .src.signature    what `kernels/common/launcher.c` launches
+    runtime.build.compile_module_from_src, backends.nvidia.driver.include_dirs    build it
     knobs.HookChain.calls                          whether a profiler wants to see launches
     driver.active.get_current_stream               the current CUDA stream's handle
     gluon's TensorDescriptor.__new__               a descriptor without its checks (jagged_attention/sm90_primitives.py)
 """
 
+import subprocess
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,11 +113,6 @@ def symmetric_memory(
     return memory, symmetric.rendezvous(memory, group)
 
 
-def alignment_free(kernel) -> tuple[bool, ...]:
-    """Returns for each parameter of a kernel whether tensors of any alignment share one compilation."""
-    return tuple(parameter.do_not_specialize_on_alignment for parameter in kernel.params)
-
-
 def specialized(kernel) -> tuple[bool, ...]:
     """Returns for each parameter of a kernel whether another integer may need another compilation."""
     return tuple(not parameter.do_not_specialize for parameter in kernel.params)
@@ -125,12 +123,55 @@ def is_hooked(hook) -> bool:
     return hook is not None and bool(hook.calls)
 
 
-def launch_parts(compiled) -> tuple:
-    """Returns the parts of a compiled kernel, launched once before, that `run_compiled` takes."""
-    return compiled.run, compiled.function, compiled.packed_metadata
+#: The types of a TMA descriptor as CUDA numbers them.
+_TMA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 
-def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, arguments: list) -> None:
-    """Launches a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
-    run, function, packed_metadata = parts
-    run(*grid, stream, function, packed_metadata, None, None, None, *arguments)
+@cache
+def _launcher() -> Any:
+    """Returns the module of launcher.c, built at its first use; None without an NVIDIA GPU and a C compiler."""
+    try:
+        from triton.backends.nvidia.driver import include_dirs
+        from triton.runtime.build import compile_module_from_src
+
+        source = (Path(__file__).parents[1] / "kernels/common/launcher.c").read_text()
+        return compile_module_from_src(src=source, name="jfi_launcher", include_dirs=include_dirs)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+def compiled_launch(
+    kernel: Any, compiled: Any, tensors: tuple, numbers: tuple[int | float, ...], descriptors: tuple
+) -> Callable[..., bool] | None:
+    """Returns what launches a kernel that Triton has compiled for these arguments; None for what Triton alone launches.
+
+    It takes (grid, stream, tensors, numbers, descriptors), and returns False where they are not like these.
+    """
+    metadata = compiled.metadata
+    uses = metadata.launch_cooperative_grid or metadata.launch_pdl or metadata.num_ctas != 1
+    if uses or metadata.global_scratch_size or metadata.profile_scratch_size or _launcher() is None:
+        return None
+    leaves, tiles = [], []
+    for parameter, x in zip(kernel.params[len(descriptors) :], tensors, strict=False):
+        is_aligned = not parameter.do_not_specialize_on_alignment
+        for one in x if isinstance(x, tuple) else (x,):
+            if one is not None and is_aligned and one.data_ptr() % 16:
+                return None
+            leaves.append((None if one is None else one.dtype, is_aligned))
+    described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    for x in descriptors:
+        if x is None:
+            tiles.append((None, None, 0, 0, 0, (0, 0)))
+            continue
+        tile = next(described, None)
+        if tile is None or tile["fp4_padded"] or x.base.dtype not in _TMA_TYPES or len(tile["block_size"]) != 2:
+            return None
+        sizes = tile["swizzle"], tile["elem_size"], _TMA_TYPES[x.base.dtype], tuple(tile["block_size"])
+        tiles.append((x.base.dtype, x.block_shape, *sizes))
+    first = len(descriptors) + len(tensors)
+    types = [compiled.src.signature[name] for name in kernel.arg_names[first : first + len(numbers)]]
+    if not {*types} <= {"i32", "i64", "fp32"}:
+        return None
+    kinds = "".join(one[0] if one != "i64" else "l" for one in types)
+    size = metadata.num_warps * 32, metadata.shared
+    return _launcher().Kernel(compiled.function, *size, tuple(tiles), tuple(leaves), kinds).launch

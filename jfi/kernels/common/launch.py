@@ -1,9 +1,9 @@
-"""Launches kernels with a third of the host time of Triton's launcher, which recomputes a specialization key per call.
+"""Launches kernels in a tenth of the host time of Triton's launcher, which recomputes a specialization key per call.
 
 What Triton specializes on is the constants, the tensors' dtypes and device, pointers being multiples of 16 bytes, and
-integers fitting 32 bits.  A launcher holds one set of constants; calls with aligned tensors and small integers find
-their compiled kernel by device and dtypes, others go through Triton's own launcher.  A profiler's launch hooks are
-served; hooks of a kernel (pre_run_hooks) and the check that its globals have not changed are not.
+integers fitting 32 bits.  A launcher holds one set of constants; launcher.c launches what was compiled for the dtypes
+of a call's tensors, and other calls go through Triton.  A profiler's launch hooks are served by Triton too; hooks of a
+kernel (pre_run_hooks) and the check that its globals have not changed are not.
 
 The compile-time constants of most kernels are one value, ``SPEC``, instead of a parameter each: a kernel declares
 ``SPEC: tl.constexpr`` and reads ``SPEC.head_dim``.  Every field must be a ``tl.constexpr`` when the kernel is launched
@@ -41,9 +41,8 @@ class Launcher:
     def __init__(self, kernel: JITFunction, **constants: object):
         self.kernel = kernel
         self.constants = constants
-        self.alignment_free = () if INTERPRET.value else compat.alignment_free(kernel)
-        #: By device, dtypes and None-ness of tensors and tiles of descriptors: the compiled kernel and its launch.
-        self.compiled: dict[tuple, tuple] = {}
+        #: By device what launches a compiled kernel, or returns False where the arguments are not those it is for.
+        self.compiled: dict[int | None, list[Callable[..., bool]]] = {}
 
     def __call__(
         self,
@@ -65,53 +64,23 @@ class Launcher:
             self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
             return
         first = tensors[0]
-        device = (first[0] if type(first) is tuple else first).device
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        index = (first[0] if type(first) is tuple else first).device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
                 self(grid, tensors, numbers, descriptors)
             return
-        arguments, key, addresses = list(descriptors), [device.index], 0
-        for descriptor in descriptors:
-            key += (None,) if descriptor is None else (descriptor.base.dtype, *descriptor.block_shape)
-        for x in tensors:
-            if x is None:
-                arguments.append(None)
-                key.append(None)
-            elif type(x) is tuple:
-                nested = []
-                for y in x:
-                    if y is None:
-                        nested.append(None)
-                        key.append(None)
-                    else:
-                        address = y.data_ptr()
-                        addresses |= address
-                        nested.append(address)
-                        key.append(y.dtype)
-                arguments.append(tuple(nested))
-            else:
-                address = x.data_ptr()
-                if not self.alignment_free[len(arguments)]:
-                    addresses |= address
-                arguments.append(address)
-                key.append(x.dtype)
-        key = tuple(key)
-        usual = not addresses % 16 and max(numbers, default=0) < 2**31
-        entry = self.compiled.get(key) if usual else None
-        if entry is None:
-            self._check(numbers, len(arguments))
-            compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
-            if usual:
-                constants = (None,) * (len(self.kernel.arg_names) - len(arguments) - len(numbers))
-                self.compiled[key] = compiled, compat.launch_parts(compiled), constants
-            return
-        compiled, parts, constants = entry
-        arguments += numbers
-        arguments += constants  # whose values are compiled in
-        if compat.is_hooked(knobs.runtime.launch_enter_hook) or compat.is_hooked(knobs.runtime.launch_exit_hook):
-            compiled[grid](*arguments)
-        else:
-            compat.run_compiled(parts, grid, driver.active.get_current_stream(device.index), arguments)
+        kernels = self.compiled.setdefault(index, [])
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if not (compat.is_hooked(hooks[0]) or compat.is_hooked(hooks[1])):
+            stream = driver.active.get_current_stream(index)
+            for launch in kernels:
+                if launch(grid, stream, tensors, numbers, descriptors):
+                    return
+        self._check(numbers, len(descriptors) + len(tensors))
+        compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
+        launch = compat.compiled_launch(self.kernel, compiled, tensors, numbers, descriptors)
+        if launch is not None:
+            kernels.append(launch)
 
     def _check(self, numbers: tuple[int | float, ...], first: int) -> None:
         """No integer is specialized on, or the kernel found by the key would be that of another value."""
