@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,10 +214,12 @@ def test_hooks_are_seen():
     from triton import knobs
 
     assert isinstance(knobs.runtime.launch_enter_hook, knobs.HookChain | None)
+    assert isinstance(knobs.runtime.launch_exit_hook, knobs.HookChain | None)
     chain = knobs.HookChain()
-    assert not compat.is_hooked(chain) and not compat.is_hooked(None)
+    runtime = SimpleNamespace(launch_enter_hook=chain, launch_exit_hook=None)
+    assert not compat.have_launch_hooks(runtime)
     chain.add(lambda metadata: None)
-    assert compat.is_hooked(chain)
+    assert compat.have_launch_hooks(runtime)
 
 
 def test_a_compiled_kernel_has_what_its_launch_takes():

@@ -69,11 +69,12 @@ Triton, for launches past ``kernel[grid](...)``, which takes ten times the host 
     JITFunction.params                             what a kernel is not specialized on
     CompiledKernel.function, .metadata, .src.signature    what `kernels/common/launcher.c` launches
     runtime.build.compile_module_from_src, backends.nvidia.driver.include_dirs    build it
-    knobs.HookChain.calls                          whether a profiler wants to see launches
+    knobs.runtime.launch_enter_hook, launch_exit_hook, HookChain.calls    whether a profiler wants to see launches
     driver.active.get_current_stream               the current CUDA stream's handle
     gluon's TensorDescriptor.__new__               a descriptor without its checks (jagged_attention/sm90_primitives.py)
 """
 
+import struct
 import subprocess
 from collections.abc import Callable
 from functools import cache, partial
@@ -118,18 +119,23 @@ def specialized(kernel) -> tuple[bool, ...]:
     return tuple(not parameter.do_not_specialize for parameter in kernel.params)
 
 
-def is_hooked(hook) -> bool:
-    """Returns whether a triton.knobs.HookChain has hooks, such as those of a profiler."""
-    return hook is not None and bool(hook.calls)
+def have_launch_hooks(runtime: Any) -> bool:
+    """Returns whether anyone, such as a profiler, wants to see Triton's launches; runtime: triton.knobs.runtime."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # HookChains, unless a user has set others
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 #: The types of a TMA descriptor as CUDA numbers them.
-_TMA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_TMA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+#: launcher.c's Tile, and the types of numbers as it takes them.
+_TILE, _NUMBERS = "14i", {"i32": "i", "i64": "l", "fp32": "f"}
 
 
 @cache
 def _launcher() -> Any:
     """Returns the module of launcher.c, built at its first use; None without an NVIDIA GPU and a C compiler."""
+    if torch.version.hip is not None:
+        return None
     try:
         from triton.backends.nvidia.driver import include_dirs
         from triton.runtime.build import compile_module_from_src
@@ -141,37 +147,45 @@ def _launcher() -> Any:
 
 
 def compiled_launch(
-    kernel: Any, compiled: Any, tensors: tuple, numbers: tuple[int | float, ...], descriptors: tuple
+    kernel: Any, compiled: Any, device: int, tensors: tuple, numbers: tuple[int | float, ...], descriptors: tuple
 ) -> Callable[..., bool] | None:
     """Returns what launches a kernel that Triton has compiled for these arguments; None for what Triton alone launches.
 
     It takes (grid, stream, tensors, numbers, descriptors), and returns False where they are not like these.
     """
-    metadata = compiled.metadata
-    uses = metadata.launch_cooperative_grid or metadata.launch_pdl or metadata.num_ctas != 1
-    if uses or metadata.global_scratch_size or metadata.profile_scratch_size or _launcher() is None:
+    if (launcher := _launcher()) is None or compiled is None:  # as a hook may have it
         return None
-    leaves, tiles = [], []
+    metadata = compiled.metadata
+    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+        return None
+    if metadata.launch_pdl or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    dtypes, is_aligned, tiles = [None if x is None else x.base.dtype for x in descriptors], [], b""
     for parameter, x in zip(kernel.params[len(descriptors) :], tensors, strict=False):
-        is_aligned = not parameter.do_not_specialize_on_alignment
+        own = not parameter.do_not_specialize_on_alignment
         for one in x if isinstance(x, tuple) else (x,):
-            if one is not None and is_aligned and one.data_ptr() % 16:
+            if own and one is not None and one.data_ptr() % 16:
                 return None
-            leaves.append((None if one is None else one.dtype, is_aligned))
+            dtypes.append(None if one is None else one.dtype)
+            is_aligned.append(own)
     described = iter(getattr(metadata, "tensordesc_meta", None) or ())
     for x in descriptors:
         if x is None:
-            tiles.append((None, None, 0, 0, 0, (0, 0)))
+            tiles += bytes(struct.calcsize(_TILE))
             continue
         tile = next(described, None)
-        if tile is None or tile["fp4_padded"] or x.base.dtype not in _TMA_TYPES or len(tile["block_size"]) != 2:
+        if tile is None or tile["fp4_padded"] or x.base.dtype not in _TMA_TYPES or x.padding != "zero":
             return None
-        sizes = tile["swizzle"], tile["elem_size"], _TMA_TYPES[x.base.dtype], tuple(tile["block_size"])
-        tiles.append((x.base.dtype, x.block_shape, *sizes))
+        own, loaded = ([*sides, *[0] * 5][:5] for sides in (x.block_shape, reversed(tile["block_size"])))
+        kinds = len(x.block_shape), tile["swizzle"], tile["elem_size"], _TMA_TYPES[x.base.dtype]
+        tiles += struct.pack(_TILE, *kinds, *own, *loaded)
     first = len(descriptors) + len(tensors)
     types = [compiled.src.signature[name] for name in kernel.arg_names[first : first + len(numbers)]]
-    if not {*types} <= {"i32", "i64", "fp32"}:
+    if not {*types} <= _NUMBERS.keys():
         return None
-    kinds = "".join(one[0] if one != "i64" else "l" for one in types)
+    kinds = "".join(map(_NUMBERS.get, types)).encode()
     size = metadata.num_warps * 32, metadata.shared
-    return _launcher().Kernel(compiled.function, *size, tuple(tiles), tuple(leaves), kinds).launch
+    try:
+        return launcher.Kernel(compiled.function, device, *size, tuple(dtypes), tiles, bytes(is_aligned), kinds).launch
+    except ValueError:  # too many parameters
+        return None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ops import launcher_calls
 from ops.ragged import offsets_of
 
 import jfi
@@ -19,6 +20,8 @@ HERE = Path(__file__).parent
 
 
 class Kernel:
+    """Compiles once for each first tensor."""
+
     arg_names = ("x", "y", "n", "scale", "BLOCK")
     params = tuple(SimpleNamespace(do_not_specialize=name == "n") for name in arg_names)
     fn = SimpleNamespace(__name__="kernel")
@@ -27,15 +30,21 @@ class Kernel:
         self.calls: list = []
 
     def __getitem__(self, grid):
-        return lambda *args, **constants: self.calls.append(("compile", grid, args, constants))
+        def compile_and_launch(*args, **constants):
+            self.calls.append(("compile", grid, args, constants))
+            return id(args[0])
+
+        return compile_and_launch
 
 
 @pytest.fixture
 def launcher(monkeypatch):
+    """A launcher whose compiled kernels take the first tensor they were compiled for; one of one element none."""
+
     class Interpret:
         value = False
 
-    def compiled_launch(kernel, compiled, *like):
+    def compiled_launch(kernel, compiled, index, *like):
         def run(grid, stream, *arguments):
             fits = arguments[0][0] is like[0][0]
             kernel.calls.append(("run" if fits else "refused", grid, stream, arguments))
@@ -77,58 +86,134 @@ def test_an_integer_that_a_kernel_is_specialized_on_is_refused(launcher):
         launcher(GRID, (x, None), (7, 5))
 
 
-def test_a_profilers_hooks_are_served(launcher, monkeypatch):
-    x = torch.zeros(64)
-    launcher(GRID, (x, None), (7, 0.5))
-    chain = launch.knobs.HookChain()
+def test_a_grid_that_cuda_does_not_take_is_refused(launcher):
+    for grid in ((2**31, 1, 1), (2**15, 2**15, 2), (1, 2**16, 1), (1, 1, 2**16)):
+        with pytest.raises(ValueError, match=r"the grid of kernel must have at most 65535 programs .* got \("):
+            launcher(grid, (torch.zeros(64), None), (7, 0.5))
+    assert kinds(launcher) == []
+
+
+def test_a_call_that_nothing_takes_is_kept_once(launcher, monkeypatch):
+    """What its arguments differ in may be what no compiled kernel sees."""
+    x, refuse = torch.zeros(64), lambda *_: lambda *_: launcher.kernel.calls.append(("refused",))
+    monkeypatch.setattr(compat, "compiled_launch", refuse)
+    for _ in range(3):
+        launcher(GRID, (x, None), (7, 0.5))
+    assert kinds(launcher) == ["compile", "refused", "compile", "refused", "compile"]
+
+
+def test_a_launcher_keeps_few_compiled_kernels(launcher):
+    tensors = [torch.zeros(64) for _ in range(launch.MAX_COMPILED + 9)]
+    for x in tensors:
+        launcher(GRID, (x, None), (7, 0.5))
+    assert [*map(len, launcher.compiled.values())] == [launch.MAX_COMPILED]
+    launcher.kernel.calls.clear()
+    launcher(GRID, (tensors[0], None), (7, 0.5))
+    launcher(GRID, (tensors[-1], None), (7, 0.5))
+    assert kinds(launcher) == ["run", *["refused"] * launch.MAX_COMPILED, "compile"]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_profilers_hooks_are_served(launcher, monkeypatch, hook, is_chain):
+    x, chain = torch.zeros(64), launch.knobs.HookChain()
     chain.add(lambda metadata: None)
-    monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", chain)
-    launcher(GRID, (x, None), (7, 0.5))
-    assert kinds(launcher) == ["compile", "compile"]
+    with monkeypatch.context() as patched:
+        patched.setattr(launch.knobs.runtime, hook, chain if is_chain else lambda metadata: None)
+        for _ in range(2):
+            launcher(GRID, (x, None), (7, 0.5))
+    for _ in range(2):
+        launcher(GRID, (x, None), (7, 0.5))
+    assert kinds(launcher) == ["compile", "compile", "compile", "run"]
 
 
-def test_parameters_are_those_that_cuda_reads(tmp_path):
-    """Beside a driver that records them; what the kernel was not compiled for is refused."""
+@pytest.mark.parametrize("version", [13010, 13020])
+def test_parameters_are_those_that_cuda_reads(version, tmp_path):
+    """With a driver that records them; what the kernel was not compiled for is refused."""
     from sysconfig import get_paths
 
     from triton.backends.nvidia import driver
 
-    flags = [
-        "-shared",
-        "-fPIC",
-        "-w",
-        f"-I{get_paths()['include']}",
-        *(f"-I{folder}" for folder in driver.include_dirs),
-    ]
+    flags = ["-shared", "-fPIC", "-w", f"-I{get_paths()['include']}"]
+    flags += [f"-I{folder}" for folder in driver.include_dirs]
     sources = {"jfi_launcher.so": Path(launch.__file__).parent / "launcher.c", "libcuda.so.1": HERE / "launcher_stub.c"}
     for name, source in sources.items():
         subprocess.run(["cc", *flags, f"-Wl,-soname,{name}", source, "-o", tmp_path / name], check=True)
-    command = [sys.executable, "-I", HERE / "launcher_calls.py", tmp_path]
+    command = [sys.executable, "-I", launcher_calls.__file__, tmp_path, str(version)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "all calls are right\n", done.stderr
 
 
+@pytest.fixture
+def build(monkeypatch):
+    """The builds of the launcher that are tried, each of which an error of the fixture ends."""
+    from triton.runtime import build
+
+    tried = SimpleNamespace(error=ImportError, number=0)
+
+    def compile_module_from_src(**_):
+        tried.number += 1
+        raise tried.error
+
+    monkeypatch.setattr(build, "compile_module_from_src", compile_module_from_src)
+    compat._launcher.cache_clear()
+    yield tried
+    compat._launcher.cache_clear()
+
+
+COMPILED = SimpleNamespace(metadata=SimpleNamespace(num_ctas=1, global_scratch_size=0, profile_scratch_size=0))
+ERRORS = [ImportError("libcuda.so.1"), RuntimeError("no C compiler"), subprocess.CalledProcessError(1, "cc"), OSError()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_triton_launches_where_nothing_can_be_built(build, error):
+    build.error = error
+    for _ in range(2):
+        assert compat.compiled_launch(Kernel(), COMPILED, 0, (), (), ()) is None
+    assert build.number == 1
+
+
+def test_triton_launches_on_amd(build, monkeypatch):
+    """Whose kernels have other metadata."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert compat.compiled_launch(Kernel(), COMPILED, 0, (), (), ()) is None and build.number == 0
+
+
+def test_triton_launches_what_has_too_many_parameters(monkeypatch):
+    def refuse(*_):
+        raise ValueError("a kernel has more parameters than the launcher takes")
+
+    monkeypatch.setattr(compat, "_launcher", lambda: SimpleNamespace(Kernel=refuse))
+    options = {"num_warps": 4, "shared": 0, "launch_pdl": False, "launch_cooperative_grid": False}
+    compiled = SimpleNamespace(
+        metadata=SimpleNamespace(**vars(COMPILED.metadata), **options), src=SimpleNamespace(signature={}), function=7
+    )
+    assert compat.compiled_launch(Kernel(), compiled, 0, (), (), ()) is None
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("width", [32, 64, 256])
 def test_tritons_launcher_gives_the_same_bits(width, device, monkeypatch):
     offsets = offsets_of([0, 70, 3, 200], device)
     query, key, value = (torch.randn(273, 2, width, device=device).bfloat16().requires_grad_() for _ in range(3))
-    target = torch.randn(4, 1, 2, width, device=device).bfloat16().requires_grad_()
+    target, several = (torch.randn(4, t, 2, width, device=device).bfloat16().requires_grad_() for t in (1, 40))
 
     def results() -> list[torch.Tensor]:
         out = jfi.ops.jagged_attention(query, key, value, query_offsets=offsets, impl="triton")
-        pooled = jfi.ops.target_attention(target, key, value, offsets=offsets, impl="triton")
-        leaves = (query, key, value, target)
-        return [out, pooled, *torch.autograd.grad([out.sum(), pooled.sum()], leaves)]
+        pooled = [jfi.ops.target_attention(x, key, value, offsets=offsets, impl="triton") for x in (target, several)]
+        leaves = (query, key, value, target, several)
+        return [out, *pooled, *torch.autograd.grad([out.sum(), *[x.sum() for x in pooled]], leaves)]
 
-    launched = []
-    made = compat.compiled_launch
-    recording = lambda *args: (launched.append(made(*args)), launched[-1])[1]  # noqa: E731
-    monkeypatch.setattr(launch.compat, "compiled_launch", recording)
+    by_triton, check = [], launch.Launcher._check
+    recording = lambda self, *args: (by_triton.append(self.kernel), check(self, *args))[1]  # noqa: E731
+    monkeypatch.setattr(launch.Launcher, "_check", recording)
     for launcher in _launchers():
         launcher.compiled.clear()
-    first, fast = results(), results()
-    assert launched and None not in launched
+    first = results()
+    assert by_triton
+    by_triton.clear()
+    fast = results()
+    assert not by_triton
     monkeypatch.setattr(launch.compat, "compiled_launch", lambda *_: None)
     for launcher in _launchers():
         launcher.compiled.clear()

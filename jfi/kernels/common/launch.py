@@ -10,6 +10,7 @@ The compile-time constants of most kernels are one value, ``SPEC``, instead of a
 (Triton takes a plain int for a runtime value), and a spec cannot be built inside of a kernel.
 """
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -28,6 +29,8 @@ from jfi.utils.operands import power_of_two
 
 #: A kernel's tensor arguments: addresses, None where there is none, or tuples of these.
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
+#: Compiled kernels of a launcher and a device that launcher.c launches; others are left to Triton.
+MAX_COMPILED = 64
 
 
 def empty_like(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -41,8 +44,9 @@ class Launcher:
     def __init__(self, kernel: JITFunction, **constants: object):
         self.kernel = kernel
         self.constants = constants
-        #: By device what launches a compiled kernel, or returns False where the arguments are not those it is for.
-        self.compiled: dict[int | None, list[Callable[..., bool]]] = {}
+        #: By device and by what Triton has compiled: launches it, or returns False where the arguments are others; None
+        #: where Triton alone launches it.
+        self.compiled: dict[int | None, dict[object, Callable[..., bool] | None]] = {}
 
     def __call__(
         self,
@@ -65,25 +69,28 @@ class Launcher:
             return
         first = tensors[0]
         index = (first[0] if type(first) is tuple else first).device.index
+        is_hooked = compat.have_launch_hooks(knobs.runtime)
+        if not is_hooked and (launches := self.compiled.get(index)):
+            stream = driver.active.get_current_stream(index)
+            for launch in launches.values():
+                if launch is not None and launch(grid, stream, tensors, numbers, descriptors):
+                    return
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(grid, tensors, numbers, descriptors)
             return
-        kernels = self.compiled.setdefault(index, [])
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if not (compat.is_hooked(hooks[0]) or compat.is_hooked(hooks[1])):
-            stream = driver.active.get_current_stream(index)
-            for launch in kernels:
-                if launch(grid, stream, tensors, numbers, descriptors):
-                    return
-        self._check(numbers, len(descriptors) + len(tensors))
+        self._check(grid, numbers, len(descriptors) + len(tensors))
         compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
-        launch = compat.compiled_launch(self.kernel, compiled, tensors, numbers, descriptors)
-        if launch is not None:
-            kernels.append(launch)
+        launches = self.compiled.get(index, {})
+        if not is_hooked and compiled not in launches and len(launches) < MAX_COMPILED:
+            launch = compat.compiled_launch(self.kernel, compiled, index, tensors, numbers, descriptors)
+            self.compiled[index] = {**launches, compiled: launch}  # a new one, since threads read the old one
 
-    def _check(self, numbers: tuple[int | float, ...], first: int) -> None:
-        """No integer is specialized on, or the kernel found by the key would be that of another value."""
+    def _check(self, grid: tuple[int, int, int], numbers: tuple[int | float, ...], first: int) -> None:
+        """Raises for what would be launched wrongly: grids that Triton counts in 32 bits, integers as constants."""
+        if max(grid[1:]) >= 2**16 or math.prod(grid) >= 2**31:
+            most = "65535 programs in the second and third dimension, and 2**31 - 1 in all"
+            raise ValueError(f"the grid of {self.kernel.fn.__name__} must have at most {most}, got {grid}")
         specialized = compat.specialized(self.kernel)[first : first + len(numbers)]
         for number, changes_kernel in zip(numbers, specialized, strict=True):
             if changes_kernel and isinstance(number, int):
