@@ -612,7 +612,17 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
 
 def _is_aligned(x: Inputs) -> bool:
     """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
-    return all([y is None or y.data_ptr() % 16 == 0 for y in (x.query, x.key, x.value)])
+    value = x.value
+    return not ((x.query.data_ptr() | x.key.data_ptr() | (0 if value is None else value.data_ptr())) % 16)
+
+
+def holds(plan: AttentionPlan, x: Inputs) -> bool:
+    """Returns whether a forward's plan is one for its operands as they were saved, if hooks of autograd moved them.
+
+    Rows by id have been read where their tables were stepped.
+    """
+    num_tables = plan.problem.num_tables
+    return _is_aligned(x) and (num_tables == 0 or num_tables == len(x.tables))
 
 
 def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None:

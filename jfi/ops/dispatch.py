@@ -37,6 +37,7 @@ def operator(
     differentiate: Callable | None = None,
     schema: str | None = None,
     exported: Callable[[], Callable] | None = None,
+    keeps: bool = False,
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
@@ -50,6 +51,7 @@ def operator(
         schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
         exported: returns the operator used instead where `is_exported` is true of the first and the last argument; None
             where there is none.
+        keeps: the function takes ctx, in which it keeps what ``differentiate`` can do without but would find again.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -58,7 +60,7 @@ def operator(
         registered.register_autograd(differentiate, setup_context=save)
 
         def forward(ctx, *args):
-            output = function(*args)
+            output = function(*args, ctx=ctx) if keeps else function(*args)
             save(ctx, args, output)
             return output
 

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from jfi import reference
-from jfi.kernels.plan import plan_jagged_attention
+from jfi.kernels import plan
+from jfi.kernels.plan import AttentionPlan
 from jfi.ops._attention import attention
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
@@ -45,16 +46,15 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
-    x, impl = JaggedAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
-    if impl == "torch":
+def _forward(x: JaggedAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
+    if chosen is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.forward(x, plan_jagged_attention(x, impl))
+    return execute.forward(x, chosen)
 
 
 def _backward(
@@ -64,20 +64,21 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     needed: Sequence[bool],
-    impl: str,
+    chosen: AttentionPlan | None,
 ) -> tuple[Tensor | None, ...]:
-    if impl == "torch":
+    if chosen is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.backward(grad, dlse, x, out, lse, needed)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+    return execute.backward(grad, dlse, x, out, lse, needed, chosen)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
-_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
+_PASSES = (lambda *x: plan.plan_jagged_attention(*x)), _forward, _backward
+_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, *_PASSES, _WITH_GRADIENT, True)
 
 
 _BY_QUERY = ("query", "query_time")
