@@ -14,7 +14,6 @@ sample's queries fill several tiles, jagged attention with T queries a sample ma
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
