@@ -170,11 +170,25 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
-    events |= {"key_bias": key_bias, "value_scale": value_scale}
-    seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
-    seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
-    inputs, impl = prepare_jagged_attention(query, key, value, **events, **seen, scale=scale, impl=impl)
+    inputs, impl = prepare_jagged_attention(
+        query,
+        key,
+        value,
+        query_offsets=query_offsets,
+        key_offsets=key_offsets,
+        indices=indices,
+        key_bias=key_bias,
+        value_scale=value_scale,
+        scale=scale,
+        impl=impl,
+        causal=causal,
+        window_size=window_size,
+        max_visible=max_visible,
+        query_time=query_time,
+        key_time=key_time,
+        time_bias=time_bias,
+        position_bias=position_bias,
+    )
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None or key_time is None else (query_time, key_time)
         options = (causal, window_size, key_bias, inputs.scale, times, max_visible, time_bias, position_bias)
@@ -226,7 +240,8 @@ def prepare_jagged_attention(
         check_key_bias(key_bias, key.shape[0], num_heads)
     else:
         check_history(key, value, key_bias, num_heads, width)
-    check_events(key, None, None, value_scale, num_heads)
+    if value_scale is not None:
+        check_events(key, None, None, value_scale, num_heads)
     if packed:
         check_untrained("value_scale", value_scale)
         if value_scale is not None and value_scale.dtype != query.dtype:
@@ -235,11 +250,12 @@ def prepare_jagged_attention(
     elif value_scale is not None:
         value = _scaled(key if value is None else value, value_scale)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
-    check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
+    if key_offsets is not query_offsets or key.shape[0] != rows:
+        check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    query, key, query_offsets, key_offsets = [x.contiguous() for x in (query, key, query_offsets, key_offsets)]
-    value, key_bias = [None if x is None else x.contiguous() for x in (value, key_bias)]
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
+    query, key, value, query_offsets, key_offsets, key_bias = [x if x is None else x.contiguous() for x in tensors]
     buckets, window = visibility(query, key, query_offsets, key_offsets, impl, **seen)
     tensors = (query, key, value, query_offsets, key_offsets, key_bias)
     return JaggedAttentionInputs(*tensors, *buckets, scale, *window), impl
