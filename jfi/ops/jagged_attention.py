@@ -170,11 +170,12 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
+    given: Any = query_offsets  # None, where no argument is nested, is refused below
     inputs, impl = prepare_jagged_attention(
         query,
         key,
         value,
-        query_offsets=query_offsets,
+        query_offsets=given,
         key_offsets=key_offsets,
         indices=indices,
         key_bias=key_bias,
@@ -254,8 +255,8 @@ def prepare_jagged_attention(
         check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
-    query, key, value, query_offsets, key_offsets, key_bias = [x if x is None else x.contiguous() for x in tensors]
+    query, key, query_offsets, key_offsets = [x.contiguous() for x in (query, key, query_offsets, key_offsets)]
+    value, key_bias = [None if x is None else x.contiguous() for x in (value, key_bias)]
     buckets, window = visibility(query, key, query_offsets, key_offsets, impl, **seen)
     tensors = (query, key, value, query_offsets, key_offsets, key_bias)
     return JaggedAttentionInputs(*tensors, *buckets, scale, *window), impl
