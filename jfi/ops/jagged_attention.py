@@ -251,8 +251,7 @@ def prepare_jagged_attention(
     elif value_scale is not None:
         value = _scaled(key if value is None else value, value_scale)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
-    if key_offsets is not query_offsets or key.shape[0] != rows:
-        check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
+    check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     query, key, query_offsets, key_offsets = [x.contiguous() for x in (query, key, query_offsets, key_offsets)]

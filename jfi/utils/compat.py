@@ -153,10 +153,8 @@ def compiled_launch(
 
     It takes (grid, stream, tensors, numbers, descriptors), and returns False where they are not like these.
     """
-    if (launcher := _launcher()) is None or compiled is None:  # as a hook may have it
-        return None
-    metadata = compiled.metadata
-    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+    launcher, metadata = _launcher(), getattr(compiled, "metadata", None)  # None if a hook of Triton compiles later
+    if launcher is None or metadata is None or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
         return None
     if metadata.launch_pdl or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None

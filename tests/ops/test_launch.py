@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,8 +88,8 @@ def test_an_integer_that_a_kernel_is_specialized_on_is_refused(launcher):
 
 
 def test_a_grid_that_cuda_does_not_take_is_refused(launcher):
-    for grid in ((2**31, 1, 1), (2**15, 2**15, 2), (1, 2**16, 1), (1, 1, 2**16)):
-        with pytest.raises(ValueError, match=r"the grid of kernel must have at most 65535 programs .* got \("):
+    for grid in ((2**31, 1, 1), (2**15, 2**15, 2), (1, 2**16, 1), (1, 1, 2**16), (-1, 1, 1)):
+        with pytest.raises(ValueError, match=r"the grid of kernel must be of 0 to 2\*\*31 - 1 programs, .* got \("):
             launcher(grid, (torch.zeros(64), None), (7, 0.5))
     assert kinds(launcher) == []
 
@@ -220,6 +221,16 @@ def test_tritons_launcher_gives_the_same_bits(width, device, monkeypatch):
     for got in (first, fast):
         for a, b in zip(got, results(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_threads_launch(device):
+    """One that has no context of CUDA until then."""
+    query, offsets = torch.randn(73, 2, 64, device=device).bfloat16(), offsets_of([0, 70, 3], device)
+    attend = lambda: jfi.ops.jagged_attention(query, query, query_offsets=offsets, impl="triton")  # noqa: E731
+    want = [attend() for _ in range(2)][1]
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(attend).result(), want)
 
 
 def _launchers() -> list[launch.Launcher]:

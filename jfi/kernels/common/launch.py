@@ -88,9 +88,9 @@ class Launcher:
 
     def _check(self, grid: tuple[int, int, int], numbers: tuple[int | float, ...], first: int) -> None:
         """Raises for what would be launched wrongly: grids that Triton counts in 32 bits, integers as constants."""
-        if max(grid[1:]) >= 2**16 or math.prod(grid) >= 2**31:
-            most = "65535 programs in the second and third dimension, and 2**31 - 1 in all"
-            raise ValueError(f"the grid of {self.kernel.fn.__name__} must have at most {most}, got {grid}")
+        if min(grid) < 0 or max(grid[1:]) >= 2**16 or math.prod(grid) >= 2**31:
+            must = "must be of 0 to 2**31 - 1 programs, at most 65535 in the second and in the third dimension"
+            raise ValueError(f"the grid of {self.kernel.fn.__name__} {must}, got {grid}")
         specialized = compat.specialized(self.kernel)[first : first + len(numbers)]
         for number, changes_kernel in zip(numbers, specialized, strict=True):
             if changes_kernel and isinstance(number, int):
