@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from jfi import reference
-from jfi.kernels.plan import plan_jagged_attention
+from jfi.kernels import plan
+from jfi.kernels.plan import AttentionPlan
 from jfi.ops._attention import attention
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
@@ -45,16 +46,15 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
-    x, impl = JaggedAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
-    if impl == "torch":
+def _forward(x: JaggedAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
+    if chosen is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.forward(x, plan_jagged_attention(x, impl))
+    return execute.forward(x, chosen)
 
 
 def _backward(
@@ -64,20 +64,21 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     needed: Sequence[bool],
-    impl: str,
+    chosen: AttentionPlan | None,
 ) -> tuple[Tensor | None, ...]:
-    if impl == "torch":
+    if chosen is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.backward(grad, dlse, x, out, lse, needed)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+    return execute.backward(grad, dlse, x, out, lse, needed, chosen)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
-_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
+_PASSES = (lambda *x: plan.plan_jagged_attention(*x)), _forward, _backward
+_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, *_PASSES, _WITH_GRADIENT, True)
 
 
 _BY_QUERY = ("query", "query_time")
@@ -169,11 +170,26 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
-    events |= {"key_bias": key_bias, "value_scale": value_scale}
-    seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
-    seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
-    inputs, impl = prepare_jagged_attention(query, key, value, **events, **seen, scale=scale, impl=impl)
+    given: Any = query_offsets  # None, where no argument is nested, is refused below
+    inputs, impl = prepare_jagged_attention(
+        query,
+        key,
+        value,
+        query_offsets=given,
+        key_offsets=key_offsets,
+        indices=indices,
+        key_bias=key_bias,
+        value_scale=value_scale,
+        scale=scale,
+        impl=impl,
+        causal=causal,
+        window_size=window_size,
+        max_visible=max_visible,
+        query_time=query_time,
+        key_time=key_time,
+        time_bias=time_bias,
+        position_bias=position_bias,
+    )
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None or key_time is None else (query_time, key_time)
         options = (causal, window_size, key_bias, inputs.scale, times, max_visible, time_bias, position_bias)
@@ -225,7 +241,8 @@ def prepare_jagged_attention(
         check_key_bias(key_bias, key.shape[0], num_heads)
     else:
         check_history(key, value, key_bias, num_heads, width)
-    check_events(key, None, None, value_scale, num_heads)
+    if value_scale is not None:
+        check_events(key, None, None, value_scale, num_heads)
     if packed:
         check_untrained("value_scale", value_scale)
         if value_scale is not None and value_scale.dtype != query.dtype:
