@@ -246,17 +246,20 @@ def jagged_attention(
     max_visible: int | None = None,
     time_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
+    returns_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends from queries to keys of their sample, [R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and [R, H].
 
     Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores.  times: of
     the queries [R] and of the keys [S]; a query that is not causal sees the keys that are strictly older.
+    returns_weights: instead of the output the probabilities [Σ L·M, H] of the pairs.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
     keys = _share_heads(widen(key), num_heads)
     values = keys if value is None else _share_heads(widen(value), num_heads)
-    scores = (widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
+    heads = zip(widen(query).unbind(1), keys.unbind(1), strict=True)
+    scores = torch.stack([torch.linalg.vecdot(q[pairs.left], k[pairs.right]) for q, k in heads], 1) * scale
     if bias is not None:
         scores = scores + widen(bias)[pairs.right]
     # Bottom-right aligned: the last query of a sample is at the position of its last key.
@@ -289,4 +292,6 @@ def jagged_attention(
             scores = scores + widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     weights, lse = _softmax(scores, row_offsets)
+    if returns_weights:
+        return weights, lse
     return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype), lse

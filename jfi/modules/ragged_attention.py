@@ -10,6 +10,7 @@ same numbers: the newest event that a candidate sees has distance 1 in the opera
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,31 +111,16 @@ def weights_of_pairs(
     scale: float,
     query_time: Tensor | None,
     key_time: Tensor | None,
-    max_visible: int | None,
     key_bias: Tensor | None = None,
-    time_bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_: None,
+    value: None = None,
+    value_scale: Tensor | None = None,
+    indices: None = None,
+    **options: Any,
 ) -> Tensor:
     """Returns the probabilities [P, H] of `jagged_attention`, by query: those of the key rows [S, 1, D] of its sample.
 
     The weight of a key that the query does not see is 0.
     """
-    pairs = reference.Pairs(query_offsets, key_offsets, None)
-    offsets, rows = pairs.row_offsets(query.size(0)), key[pairs.right, 0]
-    scores = torch.stack([torch.linalg.vecdot(rows, head[pairs.left]) for head in query.unbind(1)], dim=1) * scale
-    if key_bias is not None:
-        scores = scores + key_bias[pairs.right]
-    if query_time is not None:
-        age = reference.ages(query_time[pairs.left], key_time[pairs.right])
-        visible = age > 0
-        seen = torch.zeros_like(offsets).index_add_(0, pairs.left, visible.to(offsets.dtype))
-        # 1 for the newest key that the query sees.
-        distance = seen[pairs.left] - torch.arange(pairs.count, device=query.device) + offsets[pairs.left]
-        for table, count in ((time_bias, age), (position_bias, distance)):
-            if table is not None:
-                scores = scores + table[torch.frexp(count.double()).exponent.clamp(0, table.size(0) - 1)]
-        if max_visible is not None:
-            visible &= distance <= max_visible
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    return reference.jagged_softmax(scores, offsets)
+    times = None if query_time is None else (query_time, key_time)
+    arguments = (query, key, None, query_offsets, key_offsets, False, None, key_bias, scale, times)
+    return reference.jagged_attention(*arguments, **options, returns_weights=True)[0].to(query.dtype)
