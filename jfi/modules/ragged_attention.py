@@ -62,18 +62,17 @@ def attend(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
     (num_features, num_rows, _), (num_queries, num_heads) = events.target.shape, query.shape[1:3]
-    is_projected, indices = key is not None, None
+    is_projected = key is not None
     if is_projected:  # the T query heads of a key head are neighbours
         query = query.transpose(1, 2)
         table = None if table is None else table.repeat_interleave(num_queries, 1)
     else:
-        key, indices = join_words(events.digits) if events.digits else (events.history.unsqueeze(1), None)
+        key = join_words(events.digits) if events.digits else events.history.unsqueeze(1)
         table = None if table is None else table.repeat(1, num_queries)
     query = query.flatten(1, 2)
     of_queries = {"query": query, "query_time": events.target_times}
-    of_events = {"value": value, "value_scale": events.value_scale, "key_time": events.times, "indices": indices}
+    of_events = {"key": key, "value": value, "value_scale": events.value_scale, "key_time": events.times}
     options = {"scale": scale, "max_visible": events.max_visible}
-    (options if indices is not None else of_events)["key"] = key  # a catalogue's words are the same for all features
     if is_by_pair(bias, events.target_times is not None):
         # One call of the operator a feature, since the tables differ.
         parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
@@ -114,7 +113,6 @@ def weights_of_pairs(
     key_bias: Tensor | None = None,
     value: None = None,
     value_scale: Tensor | None = None,
-    indices: None = None,
     **options: Any,
 ) -> Tensor:
     """Returns the probabilities [P, H] of `jagged_attention`, by query: those of the key rows [S, 1, D] of its sample.

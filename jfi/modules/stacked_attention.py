@@ -259,8 +259,7 @@ def _attend_to_dense(
     """Attends from a target a sample to projected events, or without them to digits."""
     options = _options(events, table, scale, query.size(2), query.dtype)
     if key is None:
-        words, indices = join_words(events.digits)
-        return digit_attention(query, words, indices=indices, **options)
+        return digit_attention(query, join_words(events.digits), **options)
     return target_attention(query, key, value, max_seqlen=group.max_seqlen, **options)
 
 

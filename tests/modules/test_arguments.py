@@ -124,7 +124,7 @@ def model(**changes):
 
 #: A torch built for an accelerator takes a number for a device, and of a large one its last bits.
 NO_DEVICE = "None, 0, 2**62" if torch.accelerator.current_accelerator() else "None"
-OF_SIDS = {"device": NO_DEVICE, "catalogue": "None", "feature_names": "a list of strings"}
+OF_SIDS = {"device": NO_DEVICE, "feature_names": "a list of strings"}
 OF_TABLES = {"output_dtype": "None", "ema_decay": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
 OF_TABLES |= {"stochastic_rounding": "True"}
 TIMES = {"target_times": "None", "event_times": "None", "max_events": "None", "ids": "None"}
