@@ -182,8 +182,7 @@ def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
 
 def select_words(words: Tensor, index: Tensor) -> Tensor:
     """Selects rows of words, [N, W], [S] -> [S, W]; zeros, which are digits of 0, where the index is outside."""
-    index = bound_ids(index, words.shape[0])
-    return words.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0)
+    return gather_rows((words,), (bound_ids(index, words.shape[0]),), words.dtype)
 
 
 def digit_attention(
@@ -218,9 +217,7 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
             rows.append(table.new_zeros(index.shape[0], table.shape[1]))
         else:
             rows.append(table.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0))
-    if len(rows) == 1:
-        return rows[0].to(dtype)
-    return sum(widen(row) for row in rows).to(dtype)
+    return (rows[0] if len(rows) == 1 else sum(widen(row) for row in rows)).to(dtype)
 
 
 def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
@@ -250,9 +247,9 @@ def jagged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attends from queries to keys of their sample, [R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and [R, H].
 
-    Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores.  times: of
-    the queries [R] and of the keys [S]; a query that is not causal sees the keys that are strictly older.
-    returns_weights: instead of the output the probabilities [Σ L·M, H] of the pairs.
+    Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores, and the first
+    with returns_weights the probabilities [Σ L·M, H].  times: of queries [R] and keys [S]; a query that is not causal
+    sees the keys that are strictly older.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
@@ -266,9 +263,7 @@ def jagged_attention(
     ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
     ahead = pairs.right - (pairs.left + ends[pairs.left])
     left, right = window or (None, None)
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if causal:
-        hidden = hidden | (ahead > 0)
+    hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
     if left is not None:
         hidden = hidden | (ahead < -left)
     if right is not None:
@@ -292,6 +287,5 @@ def jagged_attention(
             scores = scores + widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     weights, lse = _softmax(scores, row_offsets)
-    if returns_weights:
-        return weights, lse
-    return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype), lse
+    out = weights if returns_weights else segment_sum(weights[..., None] * values[pairs.right], row_offsets)
+    return out.to(query.dtype), lse

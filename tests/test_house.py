@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
-    "": 340,
+    "": 339,
     "baselines": 382,
     "cli": 1642,
     "cpu": 925,
