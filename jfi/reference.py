@@ -247,16 +247,15 @@ def jagged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attends from queries to keys of their sample, [R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and [R, H].
 
-    Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores, and the first
-    with returns_weights the probabilities [Σ L·M, H].  times: of queries [R] and keys [S]; a query that is not causal
-    sees the keys that are strictly older.
+    Computes every pair, Σ L·M; the second result is the log-sum-exp of the scores, and with returns_weights the first
+    is the probabilities [Σ L·M, H].  times: of queries and keys; a query that is not causal sees strictly older keys.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
-    keys = _share_heads(widen(key), num_heads)
-    values = keys if value is None else _share_heads(widen(value), num_heads)
-    heads = zip(widen(query).unbind(1), keys.unbind(1), strict=True)
-    scores = torch.stack([torch.linalg.vecdot(q[pairs.left], k[pairs.right]) for q, k in heads], 1) * scale
+    keys, group, heads = widen(key), num_heads // key.shape[1], enumerate(widen(query).unbind(1))
+    # By head, so that no tensor is larger than the rows of one.
+    scores = [torch.linalg.vecdot(q[pairs.left], keys[pairs.right, h // group]) for h, q in heads]
+    scores = torch.stack(scores, 1) * scale
     if bias is not None:
         scores = scores + widen(bias)[pairs.right]
     # Bottom-right aligned: the last query of a sample is at the position of its last key.
@@ -287,5 +286,7 @@ def jagged_attention(
             scores = scores + widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     weights, lse = _softmax(scores, row_offsets)
-    out = weights if returns_weights else segment_sum(weights[..., None] * values[pairs.right], row_offsets)
-    return out.to(query.dtype), lse
+    if returns_weights:
+        return weights, lse
+    values = _share_heads(keys if value is None else widen(value), num_heads)
+    return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype), lse

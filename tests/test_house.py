@@ -7,11 +7,11 @@ ROOT = Path(__file__).parents[1] / "jfi"
 
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
-    "": 339,
+    "": 340,
     "baselines": 382,
     "cli": 1642,
     "cpu": 925,
-    "cuda_graphs": 796,
+    "cuda_graphs": 794,
     "data": 8807,
     "distributed": 2410,
     "events": 2346,
@@ -19,7 +19,7 @@ BUDGET = {
     "history_policies": 1783,
     "kernels": 6867,
     "models": 876,
-    "modules": 2603,
+    "modules": 2573,
     "ops": 2091,
     "semantic_ids": 1762,
     "serving": 7675,

@@ -27,10 +27,10 @@ class JaggedFeatureInteraction(nn.Module):
     """Returns pooled features: each sample's history as one embedding, by attention of the target to its events.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
-    jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and never
-    projected. It follows target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al.,
-    "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys
-    2024).
+    jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and (but for
+    many ragged targets of a user on a CPU) never projected. It follows target attention as in Zhou et al., "Deep
+    Interest Network" (KDD 2018), and Xu et al., "Enhancing Performance and Scalability of Large-Scale Recommendation
+    Systems with Jagged Flash Attention" (RecSys 2024).
 
     The attention runs in the dtype of the history, whose rows are never cast (on a CPU the operators widen half
     precision); the projections, which never see the history, run in the parameters' dtype or autocast's. An empty
@@ -54,12 +54,6 @@ class JaggedFeatureInteraction(nn.Module):
         embedding_collection: a module that looks up the histories, such as an EmbeddingCollection. With it, `forward`
             takes ids in a KeyedJaggedTensor and calls it; without it, the output of an EmbeddingCollection, and the
             layer has no tables.
-        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, or the
-            projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
-            With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
-            multiply-adds per event and two tensors of the history's size, absorbing 2 T H D and none. None projects
-            where T H > D, and on a CPU also for so many ragged targets a user that it takes less time.
-            Projected events are in the history's dtype or autocast's.
         sequence_dim: width of the embeddings of events; None for `embedding_dim`.
         target_dim: width of the embeddings of targets; None for `embedding_dim`.
         device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
@@ -124,7 +118,6 @@ class JaggedFeatureInteraction(nn.Module):
         num_queries: int = 1,
         *,
         embedding_collection: nn.Module | None = None,
-        project_history: bool | None = None,
         sequence_dim: int | None = None,
         target_dim: int | None = None,
         device: torch.device | None = None,
@@ -142,15 +135,12 @@ class JaggedFeatureInteraction(nn.Module):
                     f"{what} must be None in this layer, got {feature.relative_bias!r}: it belongs to a JaggedEncoder, "
                     "and feature.encoded() is the feature behind it"
                 )
-        check_type("project_history", project_history, bool | None, "a bool or None")
         check_device("device", device)
         if embedding_collection is not None:
             check_module("embedding_collection", embedding_collection)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
-        self._project_for_ragged = project_history is None
-        self.project_history = num_queries * num_heads > embedding_dim if project_history is None else project_history
         self._reads_inputs = any([one.reads_weights or one.input_keys for one in features])  # more than embeddings
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
@@ -216,9 +206,9 @@ class JaggedFeatureInteraction(nn.Module):
         """
         sequences = self._embed(sequences, targets, ids)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
-        outputs, options = [], (self.num_heads, self.project_history, self._project_for_ragged)
+        outputs = []
         for number, group in enumerate(self.groups):
-            outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), *options))
+            outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), self.num_heads))
         # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
         values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
         return KeyedTensor(self._names, self._widths, values)

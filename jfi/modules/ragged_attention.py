@@ -121,4 +121,4 @@ def weights_of_pairs(
     """
     times = None if query_time is None else (query_time, key_time)
     arguments = (query, key, None, query_offsets, key_offsets, False, None, key_bias, scale, times)
-    return reference.jagged_attention(*arguments, **options, returns_weights=True)[0]
+    return reference.jagged_attention(*arguments, **options, returns_weights=True)[0].to(query.dtype)

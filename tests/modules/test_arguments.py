@@ -152,7 +152,6 @@ CASES = {
         {"features": [TASTE], "embedding_dim": D},
         {
             "embedding_collection": "None",
-            "project_history": "None, True",
             "sequence_dim": "None",
             "target_dim": "None",
             "device": NO_DEVICE,

@@ -98,7 +98,6 @@ CASES = {
     "weights": (12, [feature(bias=WeightBias(), weighted_values=True)], {"num_heads": 2}, True, set()),
     "buckets": (12, [feature(bias=KeyBias("bucket", 4), weighted_values=True)], {"num_heads": 2}, True, set()),
     "two fields": (12, [feature(keys=("seen", "seen_too"))], {}, False, {"seen", "seen_too"}),
-    "projected": (12, [feature()], {"project_history": True}, False, {"seen"}),
 }
 
 
@@ -190,7 +189,7 @@ RAGGED = {
         True,
         True,
     ),
-    "projected": ([feature(bias=PositionBias())], {"num_heads": 2, "project_history": True}, False, True),
+    "projected": ([feature(bias=PositionBias())], {"num_heads": 2}, False, True),
 }
 
 
@@ -199,7 +198,8 @@ def test_ragged_targets_share_a_history_of_digits(case, impl, device, monkeypatc
     """Attention reads the words of its digits, and the embeddings are not made."""
     features, options, weighted, has_times = RAGGED[case]
     # By itself it projects on a CPU where candidates are many.
-    layer = JaggedFeatureInteraction(features, WIDTH, **{"project_history": False} | options).to(device)
+    monkeypatch.setattr("jfi.modules.ragged_attention.pays_to_project", lambda *_: case == "projected")
+    layer = JaggedFeatureInteraction(features, WIDTH, **options).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.5)

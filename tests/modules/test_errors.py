@@ -90,7 +90,6 @@ def test_biases(kind, arguments, error, message):
         ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
         ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
-        ({"project_history": 1}, TypeError, "project_history must be a bool or None, got 1"),
         ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
     ],
 )

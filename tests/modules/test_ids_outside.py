@@ -199,8 +199,7 @@ LAYERS = {
     "positions": ([seen(PositionBias(4))], {}),
     "buckets": ([seen(KeyBias("bucket", 4))], {}),
     "buckets of two features": ([alone(KeyBias("bucket", 4)), bought(KeyBias("bought_bucket", 4))], {}),
-    "many queries": ([alone(KeyBias("bucket", 4))], {"num_queries": 12, "project_history": False}),
-    "projected": ([alone(KeyBias("bucket", 4))], {"project_history": True}),
+    "many queries": ([alone(KeyBias("bucket", 4))], {"num_queries": 12}),
 }
 
 
