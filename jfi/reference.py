@@ -180,23 +180,16 @@ def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
     return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
 
 
-def select_words(words: Tensor, index: Tensor) -> Tensor:
-    """Selects rows of words, [N, W], [S] -> [S, W]; zeros, which are digits of 0, where the index is outside."""
-    return gather_rows((words,), (bound_ids(index, words.shape[0]),), words.dtype)
-
-
 def digit_attention(
     query: Tensor,
     digits: Tensor,
     offsets: Tensor,
-    indices: Tensor | None,
     bias: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Attends to each sample's history of packed digits, [B, T, H, L], [S, W] -> [B, T, H, L]."""
-    words = digits if indices is None else select_words(digits, indices)
-    key = unpack_digits(words, query.shape[3])[:, None].to(query.dtype)
+    key = unpack_digits(digits, query.shape[3])[:, None].to(query.dtype)
     value = None if value_scale is None else key * value_scale[:, None, None].to(key.dtype)
     return target_attention(query, key, value, offsets, bias, scale)
 

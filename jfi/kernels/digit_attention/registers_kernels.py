@@ -50,9 +50,7 @@ def _attend(q, table, units, bias_ptrs, value_scale_ptr, n, left, rows, state, s
     return new_maximum, total, acc
 
 
-@gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_fwd_kernel(
     queries,
     history,
@@ -66,7 +64,6 @@ def digit_attention_registers_fwd_kernel(
     num_rows,
     chunk,
     table_rows,
-    digit_rows,
     scale,
     SPEC: gl.constexpr,
 ):
@@ -96,8 +93,7 @@ def digit_attention_registers_fwd_kernel(
     if SPEC.block_r > 0:
         # In the units of the products of queries and digits.
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    indices = (index_0, index_1, index_2, index_3)
-    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
+    events = (history[3], bias_index_ptr, num_events)
     units = tile.load_events(events, n, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
@@ -200,9 +196,7 @@ def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows
     return dq, dtable
 
 
-@gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_bwd_kernel(
     tensors,
     history,
@@ -216,7 +210,6 @@ def digit_attention_registers_bwd_kernel(
     num_rows,
     chunk,
     table_rows,
-    digit_rows,
     scale,
     SPEC: gl.constexpr,
 ):
@@ -246,8 +239,7 @@ def digit_attention_registers_bwd_kernel(
     table = (scale, scale)
     if SPEC.block_r > 0:
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    indices = (index_0, index_1, index_2, index_3)
-    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
+    events = (history[3], bias_index_ptr, num_events)
     units = tile.load_events(events, n, SPEC)
     dtable = gl.zeros([SPEC.block_m, SPEC.block_r if SPEC.block_r > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):

@@ -7,7 +7,7 @@ sample's end.
 Events are rows, rows by id or packed digits, with a bias and a scale each.  ``history`` is (offsets_ptr, v_ptr,
 bias_ptr, *rows): v_ptr is None where value = key.  ``rows`` are up to 4 pointers: the keys, and where num_fields is 2
 the right half of each row; with num_tables instead the tables whose rows are read by id, through ``indices``, and
-summed.  With num_words the keys, or the one table, are words of packed digits.
+summed.  With num_words the keys are words of packed digits.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,9 @@ def event_pointers(x: TargetAttentionInputs) -> tuple:
     return history, x.bias_index, x.value_scale, *x.indices, *[None] * (MAX_TABLES - len(x.indices))
 
 
-def sizes(x: TargetAttentionInputs, problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the rows of the table of biases and of the table of digits, 0 where there is none."""
-    digit_rows = x.tables[0].shape[0] if problem.num_words and x.tables else 0
-    return x.bias.shape[0] if problem.bias_by_index else 0, digit_rows
+def table_rows_of(x: TargetAttentionInputs, problem: AttentionProblem) -> int:
+    """Returns the rows of the table of biases, 0 where there is none."""
+    return x.bias.shape[0] if problem.bias_by_index else 0
 
 
 def query_tiles(x: TargetAttentionInputs, problem: AttentionProblem, block_m: int) -> int:
@@ -74,7 +73,7 @@ def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
+def load_history(history, indices, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
     """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared.
 
     Rows by id and digits are converted to dtype, that of the queries.
@@ -84,12 +83,7 @@ def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype
     D: tl.constexpr = SPEC.head_dim
     STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     if SPEC.num_words:
-        row = n + at.to(tl.int64)
-        keep = mask
-        if SPEC.num_tables > 0:
-            row = tl.load(indices[0] + row, mask=mask, other=0).to(tl.int64)
-            keep = mask & (row >= 0) & (row < digit_rows)
-        k = load_digits(k_ptr, row, keep, dtype, D, SPEC.num_words, SPEC.block_d)
+        k = load_digits(k_ptr, n + at.to(tl.int64), mask, dtype, D, SPEC.num_words, SPEC.block_d)
     elif SPEC.num_tables > 0:
         tables = (history[3], history[4], history[5], history[6])
         of_head = cols + kv_head * D
@@ -161,9 +155,9 @@ def weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, sca
 def _attend(q, history, indices, events, cols, n, mask, kv_head, q_at, state, scale, SPEC: tl.constexpr):
     """The running maximum (base 2), sums by column and weighted sum after the history rows from n on."""
     maximum, total, acc = state
-    bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
+    bias_index_ptr, value_scale_ptr, table_rows = events
     at = tl.arange(0, SPEC.block_n)
-    k, v = load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, q.dtype, SPEC)
+    k, v = load_history(history, indices, cols, n, at, mask, kv_head, q.dtype, SPEC)
     value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
     if SPEC.has_bias:
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
@@ -188,9 +182,7 @@ def _nothing(SPEC: tl.constexpr):
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_single_tile_fwd_kernel(
     queries,
     history,
@@ -204,7 +196,6 @@ def target_attention_single_tile_fwd_kernel(
     num_rows,
     chunk,
     table_rows,
-    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -218,7 +209,7 @@ def target_attention_single_tile_fwd_kernel(
     at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
     cols = field_columns(history[3], history[4], SPEC)
-    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    events = (bias_index_ptr, value_scale_ptr, table_rows)
     indices = (index_0, index_1, index_2, index_3)
     maximum, total, acc = _nothing(SPEC)
     if SPEC.program_per_sample:
@@ -294,7 +285,7 @@ def forward(
             programs, chunk, num_queries * num_heads, problem.value_dim, problem.num_words > 0, x.query.device
         )
     tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
-    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
+    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows_of(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
     launch(launcher(problem, kernel), grid, tensors, numbers)
     if partials is not None:
