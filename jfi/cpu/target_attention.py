@@ -197,7 +197,6 @@ def _sparse_backward(
 
 
 def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:
-    """Yields every sample with a history, and its rows."""
     ends = problem.offsets.tolist()
     for sample, (low, high) in enumerate(pairwise(ends)):
         if low < high:

@@ -209,7 +209,6 @@ class SemanticIDEmbedding(nn.Module):
         return torch.cat([self.projection.weight, *[column.unsqueeze(1) for column in columns]], dim=1)
 
     def _dtype(self, device_type: str) -> torch.dtype:
-        """Returns the dtype of `embed`."""
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return self.projection.weight.dtype

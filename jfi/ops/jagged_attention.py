@@ -232,5 +232,4 @@ def prepare_jagged_attention(
 
 
 def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:
-    """Returns [S, G, E] times [S]."""
     return rows * value_scale.to(rows.dtype)[:, None, None]

@@ -135,5 +135,4 @@ def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_numbers(bits: Tensor) -> Tensor:
-    """The float32 numbers [...] of `_as_elements`."""
     return bits.contiguous().view(torch.float32).squeeze(-1)

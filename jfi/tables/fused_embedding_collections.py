@@ -145,7 +145,6 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         return self
 
     def _look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
-        """Checks the ids, and returns the rows by embedding."""
         are_readable = validation.check_ids("features", features, self._id_keys, sharded=True)
         weights, by_key = self._fused.weights, features.to_dict()
         processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1

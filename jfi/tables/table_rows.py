@@ -238,7 +238,6 @@ def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tens
 
 
 def _without_padding(grads: Sequence[Tensor], saved: Sequence[Tensor], *_: object) -> list[Tensor]:
-    """Returns the gradient of rows with zeros behind the last sample."""
     (grad,), (offsets,) = grads, saved
     behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
     return [grad.masked_fill(behind.unsqueeze(1), 0.0)]

@@ -220,10 +220,7 @@ _launcher = launchers_of(target_attention_single_tile_bwd_kernel)
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of query, key (key + value where they are shared), value, bias and second.
-
-    Those that are not needed are None; key and second are computed together.
-    """
+    """Returns the gradients, see `execute.backward`; those of key and second are computed together."""
     needs_query, needs_key, needs_value, needs_bias, needs_second = needed
     needs_key = needs_second = needs_key or needs_second
     batch, num_queries, num_heads, head_dim = x.query.shape

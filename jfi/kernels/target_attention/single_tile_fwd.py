@@ -176,7 +176,6 @@ def _attend(q, history, indices, events, cols, n, mask, kv_head, q_at, state, sc
 
 @triton.jit
 def _nothing(SPEC: tl.constexpr):
-    """The state before the first history row."""
     maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
     total = tl.zeros((SPEC.block_m, SPEC.block_n), tl.float32)
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
@@ -269,10 +268,7 @@ _launcher = launchers_of(target_attention_single_tile_fwd_kernel)
 def forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
 ) -> None:
-    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
-
-    ``launch`` calls a launcher with its arguments.
-    """
+    """Fills in the output and the log-sum-exp, see `execute.launch_forward`."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launcher = _launcher
