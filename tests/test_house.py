@@ -17,7 +17,7 @@ BUDGET = {
     "events": 2346,
     "follow": 1639,
     "history_policies": 1783,
-    "kernels": 6793,
+    "kernels": 6759,
     "models": 874,
     "modules": 2568,
     "ops": 2041,

@@ -52,25 +52,12 @@ def _attend(q, table, units, bias_ptrs, value_scale_ptr, n, left, rows, state, s
 
 @gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_fwd_kernel(
-    queries,
-    history,
-    bias_index_ptr,
-    value_scale_ptr,
-    index_0,
-    index_1,
-    index_2,
-    index_3,
-    batch,
-    num_rows,
-    chunk,
-    table_rows,
-    scale,
-    SPEC: gl.constexpr,
+    queries, history, bias_index_ptr, value_scale_ptr, batch, num_rows, chunk, table_rows, scale, SPEC: gl.constexpr
 ):
     """While a tile is attended to, the events of the next are under way, be it of the next sample.
 
     With block_r the bias is a table of at most so many rows, which the program keeps.  Parameters are those of
-    `target_attention_single_tile_fwd_kernel`.
+    `target_attention_single_tile_fwd_kernel` but for indices.
     """
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     L: gl.constexpr = SPEC.head_dim
@@ -198,24 +185,11 @@ def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows
 
 @gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_bwd_kernel(
-    tensors,
-    history,
-    bias_index_ptr,
-    value_scale_ptr,
-    index_0,
-    index_1,
-    index_2,
-    index_3,
-    batch,
-    num_rows,
-    chunk,
-    table_rows,
-    scale,
-    SPEC: gl.constexpr,
+    tensors, history, bias_index_ptr, value_scale_ptr, batch, num_rows, chunk, table_rows, scale, SPEC: gl.constexpr
 ):
     """A program per tile of query rows and stream-K range; sums of a table's gradient are by query row.
 
-    Parameters are those of `target_attention_single_tile_bwd_kernel`.
+    Parameters are those of `target_attention_single_tile_bwd_kernel` but for indices.
     """
     L: gl.constexpr = SPEC.head_dim
     H: gl.constexpr = SPEC.qheads_per_kvhead

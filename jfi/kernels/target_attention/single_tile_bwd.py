@@ -251,7 +251,7 @@ def backward(
     tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     tensors += (None if partials is None else partials.memory,)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, rows, x.scale)
-    launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
+    launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x, kernel)), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
     return dquery, dkey, dvalue, _sum_dbias(x, dbias, sums_table), dsecond

@@ -23,7 +23,7 @@ from jfi.kernels.common.online_softmax import finish, online_softmax_update, sco
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_columns, load_digits, load_head, load_rows, query_rows, store_rows
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, Split
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split
 from jfi.tables.kernels.gather import INDICES, load_rows_by_id
 from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs, ceil_div
 
@@ -32,11 +32,16 @@ from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs, ceil_div
 EVENTS = ["bias_index_ptr", "value_scale_ptr", *INDICES]
 
 
-def event_pointers(x: TargetAttentionInputs) -> tuple:
-    """Returns ``history``, the pointers with a number per event, and an index for each of MAX_TABLES."""
+def event_pointers(x: TargetAttentionInputs, kernel: KernelPlan) -> tuple:
+    """Returns ``history``, the pointers with a number per event, and indices of MAX_TABLES if the kernel takes any."""
     rows = x.tables if x.tables else [x.key, x.second]
     history = (x.offsets, x.value, x.bias, *rows, *[None] * (MAX_TABLES - len(rows)))
-    return history, x.bias_index, x.value_scale, *x.indices, *[None] * (MAX_TABLES - len(x.indices))
+    indices = (
+        []
+        if kernel.kernel.startswith("digit_attention_registers")
+        else [*x.indices, *[None] * (MAX_TABLES - len(x.indices))]
+    )
+    return history, x.bias_index, x.value_scale, *indices
 
 
 def table_rows_of(x: TargetAttentionInputs, problem: AttentionProblem) -> int:
@@ -280,7 +285,7 @@ def forward(
         partials = RangePartials(
             programs, chunk, num_queries * num_heads, problem.value_dim, problem.num_words > 0, x.query.device
         )
-    tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
+    tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x, kernel))
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows_of(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
     launch(launcher(problem, kernel), grid, tensors, numbers)
