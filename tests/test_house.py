@@ -19,7 +19,7 @@ BUDGET = {
     "history_policies": 1783,
     "kernels": 6759,
     "models": 874,
-    "modules": 2568,
+    "modules": 2516,
     "ops": 2041,
     "semantic_ids": 1762,
     "serving": 7675,

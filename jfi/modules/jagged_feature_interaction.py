@@ -17,7 +17,7 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.utils.arguments import check_device, check_module, check_type, module_name, shown
+from jfi.utils.arguments import check_device, check_module, module_name, shown
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
@@ -236,58 +236,6 @@ class JaggedFeatureInteraction(nn.Module):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
         return {name: weights[name] for name in self._names}
-
-    @torch.no_grad()
-    def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
-        """Copies the weights of an `nn.MultiheadAttention` into one feature, which then computes the same function.
-
-        `attention` takes the targets as queries and the events as both keys and values, with or without `batch_first`.
-        Its value bias is added to the output bias (weighted values do not scale it); its key bias has no effect on the
-        softmax and is dropped, and so is its dropout. For an empty history it gives NaN, the layer the output bias.
-
-        Args:
-            name: the feature.
-            attention: with `embed_dim` and `num_heads` of this layer, and `kdim` and `vdim` the width of an event.
-
-        Raises:
-            ValueError, TypeError: an unknown name, a wrong type or width, `num_queries` above 1, or an option that the
-                layer does not have: `add_bias_kv`, `add_zero_attn`.
-
-        Example:
-            >>> import torch
-            >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
-            >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
-            >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
-        """
-        check_type("name", name, str, "the name of a feature")
-        validation.require_keys("features", self._names, [name])
-        check_type("attention", attention, nn.MultiheadAttention, "an nn.MultiheadAttention")
-        feature = self.features[self._names.index(name)]
-        width, options = feature.sequence_width(self.sequence_dim), {"bias_k": None, "add_zero_attn": False}
-        wanted = {"embed_dim": self.embedding_dim, "num_heads": self.num_heads, "kdim": width, "vdim": width, **options}
-        found = [
-            ("num_queries", self.num_queries, 1),
-            ("the width of targets", feature.target_width(self.target_dim), self.embedding_dim),
-            *((f"{option} of attention", getattr(attention, option), want) for option, want in wanted.items()),
-        ]
-        for what, got, want in found:
-            got = "a tensor" if isinstance(got, Tensor) else got
-            if got != want:
-                raise ValueError(f"{what} must be {want} to load attention into feature '{name}', got {got}")
-        own: Any = self.attention[self._module_names[name]]
-        if attention.in_proj_weight is None:
-            weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
-        else:
-            weights = attention.in_proj_weight.chunk(3)
-        for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
-            parameter.copy_(weight)
-        own.output_weight.copy_(attention.out_proj.weight)
-        own.query_bias.zero_()
-        own.output_bias.zero_()
-        if attention.in_proj_bias is not None:
-            query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
-            own.query_bias.copy_(query_bias)
-            own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
         by_name: Any = self.attention

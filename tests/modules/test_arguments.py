@@ -175,11 +175,6 @@ CASES = {
         TIMES,
         JaggedFeatureInteraction.attention_weights,
     ),
-    "JaggedFeatureInteraction.load_multihead_attention": Case(
-        lambda **given: layer().load_multihead_attention(**given),
-        {"name": "taste", "attention": nn.MultiheadAttention(D, 2)},
-        signature=JaggedFeatureInteraction.load_multihead_attention,
-    ),
     "JaggedEncoder": Case(
         JaggedEncoder,
         {"features": [TASTE], "embedding_dim": D},

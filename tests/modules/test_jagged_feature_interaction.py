@@ -13,6 +13,7 @@ from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import stacked_attention
+from jfi.modules.stacked_attention import FeatureAttention
 from jfi.tables import table_rows
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -72,6 +73,22 @@ def randomise(layer):
     return layer
 
 
+@torch.no_grad()
+def load(own: FeatureAttention, attention: torch.nn.MultiheadAttention) -> None:
+    """Copies the weights of an attention, whose bias of values is the same for every event."""
+    split = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    weights = split if attention.in_proj_weight is None else attention.in_proj_weight.chunk(3)
+    for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
+        parameter.copy_(weight)
+    own.output_weight.copy_(attention.out_proj.weight)
+    own.query_bias.zero_()
+    own.output_bias.zero_()
+    if attention.in_proj_bias is not None:
+        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
+        own.query_bias.copy_(query_bias)
+        own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "width", "options"),
     [
@@ -91,7 +108,7 @@ def test_equals_torch_multihead_attention_on_padded_input(events, target, num_he
     )
     randomise(attention).eval()
     before = {name: tensor.clone() for name, tensor in layer.attention.other.state_dict().items()}
-    layer.load_multihead_attention("taste", attention)
+    load(layer.attention.taste, attention)
     if width == EMBEDDING_DIM:  # of the feature that shares the parameters' tensors nothing is overwritten
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.attention.other.state_dict().items())
 
