@@ -20,11 +20,11 @@ BUDGET = {
     "kernels": 6759,
     "models": 874,
     "modules": 2516,
-    "ops": 2041,
+    "ops": 2029,
     "semantic_ids": 1762,
     "serving": 7675,
     "table1": 1135,
-    "tables": 3122,
+    "tables": 3117,
     "training": 7431,
     "utils": 2012,
 }
