@@ -11,9 +11,9 @@ BUDGET = {
     "baselines": 382,
     "cli": 1646,
     "cpu": 922,
-    "cuda_graphs": 780,
+    "cuda_graphs": 794,
     "data": 8807,
-    "distributed": 2185,
+    "distributed": 2410,
     "events": 2346,
     "follow": 1639,
     "history_policies": 1783,
@@ -25,7 +25,7 @@ BUDGET = {
     "serving": 7675,
     "table1": 1135,
     "tables": 3117,
-    "training": 7282,
+    "training": 7416,
     "utils": 2012,
 }
 
