@@ -112,7 +112,6 @@ def _check_longest(key_offsets: Tensor) -> None:
 
 
 def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """Returns how many keys before and after its own position a query sees."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):

@@ -159,8 +159,6 @@ def _are_halves(fields: tuple[Tensor, ...]) -> bool:
 
 
 class _AbsorbedTargetAttention(torch.autograd.Function):
-    """The one node.  It chooses every dtype itself, so autocast must be off around it."""
-
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options

@@ -34,7 +34,7 @@ from jfi.ops.checks import (
 )
 from jfi.ops.dispatch import operators, public
 from jfi.tables.gather_rows import read_rows
-from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
+from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_id
 from jfi.utils.context import may_read, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -178,7 +178,8 @@ def prepare_target_attention(
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):
-        by_id, key = key, rows_by_head(key.rows, query.shape[-1])
+        by_id, key, width = key, key.rows, query.shape[-1]
+        key = key.unflatten(1, (-1, width)) if key.shape[1] % width == 0 else key  # which the checks refuse
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, num_heads, width = query.shape
