@@ -279,7 +279,7 @@ def test_padding_is_known_within_a_padded_step_alone():
 def test_a_batch_with_other_parts_runs_eagerly_and_warns_once():
     captured = CapturedStep(lambda one: one["x"].sum(), nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
-    one, reason = {"x": torch.ones(2), "names": numpy.array(["a"])}, "the batch['names'] is a ndarray"
+    one, reason = {"x": torch.ones(2), "names": numpy.array(["a"])}, "the batch['names'] is of type ndarray, which has no fixed shape"
     with pytest.warns(UserWarning, match="steps run eagerly and are not captured: ") as seen:
         assert [float(captured(one)) for _ in range(3)] == [2.0] * 3
     assert len(seen) == 1 and reason in str(seen[0].message) and captured.eager == {reason: 3}
@@ -292,7 +292,7 @@ def test_a_reference_that_was_refused_stays_the_reference():
     with pytest.warns(UserWarning, match="names"):
         for _ in range(3):
             captured(batch([3] * B))
-    assert captured.captured == 0 and captured.eager == {"the batch['names'] is a ndarray": 3}
+    assert captured.captured == 0 and captured.eager == {"the batch['names'] is of type ndarray, which has no fixed shape": 3}
 
 
 def test_no_more_graphs_than_asked_for():
