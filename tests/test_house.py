@@ -17,16 +17,16 @@ BUDGET = {
     "events": 2346,
     "follow": 1639,
     "history_policies": 1783,
-    "kernels": 6867,
+    "kernels": 6859,
     "models": 876,
     "modules": 2670,
-    "ops": 2091,
+    "ops": 2088,
     "semantic_ids": 1762,
     "serving": 7675,
     "table1": 1135,
     "tables": 3149,
     "training": 7431,
-    "utils": 2067,
+    "utils": 2065,
 }
 
 
