@@ -31,20 +31,17 @@ class DigitShape(Shape):
     """D is the number of digits, H the query heads.
 
     Args:
-        items: rows of the table that the events' ids name; 0 for digits by event.
         buckets: rows of a table of biases that events name; 0 for none.
         ragged: whether the T queries of a sample are candidates that share its history, as `jagged_attention` takes
             them.
     """
 
-    items: int = 0
     buckets: int = 0
     ragged: bool = False
 
     @property
     def name(self) -> str:
-        more = f", by id from {self.items:,} items" if self.items else ""
-        more += f", biases of {self.buckets} buckets" if self.buckets else ""
+        more = f", biases of {self.buckets} buckets" if self.buckets else ""
         more += ", ragged targets" if self.ragged else ""
         return f"B={self.B} N={self.N} L={self.D} T={self.T} H={self.H}{more}"
 
@@ -60,7 +57,7 @@ class DigitCase:
 
 @dataclass
 class Inputs:
-    """One set: words [S, W] or [items, W], what comes with the events, query [B, T, H, L], the output's gradient.
+    """One set: words [S, W], what comes with the events, query [B, T, H, L], the output's gradient.
 
     query_offsets: [B + 1] where the queries are ragged targets.
     """
@@ -78,14 +75,9 @@ class Inputs:
             return jagged_attention(query.flatten(0, 1), key, **offsets, **given).view_as(query)
         return (digit_attention if key.dtype == torch.int32 else target_attention)(query, key, **given)
 
-    @property
-    def of_events(self) -> Tensor:
-        """[S, W]."""
-        return self.words[self.given["indices"]] if "indices" in self.given else self.words
-
     def rows(self) -> Tensor:
         """[S, 1, L]."""
-        return unpack_digits(self.of_events, self.query.shape[3])[:, None].to(self.query.dtype)
+        return unpack_digits(self.words, self.query.shape[3])[:, None].to(self.query.dtype)
 
 
 def make_inputs(shape: DigitShape, seed: int, device: torch.device) -> Inputs:
@@ -93,13 +85,11 @@ def make_inputs(shape: DigitShape, seed: int, device: torch.device) -> Inputs:
     given = {"offsets": F.pad(lengths.cumsum(0), (1, 0)).to(device)}
     torch.manual_seed(seed)
     events = int(lengths.sum())
-    if shape.items:
-        given["indices"] = torch.randint(shape.items, (events,), device=device)
     if shape.buckets:
         given["key_bias"] = torch.randn(shape.buckets, shape.H, device=device)
         given["key_bias_index"] = torch.randint(shape.buckets, (events,), device=device)
     # The low bit of each digit says whether it is not 0, the high bit its sign.
-    size = (shape.items or events, -(-shape.D // 16))
+    size = (events, -(-shape.D // 16))
     bits = [torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device=device) for _ in range(2)]
     low = bits[0] & 0x55555555
     query, grad = (random((shape.B, shape.T, shape.H, shape.D), shape.dtype, device) for _ in range(2))
@@ -111,7 +101,7 @@ class Digits:
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.leaves = [inputs.query] + [inputs.given[name] for name in ("key_bias",) if name in inputs.given]
-        self.read = inputs.of_events.nbytes + (inputs.given["indices"].nbytes if "indices" in inputs.given else 0)
+        self.read = inputs.words.nbytes
         self.written = 0
 
     def call(self, query: Tensor, *bias: Tensor) -> Tensor:
@@ -126,8 +116,7 @@ class Rows(Digits):
         self.read = self.written = self.leaves[1].nbytes
 
     def call(self, query: Tensor, rows: Tensor, *bias: Tensor) -> Tensor:
-        given = {name: x for name, x in self.inputs.given.items() if name != "indices"}
-        return self.inputs.attend(query, rows, **given | ({"key_bias": bias[0]} if bias else {}))
+        return self.inputs.attend(query, rows, **self.inputs.given | ({"key_bias": bias[0]} if bias else {}))
 
 
 def tracked(way: Digits) -> tuple[Tensor, list[Tensor]]:
@@ -194,8 +183,8 @@ def run(case: DigitCase, device: torch.device, seconds: float, rates: Rates) -> 
     first = make_inputs(shape, 0, device)
     count = max(measure.LEAST_SETS, min(measure.SETS, measure.ROTATED_BYTES // max(1, Digits(first).read) + 1))
     sets = [first, *(make_inputs(shape, seed, device) for seed in range(1, count))]
-    names = ("B", "N", "D", "T", "H", "items", "buckets", "ragged", "dtype")
-    columns = {name: getattr(shape, name) for name in names} | {"S": len(first.of_events)}
+    names = ("B", "N", "D", "T", "H", "buckets", "ragged", "dtype")
+    columns = {name: getattr(shape, name) for name in names} | {"S": len(first.words)}
     for name, kind in ((DIGITS, Digits), (ROWS, Rows)):
         row = {"case": case.name, "implementation": name, "ours": kind is Digits, "headline": True, **columns}
         try:
@@ -227,12 +216,10 @@ OTHERS = (
     replace(USUAL, D=128),
     replace(USUAL, D=25),
     replace(USUAL, H=1),
-    replace(USUAL, items=1_000_000),
     replace(USUAL, buckets=32),
     # With the two digits that tell an ID from none.
     replace(USUAL, D=27, T=16, H=4, ragged=True),
     replace(USUAL, D=66, T=16, H=4, ragged=True),
-    replace(USUAL, D=66, T=16, H=4, items=1_000_000, ragged=True),
 )
 
 

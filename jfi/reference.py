@@ -180,24 +180,16 @@ def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
     return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
 
 
-def select_words(words: Tensor, index: Tensor) -> Tensor:
-    """Selects rows of words, [N, W], [S] -> [S, W]; zeros, which are digits of 0, where the index is outside."""
-    index = bound_ids(index, words.shape[0])
-    return words.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0)
-
-
 def digit_attention(
     query: Tensor,
     digits: Tensor,
     offsets: Tensor,
-    indices: Tensor | None,
     bias: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Attends to each sample's history of packed digits, [B, T, H, L], [S, W] -> [B, T, H, L]."""
-    words = digits if indices is None else select_words(digits, indices)
-    key = unpack_digits(words, query.shape[3])[:, None].to(query.dtype)
+    key = unpack_digits(digits, query.shape[3])[:, None].to(query.dtype)
     value = None if value_scale is None else key * value_scale[:, None, None].to(key.dtype)
     return target_attention(query, key, value, offsets, bias, scale)
 
@@ -218,9 +210,7 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
             rows.append(table.new_zeros(index.shape[0], table.shape[1]))
         else:
             rows.append(table.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0))
-    if len(rows) == 1:
-        return rows[0].to(dtype)
-    return sum(widen(row) for row in rows).to(dtype)
+    return (rows[0] if len(rows) == 1 else sum(widen(row) for row in rows)).to(dtype)
 
 
 def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
@@ -246,26 +236,26 @@ def jagged_attention(
     max_visible: int | None = None,
     time_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
+    returns_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends from queries to keys of their sample, [R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and [R, H].
 
-    Computes every pair, masked or not: Σ L·M of them; the second result is the log-sum-exp of the scores.  times: of
-    the queries [R] and of the keys [S]; a query that is not causal sees the keys that are strictly older.
+    Computes every pair, Σ L·M; the second result is the log-sum-exp of the scores, and with returns_weights the first
+    is the probabilities [Σ L·M, H].  times: of queries and keys; a query that is not causal sees strictly older keys.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
-    keys = _share_heads(widen(key), num_heads)
-    values = keys if value is None else _share_heads(widen(value), num_heads)
-    scores = (widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
+    keys, group, heads = widen(key), num_heads // key.shape[1], enumerate(widen(query).unbind(1))
+    # By head, so that no tensor is larger than the rows of one.
+    scores = [torch.linalg.vecdot(q[pairs.left], keys[pairs.right, h // group]) for h, q in heads]
+    scores = torch.stack(scores, 1) * scale
     if bias is not None:
         scores = scores + widen(bias)[pairs.right]
     # Bottom-right aligned: the last query of a sample is at the position of its last key.
     ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
     ahead = pairs.right - (pairs.left + ends[pairs.left])
     left, right = window or (None, None)
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if causal:
-        hidden = hidden | (ahead > 0)
+    hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
     if left is not None:
         hidden = hidden | (ahead < -left)
     if right is not None:
@@ -289,4 +279,7 @@ def jagged_attention(
             scores = scores + widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     weights, lse = _softmax(scores, row_offsets)
+    if returns_weights:
+        return weights, lse
+    values = _share_heads(keys if value is None else widen(value), num_heads)
     return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype), lse

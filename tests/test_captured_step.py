@@ -338,9 +338,8 @@ FEATURES = [SequenceFeatureConfig(name, ["history_item"], ["item"]) for name in 
         (lambda: bags("item", "history_item"), "the padding of 'history_item'"),
         (lambda: tables(EmbeddingCollection, EmbeddingConfig, "history_item"), None),
         (layer, None),
-        (lambda: layer(project_history=True), "project_history of 'taste'"),
-        (lambda: layer(num_heads=4, num_queries=4, bias=PositionBias(8), project_history=False), None),
-        (lambda: layer(num_heads=4, num_queries=5, project_history=False), "'taste' has 20 query rows"),
+        (lambda: layer(num_heads=4, num_queries=4, bias=PositionBias(8)), None),
+        (lambda: layer(num_heads=4, num_queries=5), "'taste' has 20 query rows"),
         (lambda: layer(bias=PositionBias(65)), "bias of 'taste'"),
         (lambda: layer(bias=WeightBias()), None),
         (lambda: JaggedFeatureInteraction(FEATURES, D), "features taste, mood"),
@@ -360,7 +359,9 @@ def test_what_in_a_model_prevents_it(make, reason):
 
 def test_without_padding_nothing_prevents_it():
     """Histories of one event each are not padded."""
-    assert why_not_captured(nn.Sequential(bags("history_item"), layer(project_history=True)), batch([1] * B)) is None
+    assert (
+        why_not_captured(nn.Sequential(bags("history_item"), layer(num_heads=4, num_queries=5)), batch([1] * B)) is None
+    )
 
 
 class Attended(nn.Module):

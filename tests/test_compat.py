@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,7 +204,8 @@ def plain_kernel(x_ptr, y_ptr, n, BLOCK: triton.language.constexpr):
 def test_a_kernel_tells_what_it_is_specialized_on():
     options = {"do_not_specialize": ["n"], "do_not_specialize_on_alignment": ["y_ptr"]}
     kernel = triton.runtime.JITFunction(plain_kernel, **options)
-    assert compat.alignment_free(kernel) == (False, True, False, False)
+    free = [parameter.do_not_specialize_on_alignment for parameter in kernel.params]
+    assert free == [False, True, False, False]
     assert compat.specialized(kernel) == (True, True, False, True)
     assert kernel.arg_names == ["x_ptr", "y_ptr", "n", "BLOCK"] and kernel.fn is plain_kernel
 
@@ -212,26 +214,28 @@ def test_hooks_are_seen():
     from triton import knobs
 
     assert isinstance(knobs.runtime.launch_enter_hook, knobs.HookChain | None)
+    assert isinstance(knobs.runtime.launch_exit_hook, knobs.HookChain | None)
     chain = knobs.HookChain()
-    assert not compat.is_hooked(chain) and not compat.is_hooked(None)
+    runtime = SimpleNamespace(launch_enter_hook=chain, launch_exit_hook=None)
+    assert not compat.have_launch_hooks(runtime)
     chain.add(lambda metadata: None)
-    assert compat.is_hooked(chain)
+    assert compat.have_launch_hooks(runtime)
 
 
-def test_a_compiled_kernel_is_launched_as_its_own_launcher_does():
-    """The arguments before a kernel's own: grid, stream, function, metadata and three for hooks."""
-    from triton.backends.nvidia.driver import CudaLauncher
+def test_a_compiled_kernel_has_what_its_launch_takes():
+    """A descriptor is a map, the shape and the strides, in this order."""
+    from triton.backends.nvidia import driver
     from triton.compiler import CompiledKernel
 
-    assert isinstance(CompiledKernel.run, property)
-    source = inspect.getsource(triton.runtime.JITFunction.run)
-    call = source[source.rindex("kernel.run(") :]
-    names = ("grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata", "*bound_args")
-    assert all(name in " ".join(call.split()) for name in names)
-    assert "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook," in " ".join(call.split())
-    parameters = list(inspect.signature(CudaLauncher.__call__).parameters)
-    assert parameters[:6] == ["self", "gridX", "gridY", "gridZ", "stream", "function"] and parameters[-1] == "args"
-    assert "packed_metadata" in inspect.getsource(CompiledKernel)
+    source = inspect.getsource(CompiledKernel)
+    assert "self.function" in source and "self.metadata" in source and "self.src" in source
+    names = "num_ctas global_scratch_size profile_scratch_size launch_cooperative_grid launch_pdl tensordesc_meta"
+    source = inspect.getsource(driver)
+    assert all(name in source for name in names.split())
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
+    expanded = driver.expand_signature(["tensordesc<fp16[64, 64]>", "*fp32", "i32"], [meta])
+    assert expanded == ["nvTmaDesc", "i32", "i32", "i64", "i64", "*fp32", "i32"]
+    assert "[cu_tensor_map, *shape, *strides]" in source
 
 
 def test_tuples_of_pointers_are_taken():

@@ -7,26 +7,26 @@ ROOT = Path(__file__).parents[1] / "jfi"
 
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
-    "": 340,
+    "": 333,
     "baselines": 382,
     "cli": 1646,
-    "cpu": 925,
-    "cuda_graphs": 796,
+    "cpu": 922,
+    "cuda_graphs": 780,
     "data": 8807,
-    "distributed": 2410,
+    "distributed": 2185,
     "events": 2346,
     "follow": 1639,
     "history_policies": 1783,
-    "kernels": 6867,
-    "models": 876,
-    "modules": 2670,
-    "ops": 2091,
+    "kernels": 6751,
+    "models": 874,
+    "modules": 2516,
+    "ops": 2026,
     "semantic_ids": 1762,
     "serving": 7675,
     "table1": 1135,
-    "tables": 3149,
-    "training": 7416,
-    "utils": 2012,
+    "tables": 3117,
+    "training": 7282,
+    "utils": 2065,
 }
 
 

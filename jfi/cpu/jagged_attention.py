@@ -27,7 +27,6 @@ PADDED_SCORES = 2**15
 
 
 def _batches(x: JaggedAttentionInputs) -> Iterator[tuple[Rows, Rows, "_Flash"]]:
-    """Yields the query rows and the key rows of all samples that have both."""
     starts = x.query_offsets.long(), x.key_offsets.long()
     lengths = [offsets.diff() for offsets in starts]
     num_heads, widths = x.query.shape[1], x.query.shape[2] + x.value_dim

@@ -197,7 +197,6 @@ def _sparse_backward(
 
 
 def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:
-    """Yields every sample with a history, and its rows."""
     ends = problem.offsets.tolist()
     for sample, (low, high) in enumerate(pairwise(ends)):
         if low < high:
@@ -264,8 +263,7 @@ def _decoded(x: TargetAttentionInputs) -> Iterator[tuple[slice, slice, TargetAtt
         while last < len(ends) - 1 and ends[last + 1] - ends[first] <= DECODED_EVENTS:
             last += 1
         samples, events = slice(first, last), slice(ends[first], ends[last])
-        words = x.tables[0].index_select(0, x.indices[0][events]) if x.tables else x.key[events, 0]
-        key = unpack_digits(words, x.query.shape[3])[:, None].to(dtype)
+        key = unpack_digits(x.key[events, 0], x.query.shape[3])[:, None].to(dtype)
         value = None if x.value_scale is None else key * x.value_scale[events, None, None].to(dtype)
         history = {"offsets": x.offsets[first : last + 1] - ends[first], "key": key, "value": value}
         bias = None if x.bias is None else x.bias[events]

@@ -86,8 +86,6 @@ def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, remote:
     """Returns why one group of a layer's features cannot be captured; None if nothing is known."""
     features = [feature.name for feature in group.features]
     names = ", ".join(features)
-    if layer.project_history:
-        return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
     if len(features) > 1 and not remote.issuperset(features):
         return f"the features {names} are read in one launch, with the padding between them; use a layer for each"
     rows = layer.num_queries * layer.num_heads

@@ -131,7 +131,6 @@ def _absorb_kernel(weights, products, DTYPE: tl.constexpr, SPEC: tl.constexpr):
 
 
 def _sizes_of(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[int, ...]:
-    """Returns T, H, d, D_x and D_e."""
     w_q, _, w_k, _, w_o = weights
     return num_queries, num_heads, w_o.shape[1] // num_heads, w_k.shape[2], w_q.shape[2]
 
@@ -154,14 +153,7 @@ def _tiles(length: int) -> int:
 def absorb(
     weights: tuple[Tensor, ...], num_queries: int, num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Products of the weights, in ``dtype``.
-
-    Args:
-        weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x], W_o [F, D, T · D], contiguous.
-        num_queries, num_heads: T and H, which divides D.
-
-    Returns:
-        W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x], W_vo [F, T · H · D_x, D].
+    """Computes `jfi.ops.absorbed_target_attention.absorb` of contiguous weights.
 
     Raises:
         ValueError: a product of one feature has 2³¹ numbers or more.
@@ -339,13 +331,7 @@ def gradients(
     num_queries: int,
     num_heads: int,
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``absorb``'s weights, each in its dtype, and of b_o [F, D], contiguous.
-
-    Args:
-        rows: dq [F, B, T · H · D_x], e [F, B, D_e], a like dq and do [F, B, D], contiguous; products are in do's dtype.
-        weights, num_queries, num_heads: as ``absorb`` took them.
-        bias_dtype: of b_o.
-    """
+    """Computes `jfi.ops.absorbed_target_attention.weight_gradients` of contiguous rows and weights."""
     dquery, target, _, grad = rows
     features, batch, width = dquery.shape
     sizes = _sizes_of(weights, num_queries, num_heads)

@@ -99,6 +99,9 @@ class Device:
     #: Under torch.export: no address, no length, no number of samples, queries or events is known.
     exported: bool = False
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # plans of every call are found by it
+
     @cached_property
     def capability(self) -> tuple[int, int]:
         """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for others."""
@@ -569,10 +572,13 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
             return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
         reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
         return _torch_plan("cpu", "padded flash attention", reason)
+    packed = x.is_packed
     # A compiler's may be symbols.
-    num_heads, head_dim, num_kv_heads, value_dim = map(int, (*query.shape[1:], x.num_kv_heads, x.value_dim))
+    num_heads, head_dim, columns = map(int, (*query.shape[1:], key.shape[1]))
+    num_kv_heads = 1 if packed else columns
+    value_dim = head_dim if value is None or packed else int(value.shape[2])
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, value_dim)
-    flags, rows = (value is None, x.bias is not None, False, False), (1, 0, int(key.shape[1]) if x.is_packed else 0)
+    flags, rows = (value is None, x.bias is not None, False, False), (1, 0, columns if packed else 0)
     types = (precision_of(query.dtype, device), 0, query.dtype, None, device)
     problem = _problem(*sizes, *flags, *rows, *types)
     query_rows, num_keys = query.shape[0] * num_heads, key.shape[0]
@@ -612,7 +618,17 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
 
 def _is_aligned(x: Inputs) -> bool:
     """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
-    return all([y is None or y.data_ptr() % 16 == 0 for y in (x.query, x.key, x.value)])
+    value = x.value
+    return not ((x.query.data_ptr() | x.key.data_ptr() | (0 if value is None else value.data_ptr())) % 16)
+
+
+def holds(plan: AttentionPlan, x: Inputs) -> bool:
+    """Returns whether a forward's plan is one for its operands as they were saved, if hooks of autograd moved them.
+
+    Rows by id have been read where their tables were stepped.
+    """
+    num_tables = plan.problem.num_tables
+    return _is_aligned(x) and (num_tables == 0 or num_tables == len(x.tables))
 
 
 def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None:

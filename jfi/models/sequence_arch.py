@@ -205,7 +205,6 @@ def _single_entries(
 
 @torch.fx.wrap
 def _shared(entries: dict[str, Tensor], user_keys: list[str], timelines: Timelines | None) -> dict[str, Tensor]:
-    """Returns the entries of R rows, those of `user_keys` from the U timelines that come first in theirs."""
     if timelines is None or not user_keys:
         return entries
     # Not an index, whose gradient would add up with atomics.

@@ -288,7 +288,6 @@ class SequenceDLRM(nn.Module):
         return admitted
 
     def _sharded(self) -> bool:
-        """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
         present = [collection for collection in collections if collection is not None]
         kinds = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface

@@ -223,7 +223,6 @@ def _read_group(
 
 
 def _add_candidates(events: Events, group: FeatureGroup, candidates: _Candidates) -> None:
-    """Adds the candidates, once for each feature."""
     features, (offsets, times, event_times, max_events) = len(group.features), candidates
     events.max_visible = None if max_events is None else int(max_events)
     events.target_offsets = offsets if features == 1 else F.pad(offsets.diff().repeat(features).cumsum(0), (1, 0))
@@ -239,7 +238,6 @@ def _add_candidates(events: Events, group: FeatureGroup, candidates: _Candidates
 def _add_bias(
     events: Events, sequences: dict[str, JaggedTensor], group: FeatureGroup, weights: Tensor | None, is_padded: bool
 ) -> None:
-    """Adds the bias of each event, or its row of the learned tables."""
     bias, count = group.features[0].bias, events.fields[0].size(0)
     if isinstance(bias, WeightBias):
         if not weights.requires_grad:

@@ -296,7 +296,6 @@ class EncoderBlock(nn.Module):
         return x + self.feedforward(self.feedforward_norm(x))
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """Splits [S, D] into heads [S, H, D / H]."""
         return rows.unflatten(1, (self.num_heads, self.head_width))
 
 

@@ -17,7 +17,7 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.utils.arguments import check_device, check_module, check_type, module_name, shown
+from jfi.utils.arguments import check_device, check_module, module_name, shown
 from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("read_events")
@@ -27,10 +27,10 @@ class JaggedFeatureInteraction(nn.Module):
     """Returns pooled features: each sample's history as one embedding, by attention of the target to its events.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
-    jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and never
-    projected. It follows target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al.,
-    "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys
-    2024).
+    jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and (but for
+    many ragged targets of a user on a CPU) never projected. It follows target attention as in Zhou et al., "Deep
+    Interest Network" (KDD 2018), and Xu et al., "Enhancing Performance and Scalability of Large-Scale Recommendation
+    Systems with Jagged Flash Attention" (RecSys 2024).
 
     The attention runs in the dtype of the history, whose rows are never cast (on a CPU the operators widen half
     precision); the projections, which never see the history, run in the parameters' dtype or autocast's. An empty
@@ -54,12 +54,6 @@ class JaggedFeatureInteraction(nn.Module):
         embedding_collection: a module that looks up the histories, such as an EmbeddingCollection. With it, `forward`
             takes ids in a KeyedJaggedTensor and calls it; without it, the output of an EmbeddingCollection, and the
             layer has no tables.
-        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, or the
-            projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
-            With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
-            multiply-adds per event and two tensors of the history's size, absorbing 2 T H D and none. None projects
-            where T H > D, and on a CPU also for so many ragged targets a user that it takes less time.
-            Projected events are in the history's dtype or autocast's.
         sequence_dim: width of the embeddings of events; None for `embedding_dim`.
         target_dim: width of the embeddings of targets; None for `embedding_dim`.
         device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
@@ -124,7 +118,6 @@ class JaggedFeatureInteraction(nn.Module):
         num_queries: int = 1,
         *,
         embedding_collection: nn.Module | None = None,
-        project_history: bool | None = None,
         sequence_dim: int | None = None,
         target_dim: int | None = None,
         device: torch.device | None = None,
@@ -142,15 +135,12 @@ class JaggedFeatureInteraction(nn.Module):
                     f"{what} must be None in this layer, got {feature.relative_bias!r}: it belongs to a JaggedEncoder, "
                     "and feature.encoded() is the feature behind it"
                 )
-        check_type("project_history", project_history, bool | None, "a bool or None")
         check_device("device", device)
         if embedding_collection is not None:
             check_module("embedding_collection", embedding_collection)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
-        self._project_for_ragged = project_history is None
-        self.project_history = num_queries * num_heads > embedding_dim if project_history is None else project_history
         self._reads_inputs = any([one.reads_weights or one.input_keys for one in features])  # more than embeddings
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
@@ -216,9 +206,9 @@ class JaggedFeatureInteraction(nn.Module):
         """
         sequences = self._embed(sequences, targets, ids)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
-        outputs, options = [], (self.num_heads, self.project_history, self._project_for_ragged)
+        outputs = []
         for number, group in enumerate(self.groups):
-            outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), *options))
+            outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), self.num_heads))
         # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
         values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
         return KeyedTensor(self._names, self._widths, values)
@@ -246,58 +236,6 @@ class JaggedFeatureInteraction(nn.Module):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
         return {name: weights[name] for name in self._names}
-
-    @torch.no_grad()
-    def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
-        """Copies the weights of an `nn.MultiheadAttention` into one feature, which then computes the same function.
-
-        `attention` takes the targets as queries and the events as both keys and values, with or without `batch_first`.
-        Its value bias is added to the output bias (weighted values do not scale it); its key bias has no effect on the
-        softmax and is dropped, and so is its dropout. For an empty history it gives NaN, the layer the output bias.
-
-        Args:
-            name: the feature.
-            attention: with `embed_dim` and `num_heads` of this layer, and `kdim` and `vdim` the width of an event.
-
-        Raises:
-            ValueError, TypeError: an unknown name, a wrong type or width, `num_queries` above 1, or an option that the
-                layer does not have: `add_bias_kv`, `add_zero_attn`.
-
-        Example:
-            >>> import torch
-            >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
-            >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
-            >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
-        """
-        check_type("name", name, str, "the name of a feature")
-        validation.require_keys("features", self._names, [name])
-        check_type("attention", attention, nn.MultiheadAttention, "an nn.MultiheadAttention")
-        feature = self.features[self._names.index(name)]
-        width, options = feature.sequence_width(self.sequence_dim), {"bias_k": None, "add_zero_attn": False}
-        wanted = {"embed_dim": self.embedding_dim, "num_heads": self.num_heads, "kdim": width, "vdim": width, **options}
-        found = [
-            ("num_queries", self.num_queries, 1),
-            ("the width of targets", feature.target_width(self.target_dim), self.embedding_dim),
-            *((f"{option} of attention", getattr(attention, option), want) for option, want in wanted.items()),
-        ]
-        for what, got, want in found:
-            got = "a tensor" if isinstance(got, Tensor) else got
-            if got != want:
-                raise ValueError(f"{what} must be {want} to load attention into feature '{name}', got {got}")
-        own: Any = self.attention[self._module_names[name]]
-        if attention.in_proj_weight is None:
-            weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
-        else:
-            weights = attention.in_proj_weight.chunk(3)
-        for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
-            parameter.copy_(weight)
-        own.output_weight.copy_(attention.out_proj.weight)
-        own.query_bias.zero_()
-        own.output_bias.zero_()
-        if attention.in_proj_bias is not None:
-            query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
-            own.query_bias.copy_(query_bias)
-            own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
         by_name: Any = self.attention

@@ -94,7 +94,6 @@ class JaggedPooling(nn.Module):
 
 @torch.fx.wrap
 def _pool(groups: list[Events], mode: Mode) -> Tensor:
-    """Returns the pooled histories [B, output_width]."""
     pooled = []
     for events in groups:
         # A query of zeros scores every event alike, and the attention is the mean.

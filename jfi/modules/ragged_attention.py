@@ -10,6 +10,7 @@ same numbers: the newest event that a candidate sees has distance 1 in the opera
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,18 +62,17 @@ def attend(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
     (num_features, num_rows, _), (num_queries, num_heads) = events.target.shape, query.shape[1:3]
-    is_projected, indices = key is not None, None
+    is_projected = key is not None
     if is_projected:  # the T query heads of a key head are neighbours
         query = query.transpose(1, 2)
         table = None if table is None else table.repeat_interleave(num_queries, 1)
     else:
-        key, indices = join_words(events.digits) if events.digits else (events.history.unsqueeze(1), None)
+        key = join_words(events.digits) if events.digits else events.history.unsqueeze(1)
         table = None if table is None else table.repeat(1, num_queries)
     query = query.flatten(1, 2)
     of_queries = {"query": query, "query_time": events.target_times}
-    of_events = {"value": value, "value_scale": events.value_scale, "key_time": events.times, "indices": indices}
+    of_events = {"key": key, "value": value, "value_scale": events.value_scale, "key_time": events.times}
     options = {"scale": scale, "max_visible": events.max_visible}
-    (options if indices is not None else of_events)["key"] = key  # a catalogue's words are the same for all features
     if is_by_pair(bias, events.target_times is not None):
         # One call of the operator a feature, since the tables differ.
         parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
@@ -110,31 +110,15 @@ def weights_of_pairs(
     scale: float,
     query_time: Tensor | None,
     key_time: Tensor | None,
-    max_visible: int | None,
     key_bias: Tensor | None = None,
-    time_bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_: None,
+    value: None = None,
+    value_scale: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Returns the probabilities [P, H] of `jagged_attention`, by query: those of the key rows [S, 1, D] of its sample.
 
     The weight of a key that the query does not see is 0.
     """
-    pairs = reference.Pairs(query_offsets, key_offsets, None)
-    offsets, rows = pairs.row_offsets(query.size(0)), key[pairs.right, 0]
-    scores = torch.stack([torch.linalg.vecdot(rows, head[pairs.left]) for head in query.unbind(1)], dim=1) * scale
-    if key_bias is not None:
-        scores = scores + key_bias[pairs.right]
-    if query_time is not None:
-        age = reference.ages(query_time[pairs.left], key_time[pairs.right])
-        visible = age > 0
-        seen = torch.zeros_like(offsets).index_add_(0, pairs.left, visible.to(offsets.dtype))
-        # 1 for the newest key that the query sees.
-        distance = seen[pairs.left] - torch.arange(pairs.count, device=query.device) + offsets[pairs.left]
-        for table, count in ((time_bias, age), (position_bias, distance)):
-            if table is not None:
-                scores = scores + table[torch.frexp(count.double()).exponent.clamp(0, table.size(0) - 1)]
-        if max_visible is not None:
-            visible &= distance <= max_visible
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    return reference.jagged_softmax(scores, offsets)
+    times = None if query_time is None else (query_time, key_time)
+    arguments = (query, key, None, query_offsets, key_offsets, False, None, key_bias, scale, times)
+    return reference.jagged_attention(*arguments, **options, returns_weights=True)[0].to(query.dtype)

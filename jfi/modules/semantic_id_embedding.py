@@ -10,12 +10,9 @@ from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import validation
-from jfi.ops.checks import check_dense
-from jfi.ops.sid_words import sid_words
 from jfi.semantic_ids.codec import Codec
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout, trits_of_bytes
-from jfi.tables.id_counts import OutsideIds
-from jfi.tables.table_rows import DigitRows, bounded, parts_of
+from jfi.tables.table_rows import DigitRows, parts_of
 from jfi.utils.arguments import check_choice, check_device, check_int, check_keys, check_type
 from jfi.utils.context import is_traced, may_read
 
@@ -82,17 +79,11 @@ class SemanticIDEmbedding(nn.Module):
     The ID -1, of an item without content, has a learned vector, which begins as zeros. The state_dict holds the tensors
     of the codec that are read and its fingerprint; that of another codec is refused.
 
-    With a `catalogue`, the IDs of items 0 to N - 1, the keys hold items instead of IDs. Attention over "digits" then
-    reads the items' digits from a table [N, W] of words. The catalogue is not part of the state_dict: it may have grown
-    since training.
-
     Args:
         codec: a fitted codec.
         embedding_dim: width of the embeddings.
         feature_names: keys of the IDs, which share all weights.
         read: how they are read; "digits" needs ternary digits, since codes of codebooks are names, not numbers.
-        catalogue: [N] int64, the ID of each item, -1 without content; the keys then hold items from 0 to N - 1, int32
-            or int64.
         device: of parameters and buffers; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -107,29 +98,18 @@ class SemanticIDEmbedding(nn.Module):
         >>> from torchrec import KeyedJaggedTensor
         >>> content = torch.randn(100, 8)
         >>> codec = DiscretePCA(num_digits=10).fit(content)
-        >>> catalogue = codec.encode(content)
+        >>> sids = codec.encode(content)
         >>> ids = KeyedJaggedTensor(
         ...     keys=["item_sid", "history_sid"],
-        ...     values=torch.cat([catalogue[:1], torch.tensor([-1]), catalogue[5:9]]),
+        ...     values=torch.cat([sids[:1], torch.tensor([-1]), sids[5:9]]),
         ...     lengths=torch.tensor([1, 1, 3, 1]),
         ... )
         >>> embedding = SemanticIDEmbedding(codec, 4, ["item_sid", "history_sid"])
         >>> embedding(ids)["history_sid"].values().shape
         torch.Size([4, 4])
-
-        By item:
-
-        >>> items = KeyedJaggedTensor(
-        ...     keys=["item", "history"], values=torch.tensor([7, 42, 1, 5, 5, 9]), lengths=torch.tensor([1, 1, 3, 1])
-        ... )
-        >>> embedding = SemanticIDEmbedding(codec, 4, ["item", "history"], catalogue=catalogue)
-        >>> embedding(items)["history"].values().shape
-        torch.Size([4, 4])
     """
 
     fingerprint: Tensor
-    catalogue: Tensor | None
-    catalogue_words: Tensor
 
     def __init__(
         self,
@@ -138,7 +118,6 @@ class SemanticIDEmbedding(nn.Module):
         feature_names: list[str],
         read: Read = "digits",
         *,
-        catalogue: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -158,16 +137,6 @@ class SemanticIDEmbedding(nn.Module):
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         fingerprint = struct.unpack(">4q", bytes.fromhex(codec.fingerprint))
         self.register_buffer("fingerprint", torch.tensor(fingerprint, device="cpu"))
-        words, self.outside_ids = None, tuple[OutsideIds, ...]()
-        if catalogue is not None:
-            catalogue = check_dense("catalogue", catalogue).detach().cpu().contiguous()
-            self.layout.check(catalogue, "catalogue")
-            if not len(catalogue):
-                raise ValueError("catalogue must hold at least one semantic ID, got none")
-            words = sid_words(catalogue, self.layout.num_digits) if read == "digits" else None
-            self.outside_ids = (OutsideIds(["catalogue"] * len(feature_names)),)
-        self.register_buffer("catalogue", catalogue, persistent=False)
-        self.register_buffer("catalogue_words", words, persistent=False)
         #: What buffers hold, to be written again where they were on the meta device.
         self._constants = {name: buffer.detach().cpu().clone() for name, buffer in self.named_buffers()}
         if device is not None:
@@ -186,37 +155,29 @@ class SemanticIDEmbedding(nn.Module):
         """Looks the IDs up.
 
         Args:
-            features: the IDs, int64; with a catalogue items, int32 or int64.
+            features: the IDs, int64.
 
         Returns:
             By key the embeddings [S, embedding_dim] with the key's lengths and weights, as of an EmbeddingCollection;
             of read="digits" made where they are first read, unless a compiler or a tracer is at work.
 
         Raises:
-            ValueError, TypeError: a key is absent, of another dtype, or holds an ID that the codec cannot have given or
-                an item that the catalogue lacks; the last two are found on the CPU, and on a GPU under
-                `jfi.ops.validation()`, since reading IDs there waits for the device. Otherwise an item that the
-                catalogue lacks gives zeros on a GPU, and `jfi.modules.outside_ids` counts it; so does an ID with a code
-                beyond its codebook, which is not counted.
+            ValueError, TypeError: a key is absent, of another dtype, or holds an ID that the codec cannot have given.
+                The last is found on the CPU, and on a GPU under `jfi.ops.validation()`, since reading IDs there waits
+                for the device; otherwise an ID with a code beyond its codebook gives zeros on a GPU.
         """
         are_readable = validation.check_ids("features", features, self.feature_names, sharded=True)
         by_key, embeddings = features.to_dict(), {}
-        if self.catalogue is not None:
-            reads = [(key, "the catalogue", self.catalogue.size(0)) for key in self.feature_names]
-            by_feature = bounded(by_key, reads, self.outside_ids[0].on(features.values().device), are_readable)
-        else:
-            by_feature = [by_key[key].values() for key in self.feature_names]
-            for key, sids in zip(self.feature_names, by_feature, strict=True):
-                if sids.dtype != torch.int64:
-                    raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
-                if are_readable:
-                    self.layout.check(sids, f"features['{key}']")
-        for key, ids in zip(self.feature_names, by_feature, strict=True):
-            parts = parts_of(by_key[key])
+        for key in self.feature_names:
+            sids, parts = by_key[key].values(), parts_of(by_key[key])
+            if sids.dtype != torch.int64:
+                raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
+            if are_readable:
+                self.layout.check(sids, f"features['{key}']")
             if self._stays_digits() and not is_traced():
-                embeddings[key] = DigitRows(ids, self, self._dtype(ids.device.type), **parts)
+                embeddings[key] = DigitRows(sids, self, self._dtype(sids.device.type), **parts)
             else:
-                embeddings[key] = JaggedTensor(self.embed(ids), **parts)
+                embeddings[key] = JaggedTensor(self.embed(sids), **parts)
         return embeddings
 
     def _stays_digits(self) -> bool:
@@ -227,31 +188,20 @@ class SemanticIDEmbedding(nn.Module):
         plain = all([type(x) is nn.Parameter for x in (projection.weight, projection.bias)])
         return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Returns the embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked.
+    def embed(self, sids: Tensor) -> Tensor:
+        """Returns the embeddings [S, embedding_dim] of IDs [S], which are not checked.
 
-        Where they cannot be checked, an item of -1 and an ID with a code beyond its codebook give zeros.
+        Where they cannot be checked, an ID with a code beyond its codebook gives zeros.
         """
-        missing, size, sids = None, self.layout.codebook_size, ids
-        if self.catalogue is not None:
-            missing = None if may_read(ids) else ids < 0
-            sids = self.catalogue.index_select(0, ids if missing is None else ids.clamp(min=0))
+        missing, size, readable = None, self.layout.codebook_size, may_read(sids)
         unknown = sids == UNKNOWN_SID
         sids = sids.masked_fill(unknown, 0)
-        if self.catalogue is None and size and size < 2**self.layout.piece_bits and not may_read(ids):
+        if size and size < 2**self.layout.piece_bits and not readable:
             missing = (self.layout.pieces(sids) >= size).any(1)
             sids = sids.masked_fill(missing, 0)
         rows = self.projection(self.reader(sids))
         rows = torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
         return rows if missing is None else rows.masked_fill(missing.unsqueeze(1), 0)
-
-    def words(self, ids: Tensor) -> Tensor:
-        """Returns the L + 2 digits of IDs [S] in words [S, ceil((L + 2) / 16)] int32, as `digit_attention` takes them.
-
-        The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0. With a
-        catalogue they are those of its items, [N, ceil((L + 2) / 16)], and `ids` are its rows.
-        """
-        return sid_words(ids, self.layout.num_digits) if self.catalogue is None else self.catalogue_words
 
     def digit_weight(self) -> Tensor:
         """Returns P [embedding_dim, L + 2] of read="digits": the embedding of an ID is P times its L + 2 digits."""
@@ -259,7 +209,6 @@ class SemanticIDEmbedding(nn.Module):
         return torch.cat([self.projection.weight, *[column.unsqueeze(1) for column in columns]], dim=1)
 
     def _dtype(self, device_type: str) -> torch.dtype:
-        """Returns the dtype of `embed`."""
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return self.projection.weight.dtype

@@ -12,13 +12,12 @@ query and cancel in the softmax; a bias of the values would be weighted by proba
 of b_o. Hence neither exists. Keys and values can be projected on either side:
 
     targets' side    queries are projected by W_kᵀ W_q, outputs by W_o W_v     (`attend_absorbed`)
-    history's side   k_h = W_k,h x, v_h = W_v,h x                               (`jfi.ops.target_attention`)
+    history's side   k_h = W_k,h x, v_h = W_v,h x                               (`jfi.ops.jagged_attention`)
 
 The numbers are the same to rounding, and the parameters are the same. On the targets' side the S rows of the history
 are never projected, and every head reads the same raw rows: scores and sums take 2 T H D_x multiply-adds an event. On
-the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D that is less only if T H > D + T, and it
-writes two more tensors of the history's size. Hence the targets' side, unless T H > D. Where many ragged targets share
-an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
+the history's side they take 2 T D, but the projections 2 D D_x and two more tensors of the history's size. Hence the
+targets' side, but where many ragged targets share an event: `jfi.modules.ragged_attention.pays_to_project`.
 
 Training begins at multiples of the identity: W_v = I, W_q = W_k = 2 I, W_o = 6 I / T for each query (and random numbers
 are added to the queries if T > 1, to tell them apart). So the layer starts as a weighted sum of the raw events, more
@@ -44,7 +43,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, reset_bias
-from jfi.ops import digit_attention, target_attention
+from jfi.ops import digit_attention
 from jfi.ops.absorbed_target_attention import absorb, affine, attend_absorbed, compose
 from jfi.tables.table_rows import digit_numbers, join, join_words
 from jfi.utils.context import without_autocast
@@ -150,41 +149,34 @@ def attend(
     group: FeatureGroup,
     parameters: list[tuple[Tensor | None, ...]],
     num_heads: int,
-    project_history: bool,
-    project_for_ragged: bool,
 ) -> Tensor:
     """Pools the events of a group's F features in one launch to [F, B, embedding_dim]; [F, R, ..] if ragged.
 
     The attention itself runs in the dtype of the history, which is never cast, or of its projections; the outputs have
     the dtype of the parameters, which are `own_parameters` of each feature, or that of autocast.
-
-    Keys and values are projected on the history's side with `project_history`, and with `project_for_ragged` for
-    ragged targets where that pays.
     """
     weights, table = stack(parameters)
     is_ragged, scale = events.target_offsets is not None, 1 / math.sqrt(weights[2].size(1) // num_heads)
-    if events.digits and (is_ragged or not project_history):  # those of the digits d of events x = P d
+    if events.digits:  # those of the digits d of events x = P d
         query, query_bias, key, value, *output = weights
         with without_autocast(events.fields[0].device.type):
             digit_weight = events.digits[0].embedding.digit_weight().to(key.dtype)
             weights = query, query_bias, torch.matmul(key, digit_weight), torch.matmul(value, digit_weight), *output
     if is_ragged:
-        if project_for_ragged and not project_history:
-            project_history = ragged_attention.pays_to_project(events, weights, num_heads)
         bias = group.features[0].bias
         attention = partial(ragged_attention.attend, events=events, table=table, bias=bias, scale=scale)
+        if ragged_attention.pays_to_project(events, weights, num_heads):
+            return _projected(events, weights, num_heads, attention)
     elif events.remote:
-        project_history, attention = False, partial(_attend_to_remote, events, group, table, scale)
-    elif project_history or events.digits:
-        attention = partial(_attend_to_dense, events, group, table, scale)
+        attention = partial(_attend_to_remote, events, group, table, scale)
+    elif events.digits:
+        attention = partial(_attend_to_digits, events, table, scale)
     else:
         history = events.fields if events.by_id is None else events.by_id
         options = _options(events, table, scale, num_heads, events.fields[0].dtype)
         return attend_absorbed(
             events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
         )
-    if project_history:
-        return _projected(events, weights, num_heads, attention)
     return compose(events.target, weights, num_heads, events.fields[0], attention)
 
 
@@ -213,14 +205,13 @@ def attention_weights(
 
 
 def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, attention: Callable[..., Tensor]) -> Tensor:
-    """Returns the outputs [F, B, D] with keys and values projected on the history's side.
+    """Returns the outputs [F, R, D] of ragged targets, with keys and values projected on the history's side.
 
-    The attention is that of queries [F * B, T, H, D / H] to keys and values [S, H, D / H].
+    The attention is that of queries [F * R, T, H, D / H] to keys and values [S, H, D / H].
     """
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     query = affine(query_bias, events.target, query_weight)
-    are_digits = events.digits and events.target_offsets is not None  # projected by the weights
-    rows = digit_numbers(events.digits) if are_digits else events.history
+    rows = digit_numbers(events.digits) if events.digits else events.history
     by_feature = rows.split(events.counts)
     key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))
     query = query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2))
@@ -247,21 +238,9 @@ def _options(events: Events, table: Tensor | None, scale: float, num_heads: int,
     }
 
 
-def _attend_to_dense(
-    events: Events,
-    group: FeatureGroup,
-    table: Tensor | None,
-    scale: float,
-    query: Tensor,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-) -> Tensor:
-    """Attends from a target a sample to projected events, or without them to digits."""
+def _attend_to_digits(events: Events, table: Tensor | None, scale: float, query: Tensor) -> Tensor:
     options = _options(events, table, scale, query.size(2), query.dtype)
-    if key is None:
-        words, indices = join_words(events.digits)
-        return digit_attention(query, words, indices=indices, **options)
-    return target_attention(query, key, value, max_seqlen=group.max_seqlen, **options)
+    return digit_attention(query, join_words(events.digits), **options)
 
 
 def _attend_to_remote(events: Events, group: FeatureGroup, table: Tensor | None, scale: float, query: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from jfi.kernels.plan import AttentionPlan, holds
 from jfi.ops.dispatch import operator
 from jfi.tables.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, aligned
@@ -18,6 +20,7 @@ _SCHEMA |= {float: "float", int | None: "SymInt?", bool: "bool"}
 def attention(
     name: str,
     operands: type[TargetAttentionInputs] | type[JaggedAttentionInputs],
+    make_plan: Callable[[Any, str], AttentionPlan],
     forward: Callable,
     backward: Callable,
     differentiable: Sequence[str],
@@ -30,8 +33,9 @@ def attention(
     Args:
         name: of the attention.
         operands: the fields, tensors first, then lists, tables and indices without a gradient, then numbers.
-        forward: takes the fields and impl, returns the output and the log-sum-exp.
-        backward: takes (grad, dlse, x, out, lse, needed, impl), returns the gradients of the fields ``differentiable``,
+        make_plan: takes (x, "triton"), returns their plan, one for both passes of an eager call.
+        forward: takes (x, plan), returns the output and the log-sum-exp; the plan is None for impl="torch".
+        backward: takes (grad, dlse, x, out, lse, needed, plan), returns the gradients of the fields ``differentiable``,
             of which those that are not ``needed`` are ignored.
         differentiable: fields that have a gradient.
         has_lse_gradient: whether the log-sum-exp is differentiable; dlse is then a tensor or None, else None.
@@ -51,10 +55,20 @@ def attention(
         width = query.shape[-1] if value is None or value.dim() == 1 else value.shape[-1]
         return query.new_empty(*query.shape[:-1], width), query.new_empty(query.shape[:-1], dtype=stats)
 
-    def run_backward(grad, dlse, *args, **known):
+    def run_forward(*args, ctx=None):
+        *tensors, impl = args
+        x = operands(*tensors)
+        chosen = make_plan(x, impl) if impl == "triton" else None
+        if ctx is not None:
+            ctx.chosen = chosen
+        return forward(x, chosen)
+
+    def run_backward(grad, dlse, *args, chosen=None):
         *tensors, out, lse, needed, impl = args
-        dlse = None if dlse is None else dlse.contiguous()
-        grads = backward(aligned(grad), dlse, operands(*tensors), out, lse, needed, impl, **known)
+        x, dlse = operands(*tensors), None if dlse is None else dlse.contiguous()
+        if impl == "triton" and not (chosen is not None and holds(chosen, x)):
+            chosen = make_plan(x, impl)
+        grads = backward(aligned(grad), dlse, x, out, lse, needed, chosen)
         return [x for x, need in zip(grads, needed, strict=False) if need]
 
     def fake_backward(grad, dlse, *args):
@@ -87,7 +101,8 @@ def attention(
         operands += by_id
         *numbers, impl = ctx.numbers
         needed = [ctx.needs_input_grad[i] for i in positions]
-        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl))
+        known = {"chosen": getattr(ctx, "chosen", None)}  # torch.library keeps none
+        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl, **known))
         for i, need in zip(positions, needed, strict=True):
             gradients[i] = next(computed) if need else None
         return tuple(gradients)
@@ -99,4 +114,4 @@ def attention(
         return op
 
     schema = f"({fields}, str impl) -> (Tensor, Tensor)"
-    return operator(f"{name}_fwd", forward, fake, save, differentiate, schema, exported)
+    return operator(f"{name}_fwd", run_forward, fake, save, differentiate, schema, exported, keeps=True)

@@ -67,6 +67,9 @@ def visibility(
     position_bias: Tensor | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], tuple[int | None, int | None, bool]]:
     """Returns (edges, table, query_time, key_time) and (left, right, is_causal) of `JaggedAttentionInputs`."""
+    options = (window_size, max_visible, query_time, key_time, time_bias, position_bias)
+    if isinstance(causal, bool) and all([x is None for x in options]):
+        return (None,) * 4, (None, 0 if causal else None, False)
     left, right = _window(causal, window_size)
     rows = query.shape[0]
     has_times = query_time is not None or key_time is not None
@@ -109,7 +112,6 @@ def _check_longest(key_offsets: Tensor) -> None:
 
 
 def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """Returns how many keys before and after its own position a query sees."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):

@@ -159,8 +159,6 @@ def _are_halves(fields: tuple[Tensor, ...]) -> bool:
 
 
 class _AbsorbedTargetAttention(torch.autograd.Function):
-    """The one node.  It chooses every dtype itself, so autocast must be off around it."""
-
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
@@ -176,7 +174,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         if compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
             attended, lse = operators.target_attention_fwd(*x, impl)
         else:
-            attended, lse = run_forward(x, impl, ctx.plan)
+            attended, lse = run_forward(x, ctx.plan)
         ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
         tables, indices = by_id
         ctx.tables = SavedTables(tables) if tables else None
@@ -190,10 +188,8 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
         key = history.unsqueeze(1)
         by_id: Any = [], []
-        chosen = ctx.plan
         if ctx.tables is not None:
             key, *by_id = ctx.tables.read(key, indices)
-            chosen = chosen if by_id[0] else None  # a plan of rows by id, which have been read
         num_heads, scale, max_seqlen, impl = ctx.options
         needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
         needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
@@ -206,7 +202,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
                 None,
                 *(query, key, None, *events, *by_id, scale, max_seqlen),
                 *(attended, lse, needed, impl),
-                chosen=chosen,
+                chosen=ctx.plan,
             )
             grads = iter(grads)
             found: list[Any] = [next(grads) if need else None for need in needed]

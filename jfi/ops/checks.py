@@ -48,12 +48,14 @@ def check_floating(**tensors: Tensor | None) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        check_dtype(name, tensor)
         if first is None:
-            first_name, first = name, tensor
-        elif tensor.dtype != first.dtype:
-            raise TypeError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}")
-        check_device(name, tensor, first_name, first)
+            check_dtype(name, tensor)
+            first_name, first, dtype, device = name, tensor, tensor.dtype, tensor.device
+        elif tensor.dtype != dtype:
+            check_dtype(name, tensor)
+            raise TypeError(f"{name} must have the dtype of {first_name}, {dtype}, got {tensor.dtype}")
+        elif tensor.device != device:
+            check_device(name, tensor, first_name, first)
 
 
 def check_dense(name: str, tensor: Tensor | None) -> Tensor:
@@ -74,15 +76,14 @@ def check_dim(name: str, tensor: Tensor, layout: str, **sizes: int | None) -> No
     """
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         check_dense(name, tensor)
-    dims = layout.count(",") + 1
-    if tensor.dim() != dims:
-        raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
-    if 0 in tensor.shape[1:]:
-        raise ValueError(f"{name} must be {layout} with no width of 0, got shape {list(tensor.shape)}")
-    if sizes:
-        for letter, got in zip(layout[1:-1].split(", "), tensor.shape, strict=True):
-            if (want := sizes.get(letter)) is not None and got != want:
-                raise ValueError(f"{name} must have {letter} = {want}, got {got}")
+    shape = tensor.shape
+    if len(shape) != layout.count(",") + 1:
+        raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(shape)}")
+    if 0 in shape[1:]:
+        raise ValueError(f"{name} must be {layout} with no width of 0, got shape {list(shape)}")
+    for letter, want in sizes.items():
+        if want is not None and (got := shape[layout.index(letter) // 3]) != want:
+            raise ValueError(f"{name} must have {letter} = {want}, got {got}")
 
 
 def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:

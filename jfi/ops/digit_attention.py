@@ -22,7 +22,6 @@ from jfi.ops.checks import (
     check_events,
     check_floating,
     check_impl,
-    check_index,
     check_key_bias,
     check_offsets,
     check_scale,
@@ -30,7 +29,6 @@ from jfi.ops.checks import (
 )
 from jfi.ops.dispatch import public
 from jfi.ops.target_attention import table_bias, target_attention_fwd
-from jfi.tables.gather_rows import check_indices
 from jfi.utils.context import may_read
 from jfi.utils.operands import DIGITS_PER_WORD, TargetAttentionInputs, ceil_div
 
@@ -41,7 +39,6 @@ def digit_attention(
     digits: Tensor,
     *,
     offsets: Tensor,
-    indices: Tensor | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -56,7 +53,6 @@ def digit_attention(
             l // 16, as a signed number of 2 bits: 1 is 0b01, 0 is 0b00 and -1 is 0b11. Bits behind digit L - 1 are not
             read. `jfi.semantic_ids.pack_words` makes such words. They have no gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns events offsets[b] to offsets[b+1].
-        indices: [S], int32 or int64: digits is then a table [N, W], and event s is its row indices[s].
         key_bias: [S, H], added to the scores; -inf hides an event. With key_bias_index a table [R, H] of any floating
             dtype.
         key_bias_index: [S], int32 or int64: the row of the table of biases for each event.
@@ -71,9 +67,9 @@ def digit_attention(
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it. The 2-bit number 0b10, which
-            is no digit, and an index outside a table are errors on the CPU, and on a GPU in ``with
-            jfi.ops.validation():``. Otherwise an index outside a table gives digits or a bias of 0 on a GPU; what 0b10
-            gives there is undefined.
+            is no digit, and an index outside the table are errors on the CPU, and on a GPU in ``with
+            jfi.ops.validation():``. Otherwise an index outside the table gives a bias of 0 on a GPU; what 0b10 gives
+            there is undefined.
 
     Example:
         >>> import torch, jfi
@@ -85,11 +81,10 @@ def digit_attention(
         >>> torch.allclose(out, same, atol=1e-6)
         True
     """
-    inputs, impl = prepare_digit_attention(
-        query, digits, offsets, indices, key_bias, key_bias_index, value_scale, scale, impl
-    )
+    by_event = (offsets, key_bias, key_bias_index, value_scale)
+    inputs, impl = prepare_digit_attention(query, digits, *by_event, scale, impl)
     if impl == "torch" and query.is_cuda:
-        tensors = (inputs.offsets, indices, inputs.bias, inputs.value_scale)
+        tensors = (inputs.offsets, inputs.bias, inputs.value_scale)
         return reference.digit_attention(inputs.query, digits, *tensors, inputs.scale)
     return target_attention_fwd(*inputs, impl)[0]
 
@@ -98,7 +93,6 @@ def prepare_digit_attention(
     query: Tensor,
     digits: Tensor,
     offsets: Tensor,
-    indices: Tensor | None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
     value_scale: Tensor | None,
@@ -109,15 +103,12 @@ def prepare_digit_attention(
     check_floating(query=query, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, L]")
     batch, _, num_heads, num_digits = query.shape
-    check_digits("digits", digits, indices, query, num_digits)
-    events = digits if indices is None else indices
+    check_digits("digits", digits, query, num_digits)
     if key_bias_index is None:
-        check_key_bias(key_bias, events.shape[0], num_heads)
-    check_events(events, key_bias, key_bias_index, value_scale, num_heads)
+        check_key_bias(key_bias, digits.shape[0], num_heads)
+    check_events(digits, key_bias, key_bias_index, value_scale, num_heads)
     check_untrained("value_scale", value_scale)
-    offsets = check_offsets(
-        "offsets", offsets, events.shape[0], "digits" if indices is None else "indices", query, batch
-    )
+    offsets = check_offsets("offsets", offsets, digits.shape[0], "digits", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, num_digits)
     if impl == "triton" and num_digits > plan.MAX_DIGITS:
@@ -126,35 +117,26 @@ def prepare_digit_attention(
         )
     if key_bias is not None and key_bias_index is not None and impl == "torch":
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index, query.dtype), None
-    # Rows by id have no memory.
-    key = digits.contiguous() if indices is None else digits.new_zeros(()).expand(events.shape[0], digits.shape[1])
-    by_id = ([], []) if indices is None else ([digits.contiguous()], [indices.contiguous()])
     optional = (key_bias, key_bias_index, value_scale)
     key_bias, key_bias_index, value_scale = [None if x is None else x.contiguous() for x in optional]
-    tensors = (query.contiguous(), key.unsqueeze(1), None, offsets.contiguous(), key_bias, key_bias_index, value_scale)
-    return TargetAttentionInputs(*tensors, None, *by_id, scale, None), impl
+    key = digits.contiguous().unsqueeze(1)
+    tensors = (query.contiguous(), key, None, offsets.contiguous(), key_bias, key_bias_index, value_scale)
+    return TargetAttentionInputs(*tensors, None, [], [], scale, None), impl
 
 
-def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:
-    """Checks that digits are [S, W], or [N, W] with indices [S]; if readable, that all are -1, 0 or 1."""
-    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]")
+def check_digits(name: str, digits: Tensor, query: Tensor, num_digits: int) -> None:
+    """Checks that digits are [S, W]; if readable, that all are -1, 0 or 1."""
+    check_dim(name, digits, "[S, W]")
     if digits.shape[1] != (words := ceil_div(num_digits, DIGITS_PER_WORD)):
         must = f"W = {words} for the query's L = {num_digits} digits"
         raise ValueError(f"{name} must have {must}, got {digits.shape[1]}")
     if digits.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {digits.dtype}")
     check_device(name, digits, "query", query)
-    if indices is not None:
-        check_index("indices", indices, None, "query", query)
-        check_indices("indices", indices, digits.shape[0], name, padded=False)
     if may_read(digits):
-        # Of a large catalogue the rows that are read.
-        read = indices if indices is not None and indices.shape[0] < digits.shape[0] else None
-        own = digits if read is None else digits.index_select(0, read)
-        wrong = (own >> 1) & ~own & 0x55555555  # the low bit of 0b10
+        wrong = (digits >> 1) & ~digits & 0x55555555  # the low bit of 0b10
         if num_digits % DIGITS_PER_WORD:
             wrong[:, -1] &= (1 << 2 * (num_digits % DIGITS_PER_WORD)) - 1
         if bool((wrong != 0).any()):
             row = int((wrong != 0).any(1).nonzero()[0])
-            row = row if read is None else int(read[row])
             raise ValueError(f"{name} must be of 2-bit numbers -1, 0 and 1, got -2 (0b10) in row {row}")

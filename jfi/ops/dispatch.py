@@ -22,8 +22,8 @@ from jfi.utils.context import is_traced, not_scriptable
 
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
-#: Types of other arguments: looked up first, since isinstance(x, Tensor) is slow for them.
-_NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype))
+#: These and the usual types of other arguments, for which an operator's function is called directly.
+_DIRECT = frozenset((*PLAIN, type(None), int, float, bool, str, torch.dtype))
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
@@ -37,6 +37,7 @@ def operator(
     differentiate: Callable | None = None,
     schema: str | None = None,
     exported: Callable[[], Callable] | None = None,
+    keeps: bool = False,
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
@@ -50,6 +51,7 @@ def operator(
         schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
         exported: returns the operator used instead where `is_exported` is true of the first and the last argument; None
             where there is none.
+        keeps: the function takes ctx, in which it keeps what ``differentiate`` can do without but would find again.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)
@@ -58,7 +60,7 @@ def operator(
         registered.register_autograd(differentiate, setup_context=save)
 
         def forward(ctx, *args):
-            output = function(*args)
+            output = function(*args, ctx=ctx) if keeps else function(*args)
             save(ctx, args, output)
             return output
 
@@ -68,6 +70,7 @@ def operator(
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         direct = type(name, (torch.autograd.Function,), methods)
+        apply = super(torch.autograd.Function, direct).apply  # whose own handles functorch, at which it looks again
 
     def call(*args, **known):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
@@ -77,19 +80,13 @@ def operator(
         first = args[0]
         if (first[0] if type(first) is list else first).is_meta:
             return registered(*args)
-        wants_grad = False
-        for x in args:
-            kind = type(x)
-            if kind in PLAIN:
-                if x.requires_grad:
-                    wants_grad = True
-            elif kind is list:
-                if not all([type(y) in PLAIN or type(y) in _NO_TENSORS for y in x]):
-                    return registered(*args)
-            elif kind not in _NO_TENSORS and isinstance(x, Tensor):
-                return registered(*args)
-        if wants_grad and torch.is_grad_enabled():
-            return registered(*args) if direct is None else direct.apply(*args)
+        kinds = {*map(type, args), *[type(y) for x in args if type(x) is list for y in x]}
+        if any([kind not in _DIRECT and issubclass(kind, Tensor) for kind in kinds]):
+            return registered(*args)
+        if torch.is_grad_enabled():
+            for x in args:
+                if type(x) in PLAIN and x.requires_grad:
+                    return registered(*args) if direct is None else apply(*args)
         return function(*args, **known)
 
     setattr(operators, name, call)

@@ -14,14 +14,14 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 (2020), in powers of two as in Zhai et al., 'Actions Speak Louder than Words' (HSTU, 2024).
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from jfi import reference
-from jfi.kernels.plan import plan_jagged_attention
+from jfi.kernels import plan
+from jfi.kernels.plan import AttentionPlan
 from jfi.ops._attention import attention
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
@@ -39,60 +39,49 @@ from jfi.ops.checks import (
 )
 from jfi.ops.digit_attention import check_digits
 from jfi.ops.dispatch import public
-from jfi.tables.gather_rows import read_rows
-from jfi.tables.rows_by_id import RowsById, rows_by_head, rows_by_id
 from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
-    x, impl = JaggedAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1]
-    if impl == "torch":
+def _forward(x: JaggedAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
+    if chosen is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.forward(x, plan_jagged_attention(x, impl))
+    return execute.forward(x, chosen)
 
 
-def _backward(
-    grad: Tensor,
-    dlse: Tensor | None,
-    x: JaggedAttentionInputs,
-    out: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    impl: str,
-) -> tuple[Tensor | None, ...]:
-    if impl == "torch":
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    if args[-1] is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
-            return jagged_attention.backward(grad, dlse, x, out, lse, needed)
+            return jagged_attention.backward(*args[:-1])
     from jfi.kernels.jagged_attention import execute
 
-    return execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+    return execute.backward(*args)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
-_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, _forward, _backward, _WITH_GRADIENT, True)
+_PASSES = (lambda *x: plan.plan_jagged_attention(*x)), _forward, _backward
+_jagged_attention_fwd = attention("jagged_attention", JaggedAttentionInputs, *_PASSES, _WITH_GRADIENT, True)
 
 
 _BY_QUERY = ("query", "query_time")
-_BY_EVENT = ("key", "value", "indices", "key_bias", "value_scale", "key_time")
+_BY_EVENT = ("key", "value", "key_bias", "value_scale", "key_time")
 
 
 @partial(public, packed={"query_offsets": _BY_QUERY, "key_offsets": _BY_EVENT}, result="query_offsets")
 def jagged_attention(
     query: Tensor,
-    key: Tensor | tuple[Tensor, ...] | RowsById,
+    key: Tensor,
     value: Tensor | None = None,
     *,
     query_offsets: Tensor | None = None,
     key_offsets: Tensor | None = None,
-    indices: Tensor | tuple[Tensor, ...] | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] | None = None,
     max_visible: int | None = None,
@@ -117,9 +106,6 @@ def jagged_attention(
         query_offsets: [B+1], int32 or int64, from 0 to R. None where an argument of R rows is a nested tensor.
         key_offsets: [B+1], from 0 to S. None where an argument of S rows is a nested tensor; else it means
             query_offsets: self-attention.
-        indices: [S]: key is then a table [N, G, D], and event s is its row indices[s]; or a tuple for a tuple of
-            tables, whose rows are summed; as in `target_attention`. The rows are read and converted once, by one
-            kernel, since several tiles of queries read them. Of packed digits key is a table [N, W].
         causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
@@ -169,7 +155,7 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
+    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets}
     events |= {"key_bias": key_bias, "value_scale": value_scale}
     seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
     seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
@@ -189,12 +175,11 @@ def jagged_attention(
 
 def prepare_jagged_attention(
     query: Tensor,
-    key: Tensor | tuple[Tensor, ...] | RowsById,
+    key: Tensor,
     value: Tensor | None,
     *,
     query_offsets: Tensor,
     key_offsets: Tensor | None,
-    indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None,
     value_scale: Tensor | None = None,
     scale: float | None,
@@ -207,25 +192,20 @@ def prepare_jagged_attention(
     ``seen`` are the keyword arguments of `visibility`.
     """
     key_offsets = query_offsets if key_offsets is None else key_offsets
-    if packed := is_packed(key):
-        key = _packed_keys(query, key, value, indices)
-    elif indices is not None:
-        check_floating(query=query)
-        check_dim("query", query, "[R, H, D]")
-        key = rows_by_id(key, indices, query.dtype, query.shape[2])
-    elif isinstance(key, tuple) and not isinstance(key, RowsById):
-        raise TypeError("key must be a Tensor where indices is None, got a tuple")
-    if isinstance(key, RowsById):
-        key = rows_by_head(read_rows(key), query.shape[-1])
-    keys, biases = {} if packed else {"key": key, "value": value}, (seen["time_bias"], seen["position_bias"])
+    packed, biases = is_packed(key), (seen["time_bias"], seen["position_bias"])
+    if packed and value is not None:
+        raise ValueError("value must be None where key is packed digits, which are key and value")
+    keys = {} if packed else {"key": key, "value": value}
     check_floating(query=query, **keys, key_bias=key_bias, time_bias=biases[0], position_bias=biases[1])
     check_dim("query", query, "[R, H, D]")
     rows, num_heads, width = query.shape
     if packed:
+        check_digits("key", key, query, width)
         check_key_bias(key_bias, key.shape[0], num_heads)
     else:
         check_history(key, value, key_bias, num_heads, width)
-    check_events(key, None, None, value_scale, num_heads)
+    if value_scale is not None:
+        check_events(key, None, None, value_scale, num_heads)
     if packed:
         check_untrained("value_scale", value_scale)
         if value_scale is not None and value_scale.dtype != query.dtype:
@@ -244,20 +224,5 @@ def prepare_jagged_attention(
     return JaggedAttentionInputs(*tensors, *buckets, scale, *window), impl
 
 
-def _packed_keys(
-    query: Tensor, digits: Tensor, value: Tensor | None, indices: Tensor | tuple[Tensor, ...] | None
-) -> Tensor:
-    """The words [S, W] of the events, checked."""
-    if value is not None:
-        raise ValueError("value must be None where key is packed digits, which are key and value")
-    if isinstance(indices, tuple):
-        raise TypeError("indices must be one Tensor where key is packed digits, got a tuple")
-    check_floating(query=query)
-    check_dim("query", query, "[R, H, D]")
-    check_digits("key", digits, indices, query, query.shape[2])
-    return digits if indices is None else reference.select_words(digits, indices)
-
-
 def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:
-    """Returns [S, G, E] times [S]."""
     return rows * value_scale.to(rows.dtype)[:, None, None]

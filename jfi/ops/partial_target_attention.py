@@ -10,6 +10,8 @@ Backward, the weights of the whole are exp(score - L) in every part, and with Δ
     dS = exp(score - L) (dO·v - Δ)
 
 so that a part needs dO, L and Δ, not O. The gradients of its own events are complete, and dq is the sum of the parts'.
+
+Everywhere impl is "triton" or "torch".
 """
 
 from collections.abc import Sequence
@@ -22,12 +24,7 @@ from jfi.utils.operands import TargetAttentionInputs
 
 
 def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
-    """A part's output [B, T, H, E] and log-sum-exp [B, T, H]; without an event 0 and -inf. Not differentiable.
-
-    Args:
-        inputs: checked, of `prepare_target_attention`.
-        impl: "triton" or "torch".
-    """
+    """A part's output [B, T, H, E] and log-sum-exp [B, T, H]; without an event 0 and -inf. Not differentiable."""
     return operators.target_attention_fwd(*inputs, impl)
 
 
@@ -42,7 +39,6 @@ def part_gradients(
         lse: L [B, T, H] float32, of the whole.
         needed: of the four, which are needed.
         inputs: of the part, as `attend_to_part` took them.
-        impl: as `attend_to_part` took it.
     """
     gradients = iter(operators.target_attention_bwd(grad, None, *inputs, out, lse, [*needed, False], impl))
     return [next(gradients) if need else None for need in needed]
@@ -60,7 +56,6 @@ def combine_parts(parts: Tensor, impl: str) -> tuple[Tensor, Tensor]:
 
     Args:
         parts: [P, ..., E + n] of `pack_part`; a part without events has a log-sum-exp of -inf.
-        impl: "triton" or "torch".
 
     Example:
         >>> outs, lses = torch.tensor([[1.0], [5.0]]).unsqueeze(-1), torch.tensor([[0.0], [-torch.inf]])
@@ -79,14 +74,7 @@ def combine_parts(parts: Tensor, impl: str) -> tuple[Tensor, Tensor]:
 
 
 def pack_gradient(grad: Tensor, out: Tensor, lse: Tensor, impl: str) -> Tensor:
-    """[..., E + 2n]: what a part needs in the backward pass: dO [..., E] of the whole, Δ and the log-sum-exp [...].
-
-    Args:
-        grad: dO [..., E].
-        out: O [..., E].
-        lse: L [...] float32.
-        impl: "triton" or "torch".
-    """
+    """[..., E + 2n]: what a part needs in the backward pass: dO [..., E] of the whole, Δ and the log-sum-exp [...]."""
     if kernels := _kernels(out.size(-1), out.dtype, impl):
         return kernels.pack(grad, out, lse)
     delta = (grad.float() * out.float()).sum(-1)
@@ -100,7 +88,6 @@ def unpack_gradient(packed: Tensor, width: int, scale: float, impl: str) -> tupl
         packed: [..., E + 2n] of `pack_gradient`.
         width: E.
         scale: factor of the gradient.
-        impl: "triton" or "torch".
     """
     if kernels := _kernels(width, packed.dtype, impl):
         return kernels.unpack(packed, width, scale)
@@ -135,5 +122,4 @@ def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_numbers(bits: Tensor) -> Tensor:
-    """The float32 numbers [...] of `_as_elements`."""
     return bits.contiguous().view(torch.float32).squeeze(-1)

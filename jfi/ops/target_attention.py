@@ -12,7 +12,6 @@ If value = key, each direction reads the history once, and the backward writes i
 sample's queries fill several tiles, jagged attention with T queries a sample may be faster: the plan says so.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,60 +34,51 @@ from jfi.ops.checks import (
 )
 from jfi.ops.dispatch import operators, public
 from jfi.tables.gather_rows import read_rows
-from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
+from jfi.tables.rows_by_id import RowsById, fits_kernel, rows_by_id
 from jfi.utils.context import may_read, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
 
-def run_forward(x: TargetAttentionInputs, impl: str, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the output and the log-sum-exp; autocast must be off. Without a plan the kernels make it."""
-    if impl == "triton":
-        from jfi.kernels.target_attention import execute
+def run_forward(x: TargetAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
+    """Returns the output and the log-sum-exp; autocast must be off. Without a plan a CPU computes them."""
+    if chosen is None:
+        from jfi.cpu import target_attention
 
-        chosen = chosen or plan.plan_target_attention(x, impl)
-        if chosen.family == "jagged_sm90":
-            out, lse = operators.jagged_attention_fwd(*execute.as_jagged(x), impl)
-            return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
-        return execute.forward(x, chosen)
-    from jfi.cpu import target_attention
+        return target_attention.forward(x)
+    from jfi.kernels.target_attention import execute
 
-    return target_attention.forward(x)
+    if chosen.family == "jagged_sm90":
+        out, lse = operators.jagged_attention_fwd(*execute.as_jagged(x), "triton")
+        return out.unflatten(0, x.query.shape[:2]), lse.unflatten(0, x.query.shape[:2])
+    return execute.forward(x, chosen)
 
 
-def _forward(*operands_and_impl: Any) -> tuple[Tensor, Tensor]:
+def _forward(x: TargetAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
     with without_autocast("cpu"):
-        return run_forward(TargetAttentionInputs(*operands_and_impl[:-1]), operands_and_impl[-1])
+        return run_forward(x, chosen)
 
 
-def _backward(
-    grad: Tensor,
-    _: None,
-    x: TargetAttentionInputs,
-    out: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    impl: str,
-    chosen: AttentionPlan | None = None,
-) -> tuple[Tensor | None, ...]:
-    if impl == "triton":
-        from jfi.kernels.target_attention import execute
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    grad, _, x, out, lse, needed, chosen = args
+    if chosen is None:
+        from jfi.cpu import target_attention
 
-        chosen = chosen or plan.plan_target_attention(x, impl)
-        if chosen.family == "jagged_sm90":
-            grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
-            needed = [*needed[:4], False]  # no table of biases
-            grads = iter(operators.jagged_attention_bwd(grad, None, *execute.as_jagged(x), out, lse, needed, impl))
-            dquery, *others = [next(grads) if need else None for need in needed]
-            return None if dquery is None else dquery.view_as(x.query), *others
-        return execute.backward(grad, x, out, lse, needed, chosen)
-    from jfi.cpu import target_attention
+        with without_autocast("cpu"):
+            return target_attention.backward(grad, x, out, lse, needed)
+    from jfi.kernels.target_attention import execute
 
-    with without_autocast("cpu"):
-        return target_attention.backward(grad, x, out, lse, needed)
+    if chosen.family == "jagged_sm90":
+        grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
+        needed = [*needed[:4], False]  # no table of biases
+        grads = iter(operators.jagged_attention_bwd(grad, None, *execute.as_jagged(x), out, lse, needed, "triton"))
+        dquery, *others = [next(grads) if need else None for need in needed]
+        return None if dquery is None else dquery.view_as(x.query), *others
+    return execute.backward(grad, x, out, lse, needed, chosen)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")
-target_attention_fwd = attention("target_attention", TargetAttentionInputs, _forward, _backward, _WITH_GRADIENT)
+_PASSES = (lambda *x: plan.plan_target_attention(*x)), _forward, _backward
+target_attention_fwd = attention("target_attention", TargetAttentionInputs, *_PASSES, _WITH_GRADIENT)
 
 
 @partial(public, packed={"offsets": ("key", "value", "indices", "key_bias", "key_bias_index", "value_scale")})
@@ -181,7 +171,8 @@ def prepare_target_attention(
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):
-        by_id, key = key, rows_by_head(key.rows, query.shape[-1])
+        by_id, key, width = key, key.rows, query.shape[-1]
+        key = key.unflatten(1, (-1, width)) if key.shape[1] % width == 0 else key  # which the checks refuse
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, num_heads, width = query.shape

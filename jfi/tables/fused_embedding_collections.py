@@ -21,9 +21,10 @@ from jfi.modules import lookups, validation
 from jfi.modules.jagged_pooling import pool
 from jfi.modules.validation import require_keys
 from jfi.tables.fused_tables import FusedTables
+from jfi.tables.gather_rows import bound_ids, check_indices
 from jfi.tables.growing_ids import initial_rows
 from jfi.tables.id_counts import OutsideIds
-from jfi.tables.table_rows import TableRows, bounded
+from jfi.tables.table_rows import TableRows
 from jfi.utils.arguments import check_device, check_module, check_type, shown
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
@@ -144,7 +145,6 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         return self
 
     def _look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
-        """Checks the ids, and returns the rows by embedding."""
         are_readable = validation.check_ids("features", features, self._id_keys, sharded=True)
         weights, by_key = self._fused.weights, features.to_dict()
         processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1
@@ -153,9 +153,14 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
                 "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
-        reads, found = [(key, f"table '{table}'", weights[table].shape[0]) for _, key, table in self._lookups], {}
-        ids = bounded(by_key, reads, self.outside_ids[0].counts, are_readable)
-        by_table = zip(self.outside_ids[0].tables, ids, strict=True)
+        counts, found = self.outside_ids[0], {}
+        ids, sizes = [by_key[key].values() for key in self._id_keys], [len(weights[table]) for table in counts.tables]
+        if are_readable:
+            for (_, key, table), own, size in zip(self._lookups, ids, sizes, strict=True):
+                check_indices(f"features['{key}']", own, size, f"table '{table}'", int(by_key[key].lengths().sum()))
+        else:
+            ids = bound_ids(ids, sizes, counts.counts)
+        by_table = zip(counts.tables, ids, strict=True)
         handles = self._fused.gradient_handles(weights, list(by_table), self._output_dtype)
         for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
             parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()

@@ -372,7 +372,6 @@ class FusedTables(FusedOptimizer):
             torch.autograd.graph.increment_version([weight for weight in tables.values() if weight.requires_grad])
 
     def _rounding_seeds(self, tables: dict[str, nn.Parameter]) -> list[tuple[int, int]]:
-        """Returns the `seeds` of `step_rows`."""
         firsts = accumulate([0, *map(len, tables.values())])
         return [(first, rounding_seed(name)) for name, first in zip(tables, firsts, strict=False)]
 

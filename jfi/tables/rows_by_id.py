@@ -108,7 +108,7 @@ class SavedTables:
                 "a table that attention reads by id has been modified by an inplace operation since, such as the step "
                 "of another backward pass: compute the loss again; passes over one graph must have retain_graph=True"
             )
-        if key.dtype.is_floating_point and self._tables and not is_traced() and compat.keeps_graph():
+        if self._tables and not is_traced() and compat.keeps_graph():
             self._rows = gather_bounded(self._tables, indices, key.dtype).view(key.shape)
             return self._rows, [], []
         return key, self._tables, list(indices)
@@ -128,11 +128,6 @@ def join_rows(rows: list[Tensor]) -> Tensor:
     """Placeholders of rows, one after the other."""
     joined = rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]))
     return with_gradient(joined, rows, cut)
-
-
-def rows_by_head(rows: Tensor, width: int) -> Tensor:
-    """[S, G, width], of rows [S, G · width]; as they are where that does not divide: then the checks refuse them."""
-    return rows.unflatten(1, (-1, width)) if rows.shape[1] % width == 0 else rows
 
 
 def fits_kernel(history: RowsById) -> bool:

@@ -198,7 +198,6 @@ def _join(grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor
 
 
 def _read(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows [U] of a table."""
     if table.dim() == 1 or table.dtype != torch.float32:
         return table.index_select(0, rows)
     # It fetches the rows ahead of their turn, which index_select leaves to the CPU.

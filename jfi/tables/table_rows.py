@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.reference import select_words, unpack_digits
-from jfi.tables.gather_rows import bound_ids, check_indices, cut, read_rows, with_gradient
+from jfi.ops.sid_words import sid_words
+from jfi.reference import unpack_digits
+from jfi.tables.gather_rows import cut, read_rows, with_gradient
 from jfi.tables.rows_by_id import RowsById
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
@@ -164,10 +165,10 @@ class DigitRows(UnreadRows):
     """A JaggedTensor of embeddings of semantic IDs, given by the IDs; `values()` makes them at first use.
 
     The embedding of an ID is a linear map of its digits d: P [d, 1, 0], and P [0, 0, 1] of UNKNOWN_SID. Attention takes
-    `embedding.words(ids)`, which are these L + 2 digits, and P, `embedding.digit_weight()`.
+    these L + 2 digits, `words`, and P, `embedding.digit_weight()`.
 
     Args:
-        ids: [S] int64; of an embedding with a catalogue its items, int32 or int64.
+        ids: [S] int64.
         embedding: the SemanticIDEmbedding, with read="digits".
         dtype: of the embeddings.
         lengths: [B]; None if offsets are given.
@@ -190,13 +191,8 @@ class DigitRows(UnreadRows):
 
     @cached_property
     def words(self) -> Tensor:
-        """Returns words [S, ceil((L + 2) / 16)] int32; or those of a catalogue, of which the events are `indices`."""
-        return self.embedding.words(self.ids)
-
-    @property
-    def indices(self) -> Tensor | None:
-        """Returns the rows [S] of `words` if these are the catalogue's."""
-        return None if self.embedding.catalogue is None else self.ids
+        """Returns the words [S, ceil((L + 2) / 16)] int32 of the digits, as `digit_attention` takes them."""
+        return sid_words(self.ids, self.embedding.layout.num_digits)
 
     def read(self) -> Tensor:
         return self.embedding.embed(self.ids).to(self.rows.dtype)
@@ -208,18 +204,14 @@ class DigitRows(UnreadRows):
         return other
 
 
-def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:
-    """Returns the words and the indices of events of one embedding, concatenated, as `digit_attention` takes them."""
-    if events[0].indices is None:
-        return join([one.words for one in events]), None
-    return events[0].words, join([one.ids for one in events])
+def join_words(events: tuple[DigitRows, ...]) -> Tensor:
+    """Returns the words of events of one embedding, concatenated."""
+    return join([one.words for one in events])
 
 
 def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
     """Returns the digits [S, L + 2] of events of one embedding, in the embeddings' dtype, without a gradient."""
-    words, indices = join_words(events)
-    words = words if indices is None else select_words(words, indices)
-    return unpack_digits(words, events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
+    return unpack_digits(join_words(events), events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
 
 
 def parts_of(events: JaggedTensor) -> dict[str, Tensor | None]:
@@ -246,7 +238,6 @@ def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tens
 
 
 def _without_padding(grads: Sequence[Tensor], saved: Sequence[Tensor], *_: object) -> list[Tensor]:
-    """Returns the gradient of rows with zeros behind the last sample."""
     (grad,), (offsets,) = grads, saved
     behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
     return [grad.masked_fill(behind.unsqueeze(1), 0.0)]
@@ -291,18 +282,3 @@ def _span(tensors: list[Tensor]) -> Tensor | None:
     if end > storage.data_ptr() + storage.nbytes():
         return None
     return first.detach().as_strided((count,), (1,)).view(-1, *width)
-
-
-def bounded(
-    by_key: dict[str, JaggedTensor], reads: list[tuple[str, str, int]], counts: Tensor, are_readable: bool
-) -> list[Tensor]:
-    """Returns the ids of each look-up, checked if readable, else with -1 for those outside, which the counts [K] count.
-
-    A look-up is its key, what it reads in the words of a message, and the number of rows there.
-    """
-    ids = []
-    for key, rows_of, size in reads:
-        ids.append(by_key[key].values())
-        if are_readable:
-            check_indices(f"features['{key}']", ids[-1], size, rows_of, int(by_key[key].lengths().sum()))
-    return ids if are_readable else bound_ids(ids, [size for _, _, size in reads], counts)

@@ -65,16 +65,20 @@ TorchRec:
     torchrec.distributed.embedding.ShardedEmbeddingCollection._has_uninitialized_input_dist    False tells TorchRec's
         pipelines that there is none to set up
 
-Triton, for launches past ``kernel[grid](...)``, which takes three times the host time; these names have no underscore:
+Triton, for launches past ``kernel[grid](...)``, which takes ten times the host time; these names have no underscore:
     JITFunction.params                             what a kernel is not specialized on
-    CompiledKernel.run, .function, .packed_metadata    the launch itself, in this order of arguments
-    knobs.HookChain.calls                          whether a profiler wants to see launches
+    CompiledKernel.function, .metadata, .src.signature    what `kernels/common/launcher.c` launches
+    runtime.build.compile_module_from_src, backends.nvidia.driver.include_dirs    build it
+    knobs.runtime.launch_enter_hook, launch_exit_hook, HookChain.calls    whether a profiler wants to see launches
     driver.active.get_current_stream               the current CUDA stream's handle
     gluon's TensorDescriptor.__new__               a descriptor without its checks (jagged_attention/sm90_primitives.py)
 """
 
+import struct
+import subprocess
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,27 +114,76 @@ def symmetric_memory(
     return memory, symmetric.rendezvous(memory, group)
 
 
-def alignment_free(kernel) -> tuple[bool, ...]:
-    """Returns for each parameter of a kernel whether tensors of any alignment share one compilation."""
-    return tuple(parameter.do_not_specialize_on_alignment for parameter in kernel.params)
-
-
 def specialized(kernel) -> tuple[bool, ...]:
     """Returns for each parameter of a kernel whether another integer may need another compilation."""
     return tuple(not parameter.do_not_specialize for parameter in kernel.params)
 
 
-def is_hooked(hook) -> bool:
-    """Returns whether a triton.knobs.HookChain has hooks, such as those of a profiler."""
-    return hook is not None and bool(hook.calls)
+def have_launch_hooks(runtime: Any) -> bool:
+    """Returns whether anyone, such as a profiler, wants to see Triton's launches; runtime: triton.knobs.runtime."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # HookChains, unless a user has set others
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def launch_parts(compiled) -> tuple:
-    """Returns the parts of a compiled kernel, launched once before, that `run_compiled` takes."""
-    return compiled.run, compiled.function, compiled.packed_metadata
+#: The types of a TMA descriptor as CUDA numbers them.
+_TMA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+#: launcher.c's Tile, and the types of numbers as it takes them.
+_TILE, _NUMBERS = "14i", {"i32": "i", "i64": "l", "fp32": "f"}
 
 
-def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, arguments: list) -> None:
-    """Launches a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
-    run, function, packed_metadata = parts
-    run(*grid, stream, function, packed_metadata, None, None, None, *arguments)
+@cache
+def _launcher() -> Any:
+    """Returns the module of launcher.c, built at its first use; None without an NVIDIA GPU and a C compiler."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        from triton.backends.nvidia.driver import include_dirs
+        from triton.runtime.build import compile_module_from_src
+
+        source = (Path(__file__).parents[1] / "kernels/common/launcher.c").read_text()
+        return compile_module_from_src(src=source, name="jfi_launcher", include_dirs=include_dirs)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+
+
+def compiled_launch(
+    kernel: Any, compiled: Any, device: int, tensors: tuple, numbers: tuple[int | float, ...], descriptors: tuple
+) -> Callable[..., bool] | None:
+    """Returns what launches a kernel that Triton has compiled for these arguments; None for what Triton alone launches.
+
+    It takes (grid, stream, tensors, numbers, descriptors), and returns False where they are not like these.
+    """
+    launcher, metadata = _launcher(), getattr(compiled, "metadata", None)  # None if a hook of Triton compiles later
+    if launcher is None or metadata is None or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+        return None
+    if metadata.launch_pdl or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    dtypes, is_aligned, tiles = [None if x is None else x.base.dtype for x in descriptors], [], b""
+    for parameter, x in zip(kernel.params[len(descriptors) :], tensors, strict=False):
+        own = not parameter.do_not_specialize_on_alignment
+        for one in x if isinstance(x, tuple) else (x,):
+            if own and one is not None and one.data_ptr() % 16:
+                return None
+            dtypes.append(None if one is None else one.dtype)
+            is_aligned.append(own)
+    described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    for x in descriptors:
+        if x is None:
+            tiles += bytes(struct.calcsize(_TILE))
+            continue
+        tile = next(described, None)
+        if tile is None or tile["fp4_padded"] or x.base.dtype not in _TMA_TYPES or x.padding != "zero":
+            return None
+        own, loaded = ([*sides, *[0] * 5][:5] for sides in (x.block_shape, reversed(tile["block_size"])))
+        kinds = len(x.block_shape), tile["swizzle"], tile["elem_size"], _TMA_TYPES[x.base.dtype]
+        tiles += struct.pack(_TILE, *kinds, *own, *loaded)
+    first = len(descriptors) + len(tensors)
+    types = [compiled.src.signature[name] for name in kernel.arg_names[first : first + len(numbers)]]
+    if not {*types} <= _NUMBERS.keys():
+        return None
+    kinds = "".join(map(_NUMBERS.get, types)).encode()
+    size = metadata.num_warps * 32, metadata.shared
+    try:
+        return launcher.Kernel(compiled.function, device, *size, tuple(dtypes), tiles, bytes(is_aligned), kinds).launch
+    except ValueError:  # too many parameters
+        return None

@@ -54,7 +54,7 @@ class TargetAttentionInputs(NamedTuple):
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D]; key, a zero-stride placeholder, is the sum of their rows; or [N, W] of digits
+    tables: list[Tensor]  # [N, G · D]; key, a zero-stride placeholder, is the sum of their rows
     indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None

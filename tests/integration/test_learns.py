@@ -93,11 +93,22 @@ def item_table(num_items: int, scale: float = 1.0) -> EmbeddingCollection:
     return EmbeddingCollection(tables=[config])
 
 
-def semantic_ids(num_items: int, num_kinds: int) -> SemanticIDEmbedding:
+class OfItems(SemanticIDEmbedding):
+    """Embeddings of the semantic IDs that items have."""
+
+    sids: torch.Tensor
+
+    def forward(self, items: KeyedJaggedTensor) -> dict:
+        return super().forward(KeyedJaggedTensor(items.keys(), self.sids[items.values()], lengths=items.lengths()))
+
+
+def semantic_ids(num_items: int, num_kinds: int) -> OfItems:
     """Semantic IDs of items whose content tells their kind."""
     content = torch.randn(num_kinds, 16).repeat(num_items // num_kinds, 1) + 0.3 * torch.randn(num_items, 16)
     codec = DiscretePCA(num_digits=16).fit(content)
-    return SemanticIDEmbedding(codec, WIDTH, ["item", "history"], catalogue=codec.encode(content))
+    embedding = OfItems(codec, WIDTH, ["item", "history"])
+    embedding.sids = codec.encode(content)
+    return embedding
 
 
 def last_loss(model: Model, steps: int, num_items: int, num_kinds: int) -> float:

@@ -124,7 +124,7 @@ def model(**changes):
 
 #: A torch built for an accelerator takes a number for a device, and of a large one its last bits.
 NO_DEVICE = "None, 0, 2**62" if torch.accelerator.current_accelerator() else "None"
-OF_SIDS = {"device": NO_DEVICE, "catalogue": "None", "feature_names": "a list of strings"}
+OF_SIDS = {"device": NO_DEVICE, "feature_names": "a list of strings"}
 OF_TABLES = {"output_dtype": "None", "ema_decay": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
 OF_TABLES |= {"stochastic_rounding": "True"}
 TIMES = {"target_times": "None", "event_times": "None", "max_events": "None", "ids": "None"}
@@ -152,7 +152,6 @@ CASES = {
         {"features": [TASTE], "embedding_dim": D},
         {
             "embedding_collection": "None",
-            "project_history": "None, True",
             "sequence_dim": "None",
             "target_dim": "None",
             "device": NO_DEVICE,
@@ -175,11 +174,6 @@ CASES = {
         {"sequences": {"history": events()}, "targets": dense_targets()},
         TIMES,
         JaggedFeatureInteraction.attention_weights,
-    ),
-    "JaggedFeatureInteraction.load_multihead_attention": Case(
-        lambda **given: layer().load_multihead_attention(**given),
-        {"name": "taste", "attention": nn.MultiheadAttention(D, 2)},
-        signature=JaggedFeatureInteraction.load_multihead_attention,
     ),
     "JaggedEncoder": Case(
         JaggedEncoder,

@@ -48,8 +48,7 @@ DENSE = {
     "a bias by buckets of age": lambda: pool(taste(bias=TimeBias("bucket", 4))),
     "weighted values": lambda: pool(taste(weighted_values=True)),
     "two queries": lambda: pool(taste(bias=PositionBias(5)), num_queries=2),
-    "many queries": lambda: pool(taste(), num_queries=20, project_history=False),
-    "a projected history": lambda: pool(taste(bias=KeyBias("bucket", 4)), num_queries=2, project_history=True),
+    "many queries": lambda: pool(taste(), num_queries=20),
     "the longest history": lambda: pool(taste(max_seqlen=40)),
     "several features": lambda: pool(
         taste(), taste("again"), taste("rated", **SUMMED), taste("weighted", bias=WeightBias())
@@ -66,7 +65,6 @@ RAGGED = {
     "a bias by weight": lambda: pool(taste(bias=WeightBias())),
     "weighted values": lambda: pool(taste(weighted_values=True)),
     "two queries": lambda: pool(taste(), num_queries=2),
-    "a projected history": lambda: pool(taste(), project_history=True),
     "means": lambda: JaggedPooling([taste()], WIDTH),
 }
 ENCODERS = {

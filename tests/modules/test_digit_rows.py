@@ -98,7 +98,6 @@ CASES = {
     "weights": (12, [feature(bias=WeightBias(), weighted_values=True)], {"num_heads": 2}, True, set()),
     "buckets": (12, [feature(bias=KeyBias("bucket", 4), weighted_values=True)], {"num_heads": 2}, True, set()),
     "two fields": (12, [feature(keys=("seen", "seen_too"))], {}, False, {"seen", "seen_too"}),
-    "projected": (12, [feature()], {"project_history": True}, False, {"seen"}),
 }
 
 
@@ -190,7 +189,7 @@ RAGGED = {
         True,
         True,
     ),
-    "projected": ([feature(bias=PositionBias())], {"num_heads": 2, "project_history": True}, False, True),
+    "projected": ([feature(bias=PositionBias())], {"num_heads": 2}, False, True),
 }
 
 
@@ -199,7 +198,8 @@ def test_ragged_targets_share_a_history_of_digits(case, impl, device, monkeypatc
     """Attention reads the words of its digits, and the embeddings are not made."""
     features, options, weighted, has_times = RAGGED[case]
     # By itself it projects on a CPU where candidates are many.
-    layer = JaggedFeatureInteraction(features, WIDTH, **{"project_history": False} | options).to(device)
+    monkeypatch.setattr("jfi.modules.ragged_attention.pays_to_project", lambda *_: case == "projected")
+    layer = JaggedFeatureInteraction(features, WIDTH, **options).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.5)
@@ -231,30 +231,6 @@ def test_the_mean_of_ragged_targets_reads_the_embeddings(device):
     got = layer(found, candidates).values()
     torch.testing.assert_close(got, layer(dense(embedding(ids)), candidates).values())
     assert found["seen"].is_read
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
-    """The same numbers as of the items' IDs themselves, by int32 items of two features in a group."""
-    features = [feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())]
-    layer, by_id = JaggedFeatureInteraction(features, WIDTH, 2).to(device), embedding_of(25, device)
-    catalogue = Layout(25).pack(torch.randint(-1, 2, (9, 25)))
-    catalogue[4] = UNKNOWN_SID
-    codec = codec_of(25)
-    by_item = SemanticIDEmbedding(codec, WIDTH, KEYS, catalogue=catalogue, device=device)
-    by_item.load_state_dict({**by_id.state_dict(), "fingerprint": by_item.fingerprint})
-    counts = torch.tensor([LENGTHS, LENGTHS, LENGTHS[::-1]], device=device).flatten()
-    items = torch.randint(9, (3 * sum(LENGTHS),)).int()
-    batches = (KeyedJaggedTensor(KEYS, x.to(device), lengths=counts) for x in (items, catalogue[items]))
-    found = [embedding(ids) for embedding, ids in zip((by_item, by_id), batches, strict=True)]
-    number = torch.tensor([3, 0, 4, 1], device=device) if ragged else None
-    targets = {"target": torch.randn(8 if ragged else len(LENGTHS), WIDTH, device=device)}
-    torch.testing.assert_close(
-        *[run(layer, embedding, one, targets, number) for embedding, one in zip((by_item, by_id), found, strict=True)]
-    )
-    assert not any(one[key].is_read for one in found for key in ("seen", "bought"))
-    assert found[0]["seen"].words.shape == (9, 2) and found[0]["seen"].indices.dtype == torch.int32
-    torch.testing.assert_close(found[0]["seen_too"].values(), found[1]["seen_too"].values())
 
 
 def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
@@ -320,14 +296,10 @@ def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monke
     }
 
 
-@pytest.mark.parametrize("by_item", [False, True])
-def test_a_model_with_timelines_attends_to_digits(by_item, device, monkeypatch):
+def test_a_model_with_timelines_attends_to_digits(device, monkeypatch):
     """Of a batch by user, with the same logits and gradients as with embeddings that are made first."""
     sids = batch(25, device)["seen"].values()
     embedding = embedding_of(25, device, ["item", "history"])
-    if by_item:
-        embedding = SemanticIDEmbedding(codec_of(25), WIDTH, ["item", "history"], catalogue=sids, device=device)
-        nn.init.normal_(embedding.unknown)
     model = SequenceDLRM(
         None,
         None,
@@ -341,7 +313,7 @@ def test_a_model_with_timelines_attends_to_digits(by_item, device, monkeypatch):
     rows, events = [2, 0, 3, 1], sum(LENGTHS)
     items = torch.randint(len(sids), (sum(rows) + events,), device=device)
     lengths = torch.tensor([1] * sum(rows) + LENGTHS + [0, 0], device=device)
-    ids = KeyedJaggedTensor(["item", "history"], items if by_item else sids[items], lengths=lengths)
+    ids = KeyedJaggedTensor(["item", "history"], sids[items], lengths=lengths)
     row_offsets = torch.tensor([0, 2, 2, 5, 6], device=device)
     event_times = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
     timelines = Timelines(row_offsets, torch.tensor([1, 9, 0, 4, 30, 2], device=device), event_times, max_events=9)

@@ -90,7 +90,6 @@ def test_biases(kind, arguments, error, message):
         ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
         ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
-        ({"project_history": 1}, TypeError, "project_history must be a bool or None, got 1"),
         ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
     ],
 )
@@ -284,69 +283,3 @@ def test_a_weight_that_has_no_logarithm(events, target, weight):
     message = "sequences['history'] must have weights of at least 0, since feature 'taste' has a WeightBias, got "
     with pytest.raises(ValueError, match=re.escape(f"{message}{weight}")):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "arguments", "error", "message"),
-    [
-        ("tste", {}, {}, ValueError, "features must hold the key 'tste', got none of that name; nearest: ['taste']"),
-        ("taste", {}, None, TypeError, "attention must be an nn.MultiheadAttention, got Linear"),
-        (
-            "taste",
-            {"num_queries": 2},
-            {},
-            ValueError,
-            "num_queries must be 1 to load attention into feature 'taste'",
-        ),
-        (
-            "taste",
-            {},
-            {"embed_dim": 16},
-            ValueError,
-            "embed_dim of attention must be 8 to load attention into",
-        ),
-        (
-            "taste",
-            {},
-            {"num_heads": 4},
-            ValueError,
-            "num_heads of attention must be 2 to load attention into",
-        ),
-        (
-            "taste",
-            {},
-            {"kdim": 16},
-            ValueError,
-            "kdim of attention must be 8 to load attention into",
-        ),
-        (
-            "wide",
-            {},
-            {"kdim": 16},
-            ValueError,
-            "vdim of attention must be 16 to load attention into feature 'wide'",
-        ),
-        (
-            "taste",
-            {},
-            {"add_bias_kv": True},
-            ValueError,
-            "bias_k of attention must be None to load attention into",
-        ),
-        ("taste", {}, {"add_zero_attn": True}, ValueError, "add_zero_attn of attention must be False to load"),
-        ("two", {}, {}, ValueError, "the width of targets must be 8 to load attention into feature 'two'"),
-    ],
-)
-def test_an_attention_that_cannot_be_loaded(name, options, arguments, error, message):
-    features = [
-        taste(),
-        taste(name="wide", sequence_keys=["history", "rating"], combine="concat"),
-        taste(name="two", target_keys=["item", "genre"], combine="concat"),
-    ]
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, **options)
-    if arguments is None:
-        attention = torch.nn.Linear(8, 8)
-    else:
-        attention = torch.nn.MultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **arguments})
-    with pytest.raises(error, match=re.escape(message)):
-        layer.load_multihead_attention(name, attention)

@@ -199,8 +199,7 @@ LAYERS = {
     "positions": ([seen(PositionBias(4))], {}),
     "buckets": ([seen(KeyBias("bucket", 4))], {}),
     "buckets of two features": ([alone(KeyBias("bucket", 4)), bought(KeyBias("bought_bucket", 4))], {}),
-    "many queries": ([alone(KeyBias("bucket", 4))], {"num_queries": 12, "project_history": False}),
-    "projected": ([alone(KeyBias("bucket", 4))], {"project_history": True}),
+    "many queries": ([alone(KeyBias("bucket", 4))], {"num_queries": 12}),
 }
 
 
@@ -303,32 +302,6 @@ def test_an_encoder_has_no_bias_for_a_bucket_outside(device):
 
 
 CODECS = {"digits": DiscretePCA(num_digits=10), "decode": ResidualKMeans(2, 3)}
-
-
-@pytest.mark.parametrize("read", CODECS)
-def test_items_that_a_catalogue_lacks(device, read):
-    content = torch.randn(40, 6)
-    codec = CODECS[read].fit(content)
-    catalogue = codec.encode(content)
-    keys = ["item", "history"]
-    embedding = SemanticIDEmbedding(codec, WIDTH, keys, read=read, catalogue=catalogue, device=device)
-    items = torch.tensor([3, 40, 5, -9, 10**9, 2**40, 39])
-    ids = KeyedJaggedTensor(keys, items.to(device), lengths=torch.tensor([1, 1, 2, 3]).to(device))
-    known = torch.tensor([0, 2, 6], device=device)
-    with as_on_a_gpu(device):
-        found = embedding(ids)
-        values = torch.cat([found[key].values() for key in keys])
-        sequences = {"history": found["history"]}
-        layer = JaggedFeatureInteraction(
-            [SequenceFeatureConfig("seen", ["history"], ["target"])], WIDTH, num_heads=2, device=device
-        )
-        target = {"target": torch.randn(2, WIDTH, device=device)}
-        out = layer(sequences, target).values()  # digits are read where they lie
-        rows = JaggedTensor(found["history"].values(), lengths=found["history"].lengths())
-        torch.testing.assert_close(out, layer({"history": rows}, target).values(), rtol=1e-4, atol=1e-5)
-    assert outside_ids(embedding) == {"catalogue": 4}
-    torch.testing.assert_close(values[known], embedding.embed(items.to(device)[known]))
-    assert values[[1, 3, 4, 5]].eq(0).all()
 
 
 def test_codes_beyond_their_codebook(device):

@@ -101,15 +101,14 @@ def inputs_of(count, adjoined=True, dtype=torch.float64, batch=None):
     return sequences, targets | {"item": targets["item0"]}, leaves
 
 
-@pytest.mark.parametrize("project_history", [False, True])
 @pytest.mark.parametrize("adjoined", [False, True])
 @pytest.mark.parametrize("batch", [None, 0], ids=["samples", "no sample"])
-def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_history):
+def test_joined_features_equal_layers_of_their_own(batch, adjoined):
     """Mixed kinds, three features each, one history of which is empty."""
     features = [feature for kind in KINDS for feature in configs(kind, 3)]
     for place, feature in enumerate(features):
         feature.name = str(place)
-    options = {"embedding_dim": EMBEDDING_DIM, "num_heads": 2, "num_queries": 2, "project_history": project_history}
+    options = {"embedding_dim": EMBEDDING_DIM, "num_heads": 2, "num_queries": 2}
     layer = JaggedFeatureInteraction(features[::-1], **options).double()
     assert len(layer.groups) == len(KINDS)
     sequences, targets, leaves = inputs_of(3, adjoined, batch=batch)

@@ -13,6 +13,7 @@ from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import stacked_attention
+from jfi.modules.stacked_attention import FeatureAttention
 from jfi.tables import table_rows
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -72,7 +73,22 @@ def randomise(layer):
     return layer
 
 
-@pytest.mark.parametrize("project_history", [False, True])
+@torch.no_grad()
+def load(own: FeatureAttention, attention: torch.nn.MultiheadAttention) -> None:
+    """Copies the weights of an attention, whose bias of values is the same for every event."""
+    split = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    weights = split if attention.in_proj_weight is None else attention.in_proj_weight.chunk(3)
+    for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
+        parameter.copy_(weight)
+    own.output_weight.copy_(attention.out_proj.weight)
+    own.query_bias.zero_()
+    own.output_bias.zero_()
+    if attention.in_proj_bias is not None:
+        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
+        own.query_bias.copy_(query_bias)
+        own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "width", "options"),
     [
@@ -82,17 +98,17 @@ def randomise(layer):
         (2, 3 * EMBEDDING_DIM, {"batch_first": True, "bias": False}),
     ],
 )
-def test_equals_torch_multihead_attention_on_padded_input(events, target, num_heads, width, options, project_history):
+def test_equals_torch_multihead_attention_on_padded_input(events, target, num_heads, width, options):
     keys = ["history", "rating", "genre"][: width // EMBEDDING_DIM]
     features = [taste(name="other"), taste(sequence_keys=keys, combine="concat")]
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, project_history=project_history).double()
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads).double()
     randomise(layer)
     attention = torch.nn.MultiheadAttention(
         EMBEDDING_DIM, num_heads, kdim=width, vdim=width, dtype=torch.float64, **options
     )
     randomise(attention).eval()
     before = {name: tensor.clone() for name, tensor in layer.attention.other.state_dict().items()}
-    layer.load_multihead_attention("taste", attention)
+    load(layer.attention.taste, attention)
     if width == EMBEDDING_DIM:  # of the feature that shares the parameters' tensors nothing is overwritten
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.attention.other.state_dict().items())
 
@@ -173,13 +189,10 @@ def check_gradients(got, want, leaves, other_leaves=None):
         torch.testing.assert_close(got_gradient, want_gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("project_history", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (2, 3), (4, 1)])
-def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads, num_queries, project_history):
+@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (2, 3), (4, 1), (8, 2)])
+def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads, num_queries):
     features, sequences, targets = every_kind_of_feature(events, target)
-    layer = JaggedFeatureInteraction(
-        features, EMBEDDING_DIM, num_heads, num_queries, project_history=project_history
-    ).double()
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double()
     assert len(layer.groups) == 9
     randomise(layer)
     got = layer(sequences, targets)
@@ -189,39 +202,10 @@ def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads
     check_gradients(got.values(), want, leaves_of(layer, sequences, targets))
 
 
-@pytest.mark.parametrize(("num_heads", "num_queries", "projects"), [(8, 1, False), (8, 2, True), (2, 5, True)])
-def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters(
-    events, target, num_heads, num_queries, projects, monkeypatch
-):
-    sides = []
-    original = stacked_attention.attend_absorbed
-
-    def spy(*args, **kwargs):
-        sides.append("targets")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(stacked_attention, "attend_absorbed", spy)
-    features, sequences, targets = every_kind_of_feature(events, target)
-    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
-    assert layer.project_history is projects
-    other = JaggedFeatureInteraction(
-        features, EMBEDDING_DIM, num_heads, num_queries, project_history=not projects
-    ).double()
-    other.load_state_dict(layer.state_dict())
-    got = layer(sequences, targets).values()
-    assert bool(sides) is not projects
-    sides.clear()
-    want = other(sequences, targets).values()
-    assert bool(sides) is projects
-    torch.testing.assert_close(got, want)
-    check_gradients(got, want, leaves_of(layer, sequences, targets), leaves_of(other, sequences, targets))
-
-
-@pytest.mark.parametrize("project_history", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_device_outputs_and_all_gradients_keep_the_budget(events, target, device, dtype, project_history):
+def test_on_the_device_outputs_and_all_gradients_keep_the_budget(events, target, device, dtype):
     features, sequences, targets = every_kind_of_feature(events, target)
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3, project_history=project_history).double()
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter)).copy_(parameter.to(dtype))  # biases start at zero
@@ -476,17 +460,14 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events
     assert history.values().grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("project_history", [False, True])
 @pytest.mark.parametrize(("longest", "want"), [((7,), [7]), ((None,), [None]), ((7, 9), [9]), ((7, None), [None])])
-def test_the_operator_gets_the_longest_history_of_a_group(longest, want, project_history, events, target, monkeypatch):
-    seen = []
-    for name in ("target_attention", "attend_absorbed"):
-        function = getattr(stacked_attention, name)
-        monkeypatch.setattr(
-            stacked_attention, name, lambda *x, f=function, **y: seen.append(y["max_seqlen"]) or f(*x, **y)
-        )
+def test_the_operator_gets_the_longest_history_of_a_group(longest, want, events, target, monkeypatch):
+    seen, attend = [], stacked_attention.attend_absorbed
+    monkeypatch.setattr(
+        stacked_attention, "attend_absorbed", lambda *x, **y: seen.append(y["max_seqlen"]) or attend(*x, **y)
+    )
     features = [taste(name=f"taste{f}", max_seqlen=length) for f, length in enumerate(longest)]
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, project_history=project_history).double()
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2).double()
     layer({"history": events()}, {"item": target()})
     assert seen == want
 

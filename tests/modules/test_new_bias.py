@@ -79,10 +79,9 @@ def assert_same_gradients(found, expected, inputs):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("project_history", [False, True])
-def test_a_layer_has_the_formula_and_its_gradients(events, target, project_history):
+def test_a_layer_has_the_formula_and_its_gradients(events, target):
     features = [taste("first"), taste("second")]
-    layer = randomized(JaggedFeatureInteraction(features, EMBEDDING_DIM, HEADS, project_history=project_history))
+    layer = randomized(JaggedFeatureInteraction(features, EMBEDDING_DIM, HEADS))
     assert len(layer.groups) == 1  # one launch for both
     histories, targets = (
         {f"{one.name}_history": events() for one in features},

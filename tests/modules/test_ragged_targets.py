@@ -119,17 +119,18 @@ def dense_equivalent(sequences, target_times, event_times, max_events=None):
     return seen, expand(sequences, seen, ages)
 
 
-@pytest.mark.parametrize("project_history", [False, True])
+@pytest.mark.parametrize("projects", [False, True])
 @pytest.mark.parametrize(
     ("has_times", "max_events", "time_dtype"),
     [(False, None, torch.int64), (True, None, torch.int64), (True, 3, torch.float64), (True, 1, torch.int32)],
 )
 def test_outputs_and_gradients_are_those_of_dense_targets_with_cut_histories(
-    has_times, max_events, time_dtype, project_history
+    has_times, max_events, time_dtype, projects, monkeypatch
 ):
+    monkeypatch.setattr("jfi.modules.ragged_attention.pays_to_project", lambda *_: projects)
     sequences, dense, targets, target_times, event_times = batch(time_dtype)
     features = kinds(has_times)
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, project_history=project_history).double()
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2).double()
     randomise(layer)
     assert any(len(group.features) > 1 for group in layer.groups) and len(layer.groups) > 4
     options = {"target_times": target_times, "event_times": event_times, "max_events": max_events}
@@ -434,21 +435,13 @@ def test_time_bias_has_as_many_buckets_as_the_operator():
         TimeBias(32)
 
 
-@pytest.mark.parametrize(
-    ("count", "options", "projects"),
-    [
-        (1, {}, False),
-        (20, {}, True),
-        (20, {"project_history": False}, False),
-        (1, {"project_history": True}, True),
-    ],
-)
-def test_many_candidates_of_a_user_share_projected_events(count, options, projects, monkeypatch):
+@pytest.mark.parametrize(("count", "projects"), [(1, False), (20, True)])
+def test_many_candidates_of_a_user_share_projected_events(count, projects, monkeypatch):
     key_heads = []
     attend = operators.jagged_attention_fwd
     module = __import__("sys").modules["jfi.ops.jagged_attention"]
     monkeypatch.setattr(module, "_jagged_attention_fwd", lambda *x: key_heads.append(x[1].shape[1]) or attend(*x))
-    layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2, **options).double())
+    layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2).double())
     history = torch.randn(7, EMBEDDING_DIM, dtype=torch.float64)
     target = torch.randn(2 * count, EMBEDDING_DIM, dtype=torch.float64)
     sequences = {"history": jagged(history, [3, 4])}

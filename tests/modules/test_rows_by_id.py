@@ -94,8 +94,7 @@ CASES = {
     "weights": ([feature(bias=WeightBias(), weighted_values=True)], {}, True, 0),
     "buckets": ([feature(bias=KeyBias("bucket", 4), weighted_values=True)], {}, True, 0),
     "several queries": ([feature()], {"num_queries": 2, "num_heads": 2}, False, 0),
-    "many queries": ([feature()], {"num_queries": 10, "num_heads": 2, "project_history": False}, False, 1),
-    "projected": ([feature()], {"project_history": True}, False, 1),
+    "many queries": ([feature()], {"num_queries": 10, "num_heads": 2}, False, 1),
 }
 
 

@@ -73,7 +73,7 @@ def test_operators(name):
     assert bool(count_refused(function, leaves[:3])) == ("attention" in operator)
 
 
-@pytest.mark.parametrize("name", ["target", "target, a table", "jagged", "jagged, digits", "digits, by id"])
+@pytest.mark.parametrize("name", ["target", "target, a table", "jagged", "jagged, digits", "digits, by bucket"])
 def test_operators_by_kernels(name, device):
     operator, arguments = cases(device, 1)[name]
     leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]

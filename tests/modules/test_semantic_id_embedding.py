@@ -148,40 +148,6 @@ def test_it_stands_beside_a_collection(dpca, combine):
     assert SequenceDLRM(None, None, [alone], **sizes, semantic_ids=embedding)(dense, ids).shape == (3, 1)
 
 
-@pytest.mark.parametrize("read", ["digits", "decode"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_catalogue_says_which_id_an_item_has(dpca, read, dtype):
-    codec, sids = dpca
-    by_id = SemanticIDEmbedding(codec, WIDTH, KEYS, read)
-    torch.nn.init.normal_(by_id.unknown)
-    catalogue = torch.cat([sids[:6], torch.tensor([UNKNOWN_SID])])
-    by_item = SemanticIDEmbedding(codec, WIDTH, KEYS, read, catalogue=catalogue, device="meta")
-    by_item.to_empty(device="cpu").reset_parameters()
-    by_item.load_state_dict(by_id.state_dict())  # which is the same whatever the catalogue
-    items, lengths = torch.tensor([0, 6, 1, 2, 3, 4, 6, 5], dtype=dtype), batch(sids).lengths()
-    found = by_item(KeyedJaggedTensor(KEYS, items, lengths=lengths))
-    for key, wanted in by_id(batch(sids)).items():
-        torch.testing.assert_close(found[key].values(), wanted.values())
-
-
-def test_items_and_catalogues_that_are_refused(dpca):
-    codec, sids = dpca
-    embedding = SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=sids[:7])
-    for item in (7, -1):
-        with pytest.raises(ValueError, match=rf"features\['item'\] must be from 0 to 6, .*catalogue.* got {item}"):
-            embedding(KeyedJaggedTensor(["item"], torch.tensor([0, item]), lengths=torch.tensor([2])))
-    with pytest.raises(TypeError, match=r"features must hold int32 or int64 ids .* got torch.float32"):
-        embedding(KeyedJaggedTensor(["item"], torch.rand(1), lengths=torch.tensor([1])))
-    with pytest.raises(TypeError, match="catalogue must be a Tensor, got list"):
-        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=[1])
-    with pytest.raises(TypeError, match=r"catalogue must be an int64 tensor, got torch.int32"):
-        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=torch.zeros(3).int())
-    with pytest.raises(ValueError, match=r"catalogue must hold at least one semantic ID, got none"):
-        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=sids[:0])
-    with pytest.raises(ValueError, match=r"catalogue\[1\] is .* no ID of 12 ternary digits"):
-        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=torch.tensor([-1, 2**60]))
-
-
 def test_refused(dpca):
     codec, sids = dpca
     with pytest.raises(ValueError, match="read must be 'decode' for a codec of 2 codes below 12"):

@@ -164,13 +164,14 @@ def test_a_feature_may_have_the_name_of_a_modules_attribute(name):
         return torch.nn.ModuleDict({"layer": layer_of(features), "encoder": encoder_of(features)})
 
     model, other, own = layers(), layers(), module_name(name)
-    loaded = torch.nn.MultiheadAttention(EMBEDDING_DIM, 2)
-    model["layer"].load_multihead_attention(name, loaded)
+    loaded = torch.randn(EMBEDDING_DIM, EMBEDDING_DIM)
+    with torch.no_grad():
+        model["layer"].attention[own].output_weight.copy_(loaded)
     state = get_model_state_dict(model)
-    torch.testing.assert_close(state[f"layer.attention.{own}.output_weight"], loaded.out_proj.weight, rtol=0, atol=0)
+    torch.testing.assert_close(state[f"layer.attention.{own}.output_weight"], loaded, rtol=0, atol=0)
     assert set(state) == set(model.state_dict())
     assert set(layer_state := model["layer"].state_dict()) == {f"attention.{x}" for x in keys_of("clicks", own)}
-    assert not torch.equal(layer_state["attention.clicks.output_weight"], loaded.out_proj.weight)
+    assert not torch.equal(layer_state["attention.clicks.output_weight"], loaded)
     set_model_state_dict(other, copy.deepcopy(state))
     for (key, got), want in zip(copy.deepcopy(other).named_parameters(), model.parameters(), strict=True):
         assert torch.equal(got, want), key

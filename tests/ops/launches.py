@@ -144,13 +144,11 @@ def attend_many(
 def attend_to_digits(
     dtype: torch.dtype, num_digits: int, biased: bool, device: Device, every: bool = False
 ) -> AttentionPlan:
-    """Forward and backward over digits by event, or by id with a table of biases and a scale of values."""
+    """Forward and backward over digits, with a table of biases and a scale of values if biased."""
     query, offsets = torch.randn(8, 2, 4, num_digits).to(dtype), torch.arange(0, 801, 100)
     digits, of_events = torch.zeros(800, -(-num_digits // 16), dtype=torch.int32), torch.zeros(800, dtype=torch.int64)
-    key, tables, indices, events = digits.unsqueeze(1), [], [], (None,) * 3
-    if biased:
-        tables, indices, events = [digits], [of_events], (torch.randn(32, 4), of_events, torch.rand(800))
-    x = TargetAttentionInputs(query, key, None, offsets, *events, None, tables, indices, 0.125, None)
+    events = (torch.randn(32, 4), of_events, torch.rand(800)) if biased else (None,) * 3
+    x = TargetAttentionInputs(query, digits.unsqueeze(1), None, offsets, *events, None, [], [], 0.125, None)
     return _run_target(x, device, subsets(query, None, None, x.bias, None, every=every))
 
 

@@ -46,7 +46,6 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
     times = {"query_time": torch.arange(r, device=device) * 3, "key_time": torch.arange(s, device=device) * 2}
     of_digits = {"query": random(b, 3, HEADS, 20), "offsets": keys}
     words = pack_words(torch.randint(-1, 2, (s, 20))).to(device)
-    catalogue = pack_words(torch.randint(-1, 2, (11 * factor, 20))).to(device)
     key, own = {"key": random(s, 1, D)}, {"value": random(s, 1, 10)}
     both = {"x": random(s, 16), "x_offsets": keys, "y_offsets": queries}
     blocks = {"a": random(pairs), "x_offsets": keys, "y_offsets": queries}
@@ -87,8 +86,6 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
             jagged | key | times | {"time_bias": random(7, HEADS), "max_visible": 5 + factor},
         ),
         "jagged, by distance": ("jagged_attention", jagged | key | {"position_bias": random(7, HEADS), "causal": True}),
-        "jagged, tables": ("jagged_attention", jagged | {"key": tables(2), "indices": ids(2)}),
-        "jagged, frozen tables": ("jagged_attention", jagged | {"key": tables(2, trains=False), "indices": ids(2)}),
         "jagged, digits": (
             "jagged_attention",
             jagged
@@ -97,10 +94,7 @@ def cases(device: torch.device, factor: int) -> dict[str, tuple[str, dict]]:
             | {"value_scale": torch.rand(s, device=device)},
         ),
         "digits": ("digit_attention", of_digits | {"digits": words, "key_bias": random(s, HEADS), "scale": scale}),
-        "digits, by id": (
-            "digit_attention",
-            of_digits | by_bucket | {"digits": catalogue, "indices": integers(11 * factor)},
-        ),
+        "digits, by bucket": ("digit_attention", of_digits | by_bucket | {"digits": words}),
         "digits, half precision": (
             "digit_attention",
             {"query": random(b, 1, HEADS, 20).detach().half().requires_grad_(), "digits": words, "offsets": keys},

@@ -74,19 +74,17 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
                 *(x_offsets, random(s, 4)),
             ),
         ),
-        "digit_attention, by id and bucket": (
+        "digit_attention, by bucket": (
             lambda *inputs: ops.digit_attention(
                 *inputs[:2],
                 offsets=inputs[2],
-                indices=inputs[3],
-                key_bias=inputs[4],
-                key_bias_index=inputs[5],
-                value_scale=inputs[6],
+                key_bias=inputs[3],
+                key_bias_index=inputs[4],
+                value_scale=inputs[5],
                 impl=impl,
             ),
             (
-                *(random(b, 1, 4, 40), torch.ones(7, 3, dtype=torch.int32, device=device), x_offsets),
-                *(torch.randint(0, 7, (s,), device=device), random(5, 4)),
+                *(random(b, 1, 4, 40), torch.ones(s, 3, dtype=torch.int32, device=device), x_offsets, random(5, 4)),
                 *(torch.randint(0, 5, (s,), device=device), torch.rand(s, device=device)),
             ),
         ),
@@ -121,14 +119,13 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
                 *inputs[:2],
                 query_offsets=inputs[2],
                 key_offsets=inputs[3],
-                indices=inputs[4],
-                key_bias=inputs[5],
-                value_scale=inputs[6],
+                key_bias=inputs[4],
+                value_scale=inputs[5],
                 impl=impl,
             ),
             (
-                *(random(r, 4, 20), torch.ones(7, 2, dtype=torch.int32, device=device), y_offsets, x_offsets),
-                *(torch.randint(0, 7, (s,), device=device), random(s, 4), torch.rand(s, device=device)),
+                *(random(r, 4, 20), torch.ones(s, 2, dtype=torch.int32, device=device), y_offsets, x_offsets),
+                *(random(s, 4), torch.rand(s, device=device)),
             ),
         ),
         "jagged_attention, by time": (
@@ -213,13 +210,10 @@ SCHEMAS = {
             ),
         ),
     ],
-    "digit_attention, by id and bucket": [
+    "digit_attention, by bucket": [
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, d, o, i, *events: (
-                *(q, d.new_zeros(()).expand(len(i), 1, d.shape[1]), None, o, *events, None, [d], [i], 0.3, None),
-                "triton",
-            ),
+            lambda q, d, o, *events: (q, d.unsqueeze(1), None, o, *events, None, [], [], 0.3, None, "triton"),
         ),
     ],
     "digit_attention, half precision": [
@@ -256,12 +250,12 @@ SCHEMAS = {
     "jagged_attention, packed digits": [
         (
             torch.ops.jfi.jagged_attention_fwd,
-            lambda q, d, y, x, i, b, w: (q, d[i], w, y, x, b, *(None,) * 4, 0.3, None, None, False, "triton"),
+            lambda q, d, y, x, b, w: (q, d, w, y, x, b, *(None,) * 4, 0.3, None, None, False, "triton"),
         ),
         (
             torch.ops.jfi.jagged_attention_bwd,
-            lambda q, d, y, x, i, b, w: (
-                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, y, x, b.detach(), *(None,) * 4),
+            lambda q, d, y, x, b, w: (
+                *(q.detach(), q[..., 0].detach(), q.detach(), d, w, y, x, b.detach(), *(None,) * 4),
                 *(0.3, None, None, False, q.detach(), q[..., 0].detach() + 50),
                 *([True, False, False, True, False], "triton"),
             ),

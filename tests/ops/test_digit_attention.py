@@ -14,17 +14,13 @@ from jfi.semantic_ids import Layout, pack_words
 IMPLEMENTATIONS = ["triton", "torch"]
 
 
-def make(lengths, num_digits, queries=(1, 4), dtype=torch.float32, device="cpu", bias=None, weights=False, items=None):
+def make(lengths, num_digits, queries=(1, 4), dtype=torch.float32, device="cpu", bias=None, weights=False):
     """(query, digits [S, L] of the events, arguments of the operator)."""
     offsets = offsets_of(lengths, device)
     events, batch = int(offsets[-1]), len(lengths)
-    digits = torch.randint(-1, 2, (events if items is None else items, num_digits), device=device)
+    digits = torch.randint(-1, 2, (events, num_digits), device=device)
     query = torch.randn(batch, *queries, num_digits, device=device).to(dtype).requires_grad_()
     given = {"offsets": offsets}
-    of_event = digits
-    if items is not None:
-        given["indices"] = torch.randint(0, items, (events,), device=device)
-        of_event = digits[given["indices"]]
     if bias == "event":
         given["key_bias"] = torch.randn(events, queries[1], device=device).to(dtype).requires_grad_()
     elif bias is not None:
@@ -32,7 +28,7 @@ def make(lengths, num_digits, queries=(1, 4), dtype=torch.float32, device="cpu",
         given["key_bias_index"] = torch.randint(0, bias, (events,), device=device)
     if weights:
         given["value_scale"] = torch.rand(events, device=device)
-    return query, of_event, pack_words(digits), given
+    return query, digits, pack_words(digits), given
 
 
 def plain(query, digits, given, dtype):
@@ -94,32 +90,32 @@ def test_queries_and_biases(queries, bias, impl, device, poisoned):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bias", [None, 7, 70], ids=str)
 @pytest.mark.parametrize("weights", [False, True], ids=["", "weights"])
-def test_items_by_id(bias, weights, impl, device, poisoned):
-    check(*make([3, 0, 70, 1], 40, device=device, bias=bias, weights=weights, items=9), impl)
+def test_biases_and_weights(bias, weights, impl, device, poisoned):
+    check(*make([3, 0, 70, 1], 40, device=device, bias=bias, weights=weights), impl)
 
 
-#: (digits, queries, bias, weights, items): each number of words and each kind of bias.
+#: (digits, queries, bias, weights): each number of words and each kind of bias.
 HALVES = {
-    "a_word": (7, (1, 1), None, False, None),
-    "two_words": (25, (1, 16), "event", False, None),
-    "three_words": (40, (2, 4), 7, True, 9),
-    "four_words": (64, (1, 4), None, True, 9),
-    "four_words_by_bucket": (64, (4, 4), 40, False, None),
-    "sixteen_heads_by_bucket": (64, (1, 16), 32, True, None),
-    "seven_words": (100, (3, 5), None, False, None),
-    "eight_words": (128, (1, 4), "event", True, None),
-    "many_queries": (32, (5, 7), 7, False, 9),
-    "a_bias_for_many_queries": (32, (5, 7), "event", False, None),
-    "large_table": (20, (1, 4), 70, False, None),
-    "ten_words": (150, (1, 4), None, False, None),
+    "a_word": (7, (1, 1), None, False),
+    "two_words": (25, (1, 16), "event", False),
+    "three_words": (40, (2, 4), 7, True),
+    "four_words": (64, (1, 4), None, True),
+    "four_words_by_bucket": (64, (4, 4), 40, False),
+    "sixteen_heads_by_bucket": (64, (1, 16), 32, True),
+    "seven_words": (100, (3, 5), None, False),
+    "eight_words": (128, (1, 4), "event", True),
+    "many_queries": (32, (5, 7), 7, False),
+    "a_bias_for_many_queries": (32, (5, 7), "event", False),
+    "large_table": (20, (1, 4), 70, False),
+    "ten_words": (150, (1, 4), None, False),
 }
 
 
 @pytest.mark.parametrize("case", HALVES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, case, device, poisoned):
-    num_digits, queries, bias, weights, items = HALVES[case]
-    check(*make([3, 0, 150, 1, 64], num_digits, queries, dtype, device, bias, weights, items), "triton")
+    num_digits, queries, bias, weights = HALVES[case]
+    check(*make([3, 0, 150, 1, 64], num_digits, queries, dtype, device, bias, weights), "triton")
 
 
 @pytest.mark.parametrize("case", LENGTHS)
@@ -128,8 +124,8 @@ def test_lengths_in_half_precision(case, device, poisoned):
 
 
 def test_offsets_and_indices_of_32_bits(device, poisoned):
-    query, digits, words, given = make([3, 0, 150], 40, dtype=torch.bfloat16, device=device, bias=7, items=9)
-    given |= {name: given[name].int() for name in ("offsets", "indices", "key_bias_index")}
+    query, digits, words, given = make([3, 0, 150], 40, dtype=torch.bfloat16, device=device, bias=7)
+    given |= {name: given[name].int() for name in ("offsets", "key_bias_index")}
     check(query, digits, words, given, "triton")
 
 
@@ -230,7 +226,6 @@ BAD = {
         r"digits must be of 2-bit numbers -1, 0 and 1, got -2 \(0b10\) in row 3",
     ),
     "offsets": ({"offsets": torch.tensor([0, 2, 4])}, ValueError, "offsets must end at 5, the rows of digits, got 4"),
-    "indices": ({"indices": torch.tensor([0, 1, 2, 3, 5])}, ValueError, "indices"),
     "bias heads": ({"key_bias": torch.randn(5, 2)}, ValueError, "key_bias must have H = 4, got 2"),
     "bias events": ({"key_bias": torch.randn(4, 4)}, ValueError, "key_bias must have S = 5, got 4"),
     "bias dtype": ({"key_bias": torch.randn(5, 4).half()}, TypeError, "key_bias must have the dtype of query"),

@@ -7,8 +7,7 @@ from torch import nn
 
 import jfi
 import jfi.reference
-from jfi.ops import digit_attention, gather_rows, jagged_attention, target_attention
-from jfi.semantic_ids import pack_words
+from jfi.ops import gather_rows, target_attention
 from jfi.tables.gather_rows import bound_ids
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -85,15 +84,6 @@ def test_attention_to_rows_by_id(device, impl, num_queries, num_tables):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         for one, other in zip(torch.autograd.grad(found, [query, *tables], grad), gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        by_row = jagged_attention(
-            query.flatten(0, 1),
-            tuple(tables),
-            indices=ids,
-            query_offsets=torch.arange(len(LENGTHS) + 1, device=device) * num_queries,
-            key_offsets=offsets(device),
-            impl=impl,
-        )
-        torch.testing.assert_close(by_row.view_as(expected), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("buckets", [4, 100])
@@ -118,38 +108,6 @@ def test_biases_are_zero(device, buckets, num_queries, max_seqlen):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter in registers on Hopper
-@pytest.mark.parametrize("buckets", [4, 100])
-def test_digits_are_zeros(device, dtype, buckets):
-    query = torch.randn(len(LENGTHS), 1, 2, 40, device=device, dtype=dtype, requires_grad=True)
-    digits = torch.randint(-1, 2, (ROWS, 40), device=device)
-    table = torch.randn(buckets, 2, device=device, dtype=dtype, requires_grad=True)
-    (ids, is_item), (index, is_bucket) = indices(device), indices(device, rows=buckets)
-    key = rows_of(digits.to(dtype), ids, is_item).unsqueeze(1)
-    by_event = rows_of(table, index, is_bucket)
-    expected = target_attention(query, key, offsets=offsets(device), key_bias=by_event, impl="torch")
-    grad = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, [query, table], grad)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 6e-2, "atol": 6e-2}
-    words, biases = pack_words(digits), {"key_bias": table, "key_bias_index": index}
-    with as_on_a_gpu(device):
-        found = digit_attention(query, words, indices=ids, offsets=offsets(device), **biases)
-        torch.testing.assert_close(found, expected, **tolerance)
-        for one, other in zip(torch.autograd.grad(found, [query, table], grad), gradients, strict=True):
-            torch.testing.assert_close(one, other, **tolerance)
-        plain = digit_attention(query, words, indices=ids, offsets=offsets(device))
-        one_each = torch.arange(len(LENGTHS) + 1, device=device)
-        jagged = jagged_attention(
-            query[:, 0], words, indices=ids, query_offsets=one_each, key_offsets=offsets(device), scale=40**-0.5
-        )
-    torch.testing.assert_close(jagged.view_as(plain), plain, **tolerance)
-    dense = target_attention(query, key, offsets=offsets(device), impl="torch")
-    torch.testing.assert_close(plain, dense, **tolerance)
-    # What a GPU runs with impl="torch".
-    formula = jfi.reference.digit_attention(query, words, offsets(device), ids, None, None, 40**-0.5)
-    torch.testing.assert_close(formula, dense, **tolerance)
-
-
 def test_validation_makes_errors_of_them(device):
     table, biases = torch.randn(ROWS, 1, WIDTH, device=device), torch.randn(4, 1, device=device)
     query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
@@ -162,8 +120,6 @@ def test_validation_makes_errors_of_them(device):
             target_attention(query, table, indices=index, **history)
         with pytest.raises(ValueError, match="key_bias_index must be from 0 to 3"):
             target_attention(query, table, indices=ids, key_bias=biases, key_bias_index=index, **history)
-        with pytest.raises(ValueError, match="indices must be from 0 to 4, rows of digits, got"):
-            digit_attention(query, torch.zeros(ROWS, 1, dtype=torch.int32, device=device), indices=index, **history)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

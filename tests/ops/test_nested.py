@@ -19,7 +19,7 @@ PACKED = {
     "target_attention": {"offsets": ("key", "value", *EVENTS)},
     "jagged_attention": {
         "query_offsets": ("query", "query_time", "result"),
-        "key_offsets": ("key", "value", "indices", "key_bias", "value_scale", "key_time"),
+        "key_offsets": ("key", "value", "key_bias", "value_scale", "key_time"),
     },
     "gather_rows": {"offsets": ("indices", "result")},
 }

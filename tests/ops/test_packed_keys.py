@@ -23,7 +23,6 @@ def check(
     num_digits=25,
     num_heads=4,
     dtype=torch.float32,
-    items=None,  # rows of a table of digits
     weights=False,
     key_bias=False,
     bias=None,  # "time" or "position"
@@ -32,12 +31,8 @@ def check(
 ):
     query_offsets, key_offsets = offsets_of(queries, device), offsets_of(events, device, torch.int32)
     rows, count = sum(queries), sum(events)
-    digits = torch.randint(-1, 2, (count if items is None else items, num_digits), device=device)
+    digits = torch.randint(-1, 2, (count, num_digits), device=device)
     given = {"query_offsets": query_offsets, "key_offsets": key_offsets, "scale": 1.3 * num_digits**-0.5}
-    of_event = digits
-    if items is not None:
-        given["indices"] = torch.randint(0, items, (count,), device=device)
-        of_event = digits[given["indices"]]
     inputs = {"query": torch.randn(rows, num_heads, num_digits, device=device).to(dtype)}
     if key_bias:
         inputs["key_bias"] = torch.randn(count, num_heads, device=device).to(dtype)
@@ -57,7 +52,7 @@ def check(
 
     def plain(*tensors):
         own = {"key_bias": None} | dict(zip(inputs, tensors, strict=True))
-        key = of_event[:, None].to(own["query"].dtype)
+        key = digits[:, None].to(own["query"].dtype)
         value = key * given["value_scale"][:, None, None].to(key.dtype) if weights else None
         return reference.jagged_attention(
             own["query"],
@@ -94,12 +89,12 @@ def test_digits(num_digits, impl, device):
 CASES = {
     "key_bias": {"key_bias": True},
     "weights": {"weights": True},
-    "by_id": {"items": 9, "weights": True, "key_bias": True},
+    "weights_and_bias": {"weights": True, "key_bias": True},
     "one_head": {"num_heads": 1, "weights": True},
     "causal": {"causal": True, "key_bias": True},
     "window": {"window_size": (7, 2)},
     "older": {"has_times": True, "max_visible": 9, "weights": True},
-    "ages": {"has_times": True, "bias": "time", "items": 9},
+    "ages": {"has_times": True, "bias": "time"},
     "distances": {"has_times": True, "bias": "position", "key_bias": True},
     "causal_distances": {"causal": True, "bias": "position"},
 }
@@ -116,7 +111,7 @@ def test_options(case, impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [pytest.param("by_id", marks=SLOW_HERE), "ages"])
+@pytest.mark.parametrize("case", [pytest.param("weights_and_bias", marks=SLOW_HERE), "ages"])
 def test_half_precision(case, dtype, impl, device):
     check([5, 0, 33], [70, 3, 20], device, impl, dtype=dtype, **CASES[case])
 
@@ -127,7 +122,7 @@ def test_chunks_on_a_cpu(monkeypatch):
     monkeypatch.setattr(attention_chunks, "BATCH_ELEMENTS", 2**12)
     device = torch.device("cpu")
     check([5, 0, 1, 33], [70, 3, 20, 8], device, "torch", **CASES["ages"])
-    check([5, 0, 1, 33], [70, 3, 20, 8], device, "torch", **CASES["by_id"])
+    check([5, 0, 1, 33], [70, 3, 20, 8], device, "torch", **CASES["weights_and_bias"])
 
 
 def test_the_log_sum_exp_is_differentiable(device):
@@ -185,14 +180,7 @@ ERRORS = {
         "key must have W = 2 for the query's L = 20 digits, got 1",
     ),
     "shape": ({"key": torch.zeros(5, 1, 2, dtype=torch.int32)}, ValueError, r"key must be \[S, W\]"),
-    "no digit of a table": (
-        {"key": torch.full((9, 2), 2, dtype=torch.int32), "indices": torch.full((5,), 7)},
-        ValueError,
-        r"got -2 \(0b10\) in row 7",
-    ),
     "no digit": ({"key": torch.full((5, 2), 2, dtype=torch.int32)}, ValueError, r"got -2 \(0b10\) in row 0"),
-    "indices": ({"indices": torch.tensor([0, 1, 2, 3, 5])}, ValueError, "indices"),
-    "index tuples": ({"indices": (torch.zeros(5, dtype=torch.int64),)}, TypeError, "indices must be one Tensor"),
     "weights": ({"value_scale": torch.ones(4)}, ValueError, "value_scale must have S = 5, got 4"),
     "trained weights": ({"value_scale": torch.ones(5, requires_grad=True)}, ValueError, "must not require a gradient"),
     "bias": ({"key_bias": torch.zeros(5, 3)}, ValueError, "key_bias must have H = 2, got 3"),

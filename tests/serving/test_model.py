@@ -335,7 +335,7 @@ def test_offsets_are_not_taken_for_written_to_and_a_package_has_no_operator_of_p
     assert found.returncode == 0, found.stderr
     # The edges of a relative bias are made inside of the package, and so are the offsets of target attention
     # (history_0, history_3): no slice of an input.
-    jagged = ["_schedule_kernel schedule_ptr", "jagged_attention_fwd_kernel edges_ptr tiles_ptr out_ptr lse_ptr"]
+    jagged = ["_schedule_kernel schedule_ptr", "jagged_attention_fwd_kernel biases_1 tiles_ptr results_0 results_1"]
     single = ["target_attention_single_tile_fwd_kernel queries_1 queries_2 queries_3 history_0"]
     multi = "target_attention_multi_tile_fwd_kernel history_3 outputs_0 outputs_1 outputs_2 outputs_3"
     written = [*jagged * 2, *[*single, "_combine_ranges_kernel out_ptr lse_ptr"] * 4]

@@ -172,27 +172,6 @@ def test_a_learned_scale_of_values(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_tables", [1, 2])
-@pytest.mark.parametrize("causal", [False, True])
-def test_jagged_attention(causal, num_tables, impl, device):
-    lengths = [5, 0, 20, 1]
-    offsets, sizes = offsets_of(lengths, device), [9, 30][:num_tables]
-    indices = [popular(size, sum(lengths), device, torch.int32) for size in sizes]
-    inputs = [torch.randn(sum(lengths), 4, 16, device=device)]
-    inputs += [torch.randn(size, 2, 16, device=device) for size in sizes]
-
-    def plain(query, *tables):
-        key = gathered(tables, indices, query.dtype)
-        return reference.jagged_attention(query, key, None, offsets, offsets, causal, None, None, 0.25)[0]
-
-    def public(query, *tables):
-        by_id = {"indices": one_or_tuple(indices), "query_offsets": offsets}
-        return ops.jagged_attention(query, one_or_tuple(tables), **by_id, causal=causal, impl=impl)
-
-    compare(public, plain, inputs)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("features", "num_queries", "num_tables"), [(1, 1, 1), (2, 2, 2), (1, 20, 1), (1, 1, 5)])
 def test_absorbed_target_attention(features, num_queries, num_tables, impl, device):
     leaves, options = problem(features, num_queries, widths=(), device=device)
@@ -354,14 +333,6 @@ def test_a_wrong_argument_is_named(case):
     arguments = good() | change
     with pytest.raises((ValueError, TypeError), match=message):
         ops.target_attention(arguments.pop("query"), arguments.pop("key"), **arguments)
-
-
-def test_the_other_operators_name_wrong_arguments_too():
-    query, offsets, ids = torch.randn(5, 2, 8), torch.tensor([0, 2, 5]), torch.tensor([0, 8, 3, 9, 1])
-    with pytest.raises(ValueError, match="indices must be from 0 to 8, rows of key, got 9"):
-        ops.jagged_attention(query, torch.randn(9, 1, 8), indices=ids, query_offsets=offsets)
-    with pytest.raises(TypeError, match="key must be a Tensor where indices is None, got a tuple"):
-        ops.jagged_attention(query, (torch.randn(9, 1, 8),) * 2, query_offsets=offsets)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU always reads ids")

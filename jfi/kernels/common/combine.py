@@ -193,10 +193,7 @@ class RangePartials:
     def combine(
         self, offsets: Tensor, out: Tensor, lse: Tensor | None, launch: Callable[..., None] = operator.call
     ) -> None:
-        """Fill in the results of split samples, weighted by their log-sum-exps if lse is given.
-
-        ``launch`` calls a launcher with its arguments.
-        """
+        """Fills in the results of split samples, weighted by their log-sum-exps if lse is given."""
         numbers = (self.chunk, self.sample_rows)
         if self.by_tile:
             launcher = _combine_tiles(self.width, lse is not None, True)

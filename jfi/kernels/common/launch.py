@@ -1,15 +1,16 @@
-"""Launches kernels with a third of the host time of Triton's launcher, which recomputes a specialization key per call.
+"""Launches kernels in a tenth of the host time of Triton's launcher, which recomputes a specialization key per call.
 
 What Triton specializes on is the constants, the tensors' dtypes and device, pointers being multiples of 16 bytes, and
-integers fitting 32 bits.  A launcher holds one set of constants; calls with aligned tensors and small integers find
-their compiled kernel by device and dtypes, others go through Triton's own launcher.  A profiler's launch hooks are
-served; hooks of a kernel (pre_run_hooks) and the check that its globals have not changed are not.
+integers fitting 32 bits.  A launcher holds one set of constants; launcher.c launches what was compiled for the dtypes
+of a call's tensors, and other calls go through Triton.  A profiler's launch hooks are served by Triton too; hooks of a
+kernel (pre_run_hooks) and the check that its globals have not changed are not.
 
 The compile-time constants of most kernels are one value, ``SPEC``, instead of a parameter each: a kernel declares
 ``SPEC: tl.constexpr`` and reads ``SPEC.head_dim``.  Every field must be a ``tl.constexpr`` when the kernel is launched
 (Triton takes a plain int for a runtime value), and a spec cannot be built inside of a kernel.
 """
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -28,6 +29,8 @@ from jfi.utils.operands import power_of_two
 
 #: A kernel's tensor arguments: addresses, None where there is none, or tuples of these.
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
+#: Compiled kernels of a launcher and a device that launcher.c launches; others are left to Triton.
+MAX_COMPILED = 64
 
 
 def empty_like(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -41,9 +44,9 @@ class Launcher:
     def __init__(self, kernel: JITFunction, **constants: object):
         self.kernel = kernel
         self.constants = constants
-        self.alignment_free = () if INTERPRET.value else compat.alignment_free(kernel)
-        #: By device, dtypes and None-ness of tensors and tiles of descriptors: the compiled kernel and its launch.
-        self.compiled: dict[tuple, tuple] = {}
+        #: By device and by what Triton has compiled: launches it, or returns False where the arguments are others; None
+        #: where Triton alone launches it.
+        self.compiled: dict[int | None, dict[object, Callable[..., bool] | None]] = {}
 
     def __call__(
         self,
@@ -65,56 +68,29 @@ class Launcher:
             self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
             return
         first = tensors[0]
-        device = (first[0] if type(first) is tuple else first).device
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        index = (first[0] if type(first) is tuple else first).device.index
+        is_hooked = compat.have_launch_hooks(knobs.runtime)
+        if not is_hooked and (launches := self.compiled.get(index)):
+            stream = driver.active.get_current_stream(index)
+            for launch in launches.values():
+                if launch is not None and launch(grid, stream, tensors, numbers, descriptors):
+                    return
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
                 self(grid, tensors, numbers, descriptors)
             return
-        arguments, key, addresses = list(descriptors), [device.index], 0
-        for descriptor in descriptors:
-            key += (None,) if descriptor is None else (descriptor.base.dtype, *descriptor.block_shape)
-        for x in tensors:
-            if x is None:
-                arguments.append(None)
-                key.append(None)
-            elif type(x) is tuple:
-                nested = []
-                for y in x:
-                    if y is None:
-                        nested.append(None)
-                        key.append(None)
-                    else:
-                        address = y.data_ptr()
-                        addresses |= address
-                        nested.append(address)
-                        key.append(y.dtype)
-                arguments.append(tuple(nested))
-            else:
-                address = x.data_ptr()
-                if not self.alignment_free[len(arguments)]:
-                    addresses |= address
-                arguments.append(address)
-                key.append(x.dtype)
-        key = tuple(key)
-        usual = not addresses % 16 and max(numbers, default=0) < 2**31
-        entry = self.compiled.get(key) if usual else None
-        if entry is None:
-            self._check(numbers, len(arguments))
-            compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
-            if usual:
-                constants = (None,) * (len(self.kernel.arg_names) - len(arguments) - len(numbers))
-                self.compiled[key] = compiled, compat.launch_parts(compiled), constants
-            return
-        compiled, parts, constants = entry
-        arguments += numbers
-        arguments += constants  # whose values are compiled in
-        if compat.is_hooked(knobs.runtime.launch_enter_hook) or compat.is_hooked(knobs.runtime.launch_exit_hook):
-            compiled[grid](*arguments)
-        else:
-            compat.run_compiled(parts, grid, driver.active.get_current_stream(device.index), arguments)
+        self._check(grid, numbers, len(descriptors) + len(tensors))
+        compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
+        launches = self.compiled.get(index, {})
+        if not is_hooked and compiled not in launches and len(launches) < MAX_COMPILED:
+            launch = compat.compiled_launch(self.kernel, compiled, index, tensors, numbers, descriptors)
+            self.compiled[index] = {**launches, compiled: launch}  # a new one, since threads read the old one
 
-    def _check(self, numbers: tuple[int | float, ...], first: int) -> None:
-        """No integer is specialized on, or the kernel found by the key would be that of another value."""
+    def _check(self, grid: tuple[int, int, int], numbers: tuple[int | float, ...], first: int) -> None:
+        """Raises for what would be launched wrongly: grids that Triton counts in 32 bits, integers as constants."""
+        if min(grid) < 0 or max(grid[1:]) >= 2**16 or math.prod(grid) >= 2**31:
+            must = "must be of 0 to 2**31 - 1 programs, at most 65535 in the second and in the third dimension"
+            raise ValueError(f"the grid of {self.kernel.fn.__name__} {must}, got {grid}")
         specialized = compat.specialized(self.kernel)[first : first + len(numbers)]
         for number, changes_kernel in zip(numbers, specialized, strict=True):
             if changes_kernel and isinstance(number, int):

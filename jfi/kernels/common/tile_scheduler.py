@@ -216,7 +216,7 @@ def schedule_tiles(
     """
     batch = offsets.shape[0] - 1
     entries = rows * rows_factor // block + batch
-    schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
+    schedule = torch.empty(entries, ENTRY.value, dtype=torch.int32, device=offsets.device)
     programs, (count, write, write_all) = ceil_div(batch, SAMPLES), _launchers(block, tapers)
     # An exported program does not know its batch, and scores requests, which are few samples.
     if isinstance(batch, int) and batch > COUNTED_ONCE:

@@ -34,7 +34,7 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA))
 COLS = gl.constexpr(gl.SliceLayout(0, MMA))
 #: Parameters with a number per event, which may begin anywhere.
-EVENTS = ["bias_index_ptr", "value_scale_ptr", "index_0"]
+EVENTS = ["bias_index_ptr", "value_scale_ptr"]
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
@@ -86,11 +86,8 @@ def row_layout(units, digits):
 
 
 @gluon.jit
-def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """Loads [N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on.
-
-    By id 0 where the index is outside of the ``digit_rows`` of the table.
-    """
+def load_units(words_ptr, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
+    """Loads [N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on."""
     UNITS: gl.constexpr = units_of(SPEC.num_words) // (2 if ALONG_K else 1)
     BITS: gl.constexpr = 2 * digits_of_unit(SPEC.num_words) * (2 if ALONG_K else 1)
     LAYOUT: gl.constexpr = unit_layout(SPEC.block_n, UNITS, ALONG_K)
@@ -98,21 +95,14 @@ def load_units(words, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC
     dtype: gl.constexpr = gl.uint32 if BITS == 32 else gl.uint16 if BITS == 16 else gl.uint8
     at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, LAYOUT))
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, LAYOUT))
-    words_ptr, index_ptr, digit_rows = words
     ptr = words_ptr.to(gl.pointer_type(dtype), bitcast=True)
     mask = (at < left)[:, None]
-    if SPEC.num_tables > 0:
-        index_ptr += n
-        row = gl.load(index_ptr + at, mask=at < left, other=0) if MASKED else gl.load(index_ptr + at)
-        mask = mask & ((row >= 0) & (row < digit_rows))[:, None]
-        where = (row.to(gl.int64) * STRIDE)[:, None] + unit[None, :]
-    else:
-        ptr += n * STRIDE
-        where = (at * STRIDE)[:, None] + unit[None, :]
+    ptr += n * STRIDE
+    where = (at * STRIDE)[:, None] + unit[None, :]
     if STRIDE < UNITS:
         keep = (unit < STRIDE)[None, :] & (at >= 0)[:, None]
-        return gl.load(ptr + where, mask=keep & mask if MASKED or SPEC.num_tables > 0 else keep, other=0)
-    elif MASKED or SPEC.num_tables > 0:
+        return gl.load(ptr + where, mask=keep & mask if MASKED else keep, other=0)
+    elif MASKED:
         return gl.load(ptr + where, mask=mask & (unit >= 0)[None, :], other=0)
     else:
         return gl.load(ptr + where)
@@ -132,22 +122,20 @@ def load_events(events, n, SPEC: gl.constexpr):
 
     With block_r the rows of the table of biases [N] too, else a number that nobody reads.
 
-    events: (pointer to the words, those to ids, of which the first counts, pointer to the rows of the table of biases,
-    how many rows of words there are, how many events).
+    events: (pointer to the words, pointer to the rows of the table of biases, how many events).
     """
-    words_ptr, indices, bias_index_ptr, digit_rows, num_events = events
-    words = (words_ptr, indices[0], digit_rows)
+    words_ptr, bias_index_ptr, num_events = events
     table_row = n.to(gl.int32)
     if SPEC.block_r > 0:
         at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(0, RIGHT))
         table_row = narrow_index(gl.load(bias_index_ptr + n + at, mask=at < num_events - n, other=0))
     if n + SPEC.block_n <= num_events:
-        along_k = load_units(words, n, SPEC.block_n, True, False, SPEC)
-        along_n = load_units(words, n, SPEC.block_n, False, False, SPEC)
+        along_k = load_units(words_ptr, n, SPEC.block_n, True, False, SPEC)
+        along_n = load_units(words_ptr, n, SPEC.block_n, False, False, SPEC)
     else:
         left = (num_events - n).to(gl.int32)
-        along_k = load_units(words, n, left, True, True, SPEC)
-        along_n = load_units(words, n, left, False, True, SPEC)
+        along_k = load_units(words_ptr, n, left, True, True, SPEC)
+        along_n = load_units(words_ptr, n, left, False, True, SPEC)
     return along_k, along_n, table_row
 
 

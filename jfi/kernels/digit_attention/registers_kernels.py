@@ -50,30 +50,14 @@ def _attend(q, table, units, bias_ptrs, value_scale_ptr, n, left, rows, state, s
     return new_maximum, total, acc
 
 
-@gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_fwd_kernel(
-    queries,
-    history,
-    bias_index_ptr,
-    value_scale_ptr,
-    index_0,
-    index_1,
-    index_2,
-    index_3,
-    batch,
-    num_rows,
-    chunk,
-    table_rows,
-    digit_rows,
-    scale,
-    SPEC: gl.constexpr,
+    queries, history, bias_index_ptr, value_scale_ptr, batch, num_rows, chunk, table_rows, scale, SPEC: gl.constexpr
 ):
     """While a tile is attended to, the events of the next are under way, be it of the next sample.
 
     With block_r the bias is a table of at most so many rows, which the program keeps.  Parameters are those of
-    `target_attention_single_tile_fwd_kernel`.
+    `target_attention_single_tile_fwd_kernel` but for indices.
     """
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     L: gl.constexpr = SPEC.head_dim
@@ -96,8 +80,7 @@ def digit_attention_registers_fwd_kernel(
     if SPEC.block_r > 0:
         # In the units of the products of queries and digits.
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    indices = (index_0, index_1, index_2, index_3)
-    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
+    events = (history[3], bias_index_ptr, num_events)
     units = tile.load_events(events, n, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
@@ -200,29 +183,13 @@ def _gradients(operands, units, bias_ptrs, value_scale_ptr, grads, n, left, rows
     return dq, dtable
 
 
-@gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_bwd_kernel(
-    tensors,
-    history,
-    bias_index_ptr,
-    value_scale_ptr,
-    index_0,
-    index_1,
-    index_2,
-    index_3,
-    batch,
-    num_rows,
-    chunk,
-    table_rows,
-    digit_rows,
-    scale,
-    SPEC: gl.constexpr,
+    tensors, history, bias_index_ptr, value_scale_ptr, batch, num_rows, chunk, table_rows, scale, SPEC: gl.constexpr
 ):
     """A program per tile of query rows and stream-K range; sums of a table's gradient are by query row.
 
-    Parameters are those of `target_attention_single_tile_bwd_kernel`.
+    Parameters are those of `target_attention_single_tile_bwd_kernel` but for indices.
     """
     L: gl.constexpr = SPEC.head_dim
     H: gl.constexpr = SPEC.qheads_per_kvhead
@@ -246,8 +213,7 @@ def digit_attention_registers_bwd_kernel(
     table = (scale, scale)
     if SPEC.block_r > 0:
         table = tile.load_table(bias_ptr, row, table_rows, UNIT / scale, SPEC)
-    indices = (index_0, index_1, index_2, index_3)
-    events = (history[3], indices, bias_index_ptr, digit_rows, num_events)
+    events = (history[3], bias_index_ptr, num_events)
     units = tile.load_events(events, n, SPEC)
     dtable = gl.zeros([SPEC.block_m, SPEC.block_r if SPEC.block_r > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):

@@ -230,7 +230,6 @@ def count_samples(
 
 
 def collect(arrived: Tensor, ends: Tensor, padding: Tensor, num_slots: int, capacity: int) -> Tensor:
-    """Computes `jfi.ops.partition_ids.collect`: [K, capacity] int32."""
     out = arrived.new_empty(arrived.size(1), capacity)
     if capacity:
         launcher = _launcher(_collect_kernel, NUM_RANKS=ends.size(0), COLUMNS=arrived.size(1), BLOCK=COLLECTED_EVENTS)

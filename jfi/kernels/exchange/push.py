@@ -32,7 +32,6 @@ def _launcher(unit: int) -> Launcher:
 
 
 def push(rows: Tensor, targets: Tensor, addresses: Tensor, offset: int, shared: bool) -> None:
-    """Computes `jfi.ops.push.push`."""
     size = rows.numel() * rows.element_size() // (1 if shared else max(targets.size(0), 1))
     if not size or not targets.size(0):
         return

@@ -28,13 +28,13 @@ def _launch(
     launchers: Callable[..., Launcher],
     plan: KernelPlan,
     problem: AttentionProblem,
-    x: JaggedAttentionInputs,
+    visibility: Visibility,
     descriptors: tuple[TensorDescriptor, ...],
     tensors: tuple,
     numbers: tuple[int | float, ...],
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
-    launcher = launchers(problem, plan, Visibility.of(x))
+    launcher = launchers(problem, plan, visibility)
     total = tensors[0].shape[0] * problem.num_kv_heads * plan.num_splits
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
@@ -45,8 +45,9 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     (kernel,), problem = plan.forward, plan.problem
     qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
-    lse = x.query.new_empty(x.query.shape[:2], dtype=torch.float32)
-    rows, tapers = x.query.shape[0], kernel.split is Split.TAPERING
+    rows, num_heads, _ = x.query.shape
+    lse = torch.empty(rows, num_heads, dtype=torch.float32, device=x.query.device)
+    tapers = kernel.split is Split.TAPERING
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, kernel.block_m, tapers=tapers)
     key = tensor_descriptor(x.key, kernel.block_n)
     value = key if x.value is None else tensor_descriptor(x.value, kernel.block_n)
@@ -55,7 +56,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     partials = SplitPartials(out, problem.num_kv_heads, kernel.num_splits) if kernel.num_splits > 1 else None
     results = (out, lse) if partials is None else (partials.values, partials.lse)
     tensors = (tiles, (x.bias, x.edges, x.table), *results)
-    _launch(_fwd_launcher, kernel, problem, x, descriptors, tensors, numbers)
+    _launch(_fwd_launcher, kernel, problem, Visibility.of(x), descriptors, tensors, numbers)
     if partials is not None:
         partials.combine(out, lse)
     return out, lse
@@ -87,13 +88,12 @@ def backward(
     numbers = (*bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
     biases, times = (x.bias, x.edges, x.table), (x.query_time, x.key_time)
-    totals = []
+    totals, visibility = [], Visibility.of(x)
     for first, count, offsets, sums in query_parts(x, needed[4]):
         tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
         tensors = (tiles, (*biases, out, lse, dlse), (stats, dquery, sums))
-        _launch(
-            _dquery_launcher, dquery_plan, problem, x, descriptors, tensors, (rows * qheads_per_kvhead, first, *numbers)
-        )
+        own_numbers = (rows * qheads_per_kvhead, first, *numbers)
+        _launch(_dquery_launcher, dquery_plan, problem, visibility, descriptors, tensors, own_numbers)
         if sums is not None:
             totals.append(sums.sum(0))
     dtable = add_totals(totals, x.table)
@@ -107,5 +107,5 @@ def backward(
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
-    _launch(_dkey_launcher, dkey_plan, problem, x, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
+    _launch(_dkey_launcher, dkey_plan, problem, visibility, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
     return dquery, dkey, dvalue, dbias, dtable

@@ -20,7 +20,6 @@ from jfi.kernels.jagged_attention.sm90_primitives import INF
 
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, SPEC: gl.constexpr):
-    """The rows of a work tile, as `produce_pairs` asks for."""
     _tile, k_start, _num_keys, q_start, num_queries = work_tile
     first, _shift, begin, steps = tile.seeing_queries(work_tile, schedule.window, BLOCK_M, WARP_GROUPS * ROWS, SPEC)
     QHEADS_PER_KVHEAD: gl.constexpr = SPEC.qheads_per_kvhead
@@ -164,7 +163,6 @@ def _mask_weights(p, key, first, row, shift, stage, statistics, window, COLUMN: 
 
 @gluon.jit
 def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
-    """The keys from OWN on of each work tile."""
     k_smem, v_smem = own.smems
     q_smem, grad_smem = other.smems
     dk_ptr, dv_ptr, dbias_ptr, scale, scale2 = results

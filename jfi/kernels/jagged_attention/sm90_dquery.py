@@ -17,7 +17,6 @@ from jfi.kernels.jagged_attention.sm90_primitives import INF
 
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
-    """The rows of a work tile, as `produce_pairs` asks for."""
     _tile, q_start, _num_queries, k_start, num_keys = work_tile
     first, _shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
     return q_start * SPEC.qheads_per_kvhead + first, k_start, num_keys, begin, steps
@@ -74,7 +73,6 @@ def _tile_gradient(
 
 @gluon.jit
 def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
-    """The query rows from OWN on of each work tile."""
     q_smem, grad_smem = own.smems
     k_smem, v_smem = other.smems
     out_ptr, lse_ptr, dlse_ptr = saved

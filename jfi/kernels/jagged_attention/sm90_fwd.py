@@ -196,7 +196,6 @@ def _store_output(results, maximum, total, acc, first, work_tile, number, kv_hea
 
 @gluon.jit
 def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
-    """The query rows from OWN on of each work tile."""
     q_ring, k_ring, v_ring = shared.q_ring, shared.k_ring, shared.v_ring
     _out_ptr, _lse_ptr, table_ptr, scale2 = results
     biases = (schedule.window[2], table_ptr)

@@ -190,7 +190,6 @@ class Side(NamedTuple):
 
 @gluon.jit
 def _load_pair(side, row, kv_head, bar, at):
-    """Start to load the tiles of both tensors from a row on."""
     for i in gl.static_range(2):
         load_tile(side.descs[i], row, kv_head, bar, side.smems[i].index(at))
 

@@ -103,7 +103,6 @@ def _load_queries(queries, base, at, mask, kv_head, rows, q_start, SPEC: tl.cons
 
 @triton.jit
 def _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC: tl.constexpr):
-    """Returns [M, N]: the keys that queries see."""
     if SPEC.num_buckets:
         begin, end, _bucket = visible_range(edges_ptr, query, q_mask, SPEC)
         visible = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])

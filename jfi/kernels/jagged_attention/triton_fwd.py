@@ -30,23 +30,10 @@ from jfi.utils.operands import JaggedAttentionInputs
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
-def jagged_attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    edges_ptr,
-    table_ptr,
-    tiles_ptr,
-    out_ptr,
-    lse_ptr,
-    total,
-    left,
-    right,
-    scale,
-    SPEC: tl.constexpr,
-):
-    """Pointers are parameters of their own, not tuples, which Inductor does not take."""
+def jagged_attention_fwd_kernel(inputs, biases, tiles_ptr, results, total, left, right, scale, SPEC: tl.constexpr):
+    q_ptr, k_ptr, v_ptr = inputs
+    bias_ptr, edges_ptr, table_ptr = biases
+    out_ptr, lse_ptr = results
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -65,8 +52,8 @@ def jagged_attention_fwd_kernel(
         head = kv_head * QHEADS_PER_KVHEAD + row % QHEADS_PER_KVHEAD
         range_begin, range_end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
         if SPEC.has_table:
-            biases, rows = (edges_ptr, table_ptr), (query, head)
-            bucket_value, bucket_edge = load_bucket(biases, rows, bucket, q_mask, SPEC)
+            by_bucket, rows = (edges_ptr, table_ptr), (query, head)
+            bucket_value, bucket_edge = load_bucket(by_bucket, rows, bucket, q_mask, SPEC)
     q = load_rows(q_ptr + q_base * D, q_at, q_mask, D, D, SPEC.block_d)
     maximum, weight, acc = no_sums(SPEC.block_m, SPEC.block_e)
     # AOTInductor passes the scale in float64.
@@ -85,7 +72,7 @@ def jagged_attention_fwd_kernel(
             if SPEC.has_table:
                 state = (bucket, bucket_value, bucket_edge)
                 relative, bucket, bucket_value, bucket_edge, _passes = bucket_bias(
-                    biases, rows, state, key, first_key, SPEC
+                    by_bucket, rows, state, key, first_key, SPEC
                 )
                 s += relative
         else:
@@ -110,7 +97,7 @@ def forward(
     lse = x.query.new_empty(rows, num_heads, dtype=torch.float32)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
-    tensors = (x.query, *keys_and_values(x), x.bias, x.edges, x.table, tiles, out, lse)
+    tensors = ((x.query, *keys_and_values(x)), (x.bias, x.edges, x.table), tiles, (out, lse))
     launcher = _launcher(problem, kernel, Visibility.of(x))
     launch(launcher, (total, 1, 1), tensors, (total, *bounds(x.left, x.right), x.scale))
     return out, lse

@@ -13,10 +13,7 @@ from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
-
-    ``x`` has contiguous operands.
-    """
+    """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     query = x.query
     batch, num_queries, num_heads, _ = query.shape
     if not batch:

@@ -223,10 +223,7 @@ _dhistory_launcher = launchers_of(target_attention_multi_tile_dhistory_kernel)
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of query, key (key + value where they are shared), value and bias, and None for second.
-
-    Those that are not needed are None.
-    """
+    """Returns the gradients, see `execute.backward`, and None for second."""
     problem = chosen.problem
     batch, (num_keys, num_kv_heads, head_dim) = x.query.shape[0], x.key.shape
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])

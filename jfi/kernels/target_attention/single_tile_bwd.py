@@ -32,7 +32,7 @@ from jfi.kernels.target_attention.single_tile_fwd import (
     load_value_scale,
     query_tile,
     query_tiles,
-    sizes,
+    table_rows_of,
     weights_and_gradient,
 )
 from jfi.utils.operands import TargetAttentionInputs
@@ -74,7 +74,7 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
     Args:
         operands: the sample's (q, dO, log-sum-exp, Δ), and which query row has which head.
         sums: (dq, dtable) before them.
-        events: (bias_index_ptr, value_scale_ptr, table_rows, digit_rows).
+        events: (bias_index_ptr, value_scale_ptr, table_rows).
         rows: (first event, end).
     """
     D: tl.constexpr = SPEC.head_dim
@@ -82,7 +82,7 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
     K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     q, grad, lse, delta, of_head = operands
     dq, dtable = sums
-    bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
+    bias_index_ptr, value_scale_ptr, table_rows = events
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, dsecond_ptr, _partial_ptr = grads
     kv_head, tile = query_tile(SPEC)
     at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
@@ -93,7 +93,7 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
         dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
     for first in range(rows[0], rows[1], SPEC.block_n):
         mask = k_at < (rows[1] - first).to(tl.int32)
-        k, v = load_history(history, indices, digit_rows, cols, first, k_at, mask, kv_head, q.dtype, SPEC)
+        k, v = load_history(history, indices, cols, first, k_at, mask, kv_head, q.dtype, SPEC)
         bias = 0.0
         index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
         if SPEC.has_bias:
@@ -123,9 +123,7 @@ def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: t
     return dq, dtable
 
 
-@triton.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_single_tile_bwd_kernel(
     tensors,
     history,
@@ -139,7 +137,6 @@ def target_attention_single_tile_bwd_kernel(
     num_rows,
     chunk,
     table_rows,
-    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -157,7 +154,7 @@ def target_attention_single_tile_bwd_kernel(
     kv_head, tile = query_tile(SPEC)
     at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
-    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    events = (bias_index_ptr, value_scale_ptr, table_rows)
     indices = (index_0, index_1, index_2, index_3)
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
     of_head = scale
@@ -223,10 +220,7 @@ _launcher = launchers_of(target_attention_single_tile_bwd_kernel)
 def backward(
     grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of query, key (key + value where they are shared), value, bias and second.
-
-    Those that are not needed are None; key and second are computed together.
-    """
+    """Returns the gradients, see `execute.backward`; those of key and second are computed together."""
     needs_query, needs_key, needs_value, needs_bias, needs_second = needed
     needs_key = needs_second = needs_key or needs_second
     batch, num_queries, num_heads, head_dim = x.query.shape
@@ -239,8 +233,8 @@ def backward(
         chunk, programs = plan.stream_k(num_keys, batch, problem.device.num_sms, kernel.programs_per_sm)
         if needs_query:
             partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, problem.num_words > 0, device)
-    rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
-    sums_table = needs_bias and rows[0] > 0 and kernel.options["BLOCK_R"] > 0
+    rows, programs_y = table_rows_of(x, problem), query_tiles(x, problem, kernel.block_m)
+    sums_table = needs_bias and rows > 0 and kernel.options["BLOCK_R"] > 0
     tiles = programs_y if problem.num_words else 1
     launcher = _launcher
     if kernel.kernel == "digit_attention_registers_bwd":
@@ -250,14 +244,14 @@ def backward(
         tiles = num_queries if sums_table else 1
     dbias = None  # [programs, tiles, N, H] of a table's sums, else [S, tiles, H]
     if sums_table:
-        dbias = torch.empty(programs, tiles, rows[0], num_heads, dtype=torch.float32, device=device)
+        dbias = torch.empty(programs, tiles, rows, num_heads, dtype=torch.float32, device=device)
     elif needs_bias:
         dtype = x.bias.dtype if x.bias_index is None and tiles == 1 else torch.float32
         dbias = torch.empty(num_keys, tiles, num_heads, dtype=dtype, device=device)
     tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     tensors += (None if partials is None else partials.memory,)
-    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *rows, x.scale)
-    launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
+    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, rows, x.scale)
+    launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x, kernel)), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
     return dquery, dkey, dvalue, _sum_dbias(x, dbias, sums_table), dsecond

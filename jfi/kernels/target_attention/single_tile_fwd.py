@@ -7,7 +7,7 @@ sample's end.
 Events are rows, rows by id or packed digits, with a bias and a scale each.  ``history`` is (offsets_ptr, v_ptr,
 bias_ptr, *rows): v_ptr is None where value = key.  ``rows`` are up to 4 pointers: the keys, and where num_fields is 2
 the right half of each row; with num_tables instead the tables whose rows are read by id, through ``indices``, and
-summed.  With num_words the keys, or the one table, are words of packed digits.
+summed.  With num_words the keys are words of packed digits.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jfi.kernels.common.online_softmax import finish, online_softmax_update, sco
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_columns, load_digits, load_head, load_rows, query_rows, store_rows
-from jfi.kernels.plan import AttentionPlan, AttentionProblem, Split
+from jfi.kernels.plan import AttentionPlan, AttentionProblem, KernelPlan, Split
 from jfi.tables.kernels.gather import INDICES, load_rows_by_id
 from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs, ceil_div
 
@@ -32,17 +32,21 @@ from jfi.utils.operands import MAX_TABLES, TargetAttentionInputs, ceil_div
 EVENTS = ["bias_index_ptr", "value_scale_ptr", *INDICES]
 
 
-def event_pointers(x: TargetAttentionInputs) -> tuple:
-    """Returns ``history``, the pointers with a number per event, and an index for each of MAX_TABLES."""
+def event_pointers(x: TargetAttentionInputs, kernel: KernelPlan) -> tuple:
+    """Returns ``history``, the pointers with a number per event, and indices of MAX_TABLES if the kernel takes any."""
     rows = x.tables if x.tables else [x.key, x.second]
     history = (x.offsets, x.value, x.bias, *rows, *[None] * (MAX_TABLES - len(rows)))
-    return history, x.bias_index, x.value_scale, *x.indices, *[None] * (MAX_TABLES - len(x.indices))
+    indices = (
+        []
+        if kernel.kernel.startswith("digit_attention_registers")
+        else [*x.indices, *[None] * (MAX_TABLES - len(x.indices))]
+    )
+    return history, x.bias_index, x.value_scale, *indices
 
 
-def sizes(x: TargetAttentionInputs, problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the rows of the table of biases and of the table of digits, 0 where there is none."""
-    digit_rows = x.tables[0].shape[0] if problem.num_words and x.tables else 0
-    return x.bias.shape[0] if problem.bias_by_index else 0, digit_rows
+def table_rows_of(x: TargetAttentionInputs, problem: AttentionProblem) -> int:
+    """Returns the rows of the table of biases, 0 where there is none."""
+    return x.bias.shape[0] if problem.bias_by_index else 0
 
 
 def query_tiles(x: TargetAttentionInputs, problem: AttentionProblem, block_m: int) -> int:
@@ -74,7 +78,7 @@ def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
+def load_history(history, indices, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
     """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared.
 
     Rows by id and digits are converted to dtype, that of the queries.
@@ -84,12 +88,7 @@ def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype
     D: tl.constexpr = SPEC.head_dim
     STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     if SPEC.num_words:
-        row = n + at.to(tl.int64)
-        keep = mask
-        if SPEC.num_tables > 0:
-            row = tl.load(indices[0] + row, mask=mask, other=0).to(tl.int64)
-            keep = mask & (row >= 0) & (row < digit_rows)
-        k = load_digits(k_ptr, row, keep, dtype, D, SPEC.num_words, SPEC.block_d)
+        k = load_digits(k_ptr, n + at.to(tl.int64), mask, dtype, D, SPEC.num_words, SPEC.block_d)
     elif SPEC.num_tables > 0:
         tables = (history[3], history[4], history[5], history[6])
         of_head = cols + kv_head * D
@@ -161,9 +160,9 @@ def weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, sca
 def _attend(q, history, indices, events, cols, n, mask, kv_head, q_at, state, scale, SPEC: tl.constexpr):
     """The running maximum (base 2), sums by column and weighted sum after the history rows from n on."""
     maximum, total, acc = state
-    bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
+    bias_index_ptr, value_scale_ptr, table_rows = events
     at = tl.arange(0, SPEC.block_n)
-    k, v = load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, q.dtype, SPEC)
+    k, v = load_history(history, indices, cols, n, at, mask, kv_head, q.dtype, SPEC)
     value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
     if SPEC.has_bias:
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
@@ -182,15 +181,12 @@ def _attend(q, history, indices, events, cols, n, mask, kv_head, q_at, state, sc
 
 @triton.jit
 def _nothing(SPEC: tl.constexpr):
-    """The state before the first history row."""
     maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
     total = tl.zeros((SPEC.block_m, SPEC.block_n), tl.float32)
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
-)
+@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_single_tile_fwd_kernel(
     queries,
     history,
@@ -204,7 +200,6 @@ def target_attention_single_tile_fwd_kernel(
     num_rows,
     chunk,
     table_rows,
-    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -218,7 +213,7 @@ def target_attention_single_tile_fwd_kernel(
     at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
     cols = field_columns(history[3], history[4], SPEC)
-    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    events = (bias_index_ptr, value_scale_ptr, table_rows)
     indices = (index_0, index_1, index_2, index_3)
     maximum, total, acc = _nothing(SPEC)
     if SPEC.program_per_sample:
@@ -278,10 +273,7 @@ _launcher = launchers_of(target_attention_single_tile_fwd_kernel)
 def forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
 ) -> None:
-    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
-
-    ``launch`` calls a launcher with its arguments.
-    """
+    """Fills in the output and the log-sum-exp, see `execute.launch_forward`."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launcher = _launcher
@@ -293,8 +285,8 @@ def forward(
         partials = RangePartials(
             programs, chunk, num_queries * num_heads, problem.value_dim, problem.num_words > 0, x.query.device
         )
-    tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x))
-    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *sizes(x, problem), x.scale)
+    tensors = ((x.query, out, lse, None if partials is None else partials.memory), *event_pointers(x, kernel))
+    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows_of(x, problem), x.scale)
     grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
     launch(launcher(problem, kernel), grid, tensors, numbers)
     if partials is not None:

@@ -83,13 +83,7 @@ def _launcher(width: int, num_tables: int, adds: bool) -> Launcher:
 
 
 def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """[S, D] in dtype: the sum over K tables [N_k, D] of the row indices[k][s]; a negative index gives zeros.
-
-    Args:
-        tables: contiguous, of floating dtypes.
-        indices: contiguous, int32 or int64.
-        dtype: of the result.
-    """
+    """Computes `jfi.reference.gather_rows` of contiguous tables and indices."""
     width = tables[0].shape[1]
     out = torch.empty(indices[0].shape[0], width, dtype=dtype, device=tables[0].device)
     if not out.numel():
