@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 340,
     "baselines": 382,
-    "cli": 1642,
+    "cli": 1611,
     "cpu": 925,
     "cuda_graphs": 796,
-    "data": 8807,
+    "data": 8737,
     "distributed": 2410,
     "events": 2346,
     "follow": 1639,

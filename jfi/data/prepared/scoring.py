@@ -33,7 +33,7 @@ from jfi.data.schema.labels import labels_of
 from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.events.events import first_rows, order_by_item, user_blocks
-from jfi.events.groups import SESSIONS, Group
+from jfi.events.groups import SESSIONS
 from jfi.history_policies import Policy
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
@@ -53,8 +53,8 @@ class Sources:
 
     Args:
         interactions: the rows to score: a file, or an Arrow table.
-        history: rows before them, which are only part of histories, or None. Where statistics have to be made of it,
-            None stands for the run's own interactions.
+        history: rows before them, which are only part of histories, or None, which stands for the run's own
+            interactions where statistics are made of it.
         users, items: tables of users and of items, or None.
         semantic_ids: file of the items' semantic IDs, or None.
     """
@@ -80,7 +80,7 @@ class ScoringRows:
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
-        past: makes the statistics of the rows, which the rows lack, in the place of the history; or None.
+        past: makes the statistics of the rows in the place of the history; or None.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -98,15 +98,15 @@ class ScoringRows:
         trains: bool = False,
         past: Past | None = None,
     ) -> None:
-        sources, statistics = _with_history(sources, config, positives)
+        sources = _with_history(sources, config)
         #: Whether a log is there of what happened before the rows, given or the run's own.
         self.has_history = sources.history is not None
-        config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
+        config = replace(config, request_id=None, title=None, split="time")
         if not trains:
             config = replace(config, weight=None, auxiliary_labels=[])
         self._past = past
         if policy is None:  # nothing else reads these columns
-            session = config.session if {*SESSIONS} & {*statistics} else None
+            session = config.session if {*SESSIONS} & {*config.statistics_groups()} else None
             config = replace(config, dwell=None, surface=None, session=session)
         self._made = set(config.statistics_columns())
         self._config = replace(config, source="table", users=sources.users, items=sources.items)
@@ -316,35 +316,22 @@ def own_history(config: DataConfig) -> list[str]:
     return existing_interactions(config) if config.statistics_groups() and config.source == "table" else []
 
 
-def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tuple[Sources, list[Group]]:
-    """Returns the sources with the history that statistics are made of, and the groups to make.
-
-    There are none where the rows to score have the columns.
+def _with_history(sources: Sources, config: DataConfig) -> Sources:
+    """Returns the sources with the history that statistics are made of.
 
     Raises:
-        DataError: the statistics are no columns, and nothing has the past of all users.
+        DataError: nothing has the past of all users.
     """
-    groups = config.statistics_groups()
-    if not groups:
-        return sources, []
-    first = next(read_blocks(sources.interactions, config.columns(), config, "interactions"))
-    lacking = next((name for name in config.statistics_columns() if name not in first.known), None)
-    made = groups if lacking is not None or positives else []
-    if sources.history is not None:
-        return sources, made
+    if sources.history is not None or not config.statistics_groups():
+        return sources
     own = own_history(config)
-    if not own and not made:
-        _log.warning("%s: histories are of its own rows alone; give the log of their users as the history", first.name)
-        return sources, []
     if not own:
-        lack = "statistics of sampled negatives" if lacking is None else f"column '{lacking}' of data.statistics"
         raise DataError(
-            f"{first.name}: no {lack}, and the run's own interactions are not there; give a table with the past of all "
-            "users as the history (`history`, --history), or train the run with data.statistics: []"
+            "no history is given for data.statistics, and the run's own interactions are not there; give a table with "
+            "the past of all users as the history (`history`, --history), or train the run with data.statistics: []"
         )
-    what = "statistics are made" if made else "histories are"
-    _log.warning("%s of the run's own interactions, since no history is given: %s", what, ", ".join(own))
-    return replace(sources, history=own), made
+    _log.warning("statistics are made of the run's own interactions, since no history is given: %s", ", ".join(own))
+    return replace(sources, history=own)
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -93,7 +93,7 @@ class SavedRun:
         Args:
             interactions: the rows, a file, an Arrow table or a DataFrame with the columns of the run's interactions.
             history: the log before them; its rows are only part of histories. A run with statistics takes its own
-                interactions if there is none, the rows lack the columns of statistics, and the files are there.
+                interactions if there is none and the files are there.
             users: table of users; by default that of the run's config.
             items: table of items; by default that of the run's config.
             semantic_ids: file of the items' semantic IDs, of the run's codec; by default that of the run's config.
