@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1611,
     "cpu": 925,
     "cuda_graphs": 796,
-    "data": 8737,
+    "data": 8655,
     "distributed": 2410,
     "events": 2346,
     "follow": 1639,
@@ -25,8 +25,8 @@ BUDGET = {
     "serving": 7675,
     "table1": 1135,
     "tables": 3149,
-    "training": 7431,
-    "utils": 2012,
+    "training": 7421,
+    "utils": 2005,
 }
 
 

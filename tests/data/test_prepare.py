@@ -425,7 +425,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a file of this version of jfi"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json is damaged: object missing"),
         (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
         (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
         (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),

@@ -43,7 +43,7 @@ from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import Events, index_type, order_by_item
 from jfi.utils.display import Display
-from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
+from jfi.utils.files import SUMS, locking_folder, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
 #: Says what the stages of a folder are of, and that it is one of stages.
@@ -269,5 +269,5 @@ def _keeping(work: Path) -> Iterator[None]:
 
 def _digest(schema: DataSchema) -> str:
     with temporary_folder("jfi-schema-") as folder:
-        schema.write(folder)
-        return sha256_of(folder / "schema.json")  # which has the SHA-256 of the values
+        schema.save(folder / "schema")
+        return sha256_of(folder / "schema" / SUMS)

@@ -14,9 +14,9 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.past_index import dense_statistics, past_index
-from jfi.data.prepared.checksums import open_checked, verify
+from jfi.data.prepared.checksums import open_checked
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
-from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.prepared.fingerprint import fingerprint_of
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
 from jfi.data.prepared.stages.encode_columns import known_items
@@ -29,7 +29,7 @@ from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import Events, index_type
 from jfi.events.statistics import Statistics
-from jfi.utils.files import is_storage_fault, naming, sha256_of, write_sums
+from jfi.utils.files import is_storage_fault, naming, sha256_of, verify, write_sums
 
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 _PAST = "past.arrow"
@@ -48,7 +48,7 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
         dataset: the dataset.
         config: that it was made with, with the meaning of its columns.
         folder: to write to; the caller flushes the files to the disk, and then gives it its name.
-        durable: False for files that a process leaves to itself: neither a fingerprint nor checksums are written then.
+        durable: False for files that a process leaves to itself: they have no manifest, fingerprint or checksums.
     """
     arrays, kind = dataset.arrays(), index_type(len(dataset.arrays().events))
     for of in ("event", "user", "item"):
@@ -67,29 +67,29 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
         write_arrow(folder / _PAST, {name: _in_one_row(values) for name, values in kept.items()})
     dataset.schema.write(folder)
     dataset.summary.save(folder / _SUMMARY)
-    if durable:
-        Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
+    if not durable:
+        return
+    opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, dataset.schema)
+    write_sums(folder, fingerprint_of(opened), FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
     Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
-    if durable:
-        write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
+    write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
 
-def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | None = None) -> InteractionDataset:
+def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
 
     Args:
         config: the result of `resolve`.
-        verify: whether to verify the checksums of the files, those above 16 MiB in the background.
+        verified: whether to verify the checksums of the files, those above 16 MiB in the background.
         schema: of the dataset, where it is known already.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
-    sizes = _check_sizes(folder)
-    verification = open_checked(folder, sizes) if verify else None
-    schema = schema or dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
+    verification = open_checked(folder, _check_sizes(folder)) if verified else None
+    schema = schema or dataclasses.replace(DataSchema.load(folder, verified), max_history=config.max_history)
     tables = {of: _read(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     columns = tables["event"]
     histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
@@ -135,7 +135,7 @@ def verify_dataset(folder: Path) -> None:
     Raises:
         DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
     """
-    verify(folder, list(_check_sizes(folder)))
+    verify(folder, list(_check_sizes(folder)), DataError)
 
 
 def _check_sizes(folder: Path) -> dict[str, int]:
