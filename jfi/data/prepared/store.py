@@ -19,11 +19,11 @@ from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
 from jfi.data.prepared.fingerprint import fingerprint_of
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
-from jfi.data.prepared.stages.encode_columns import known_items
+from jfi.data.prepared.stages.encode_columns import column_name, known_items
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.prepared.summary import Summary
-from jfi.data.prepared.tables import column_name, dense_names, table_of
+from jfi.data.prepared.tables import dense_names, table_of
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
@@ -31,6 +31,7 @@ from jfi.events.events import Events, index_type
 from jfi.events.statistics import Statistics
 from jfi.utils.files import is_storage_fault, naming, sha256_of, verify, write_sums
 
+EVENTS, BY_ITEM = "events.arrow", "by_item.arrow"
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 _PAST = "past.arrow"
 _FILES = [
@@ -39,25 +40,25 @@ _FILES = [
 ]
 
 
-def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, durable: bool = True) -> None:
-    """Writes all files of a prepared dataset into an existing folder.
-
-    The arrays of the dataset may be maps of files, and no column of events is held in memory.
+def write_files(
+    folder: Path, arrays: Arrays, schema: DataSchema, summary: Summary, config: DataConfig, durable: bool
+) -> None:
+    """Writes what a prepared dataset has beside its events and `by_item`.
 
     Args:
-        dataset: the dataset.
-        config: that it was made with, with the meaning of its columns.
         folder: to write to; the caller flushes the files to the disk, and then gives it its name.
+        arrays: of the dataset; they may be maps of files.
+        schema: of the dataset.
+        summary: of the dataset.
+        config: that it was made with, with the meaning of its columns.
         durable: False for files that a process leaves to itself: they have no manifest, fingerprint or checksums.
     """
-    arrays, kind = dataset.arrays(), index_type(len(dataset.arrays().events))
-    for of in ("event", "user", "item"):
-        write_arrow(folder / f"{of}s.arrow", table_of(dataset, config, of))
+    kind = index_type(len(arrays.events))
+    for of in ("user", "item"):
+        write_arrow(folder / f"{of}s.arrow", table_of(arrays, schema, config, of))
     lengths, counts = count_lengths(arrays.events, arrays.samples)
     write_arrow(folder / _LENGTHS, {"length": lengths, "samples": counts})
-    events = {**arrays.samples, "histories": arrays.events.rows}
-    events["by_item"] = None if arrays.negatives is None else arrays.negatives.by_item
-    for name, rows in events.items():
+    for name, rows in {**arrays.samples, "histories": arrays.events.rows}.items():
         if rows is not None:
             write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
     if arrays.engagement is not None:
@@ -65,11 +66,11 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
     if arrays.statistics is not None and arrays.negatives is not None:
         kept = arrays.statistics.statistics.index.stored_arrays()
         write_arrow(folder / _PAST, {name: _in_one_row(values) for name, values in kept.items()})
-    dataset.schema.write(folder)
-    dataset.summary.save(folder / _SUMMARY)
+    schema.write(folder)
+    summary.save(folder / _SUMMARY)
     if not durable:
         return
-    opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, dataset.schema)
+    opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, schema)
     write_sums(folder, fingerprint_of(opened), FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
     Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
