@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 340,
     "baselines": 382,
-    "cli": 1611,
+    "cli": 1616,
     "cpu": 925,
-    "cuda_graphs": 796,
-    "data": 8655,
-    "distributed": 2410,
+    "cuda_graphs": 782,
+    "data": 8687,
+    "distributed": 2185,
     "events": 2346,
     "follow": 1639,
     "history_policies": 1783,
@@ -25,7 +25,7 @@ BUDGET = {
     "serving": 7675,
     "table1": 1135,
     "tables": 3149,
-    "training": 7420,
+    "training": 7271,
     "utils": 2005,
 }
 
