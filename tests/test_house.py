@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 333,
     "baselines": 382,
-    "cli": 1646,
+    "cli": 1616,
     "cpu": 922,
     "cuda_graphs": 780,
-    "data": 8807,
+    "data": 8687,
     "distributed": 2185,
     "events": 2346,
     "follow": 1639,
@@ -25,8 +25,8 @@ BUDGET = {
     "serving": 7675,
     "table1": 1135,
     "tables": 3117,
-    "training": 7282,
-    "utils": 2065,
+    "training": 7271,
+    "utils": 2058,
 }
 
 

@@ -17,8 +17,6 @@ from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import prepare
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.store import write_prepared
 from jfi.data.schema import coded
 from jfi.data.schema.schema import DataSchema
 from jfi.events import events
@@ -188,15 +186,14 @@ def test_tables_of_users_and_items_and_text_with_dates(tmp_path, write, monkeypa
 
 
 def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads the tables, prepares them, and compares batches and, byte for byte, files."""
+    """Loads the tables, prepares them, and compares batches and, byte for byte, files of blocks of two sizes."""
     loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
     prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
     assert {path.name for path in folder.iterdir()} - before == {"prepared"}
     prepared = load_dataset(prepared_config(folder / "prepared"))
     assert_same_batches(loaded, prepared)
     assert prepared.summary == loaded.summary
-    (folder / "written").mkdir()
-    write_prepared(loaded, column_settings(config.with_absolute_paths()), folder / "written")
+    prepare_dataset(config, folder / "written", show=False)
     assert files_of(folder / "prepared") == files_of(folder / "written")
 
 
@@ -425,7 +422,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a file of this version of jfi"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json is damaged: object missing"),
         (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
         (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
         (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),

@@ -98,7 +98,7 @@ def test_files_that_moved_cannot_be_the_history(tmp_path):
     moved, few = (tmp_path / "all.csv").rename(tmp_path / "moved.csv"), tmp_path / "few.csv"
     write_table(few, ROWS[TEST:])
     advice = (
-        rf"{few}: no column 'past_item_rate' of data.statistics, and the run's own interactions are not there; give a "
+        r"no history is given for data.statistics, and the run's own interactions are not there; give a "
         r"table with the past of all users as the history \(`history`, --history\), or train the run with "
         r"data.statistics: \[\]"
     )
@@ -178,21 +178,6 @@ def test_a_log_that_statistics_are_made_of_has_the_label(trained, tmp_path):
     label = run.config.data.label_columns()[0]
     with pytest.raises(DataError, match=f"no column '{label}'"):
         run.predict(str(folder / "test.csv"), history=log.drop(columns=label))
-
-
-def test_a_table_with_the_statistics_has_the_histories_of_the_runs_own_interactions(trained, tmp_path, caplog):
-    folder, _ = trained
-    run = jfi.load_run(folder / "run")
-    every = tmp_path / "every.parquet"
-    arguments = ("--run", folder / "run", "--data.interactions", folder / "all.csv", "--add-statistics")
-    commands.run("prepare", *arguments, every)
-    rows = pd.read_parquet(every).iloc[TEST:]
-    scores = run.predict(rows)["score"]
-    assert "histories are of the run's own interactions" in caplog.text
-    wanted = run.predict(str(folder / "test.csv"))["score"].to_numpy()
-    assert scores.to_numpy() == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(ConfigError, match=r"every.csv must end in .parquet"):
-        commands.run("prepare", *arguments, tmp_path / "every.csv")
 
 
 def test_prepare_names_the_groups_of_auto(trained, tmp_path, capsys):

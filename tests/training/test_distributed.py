@@ -335,7 +335,7 @@ def train_pipelined(config: Config) -> set[str]:
     """The names of the modules that the train pipeline has found."""
     with join_world("cpu") as world:
         dataset, run = load_dataset(config.data), RunFolder.create(config)
-        save_data(run, dataset, config)
+        save_data(run, dataset)
         trainer = Trainer(config, dataset, world)
         trainer.pipeline = trainer._make_pipeline()
         with without_pictures():

@@ -71,6 +71,6 @@ def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = N
 def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset of `prepare_into`, which is left when its files are removed."""
     config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
-    dataset = open_prepared(config, verify=False, schema=schema)
+    dataset = open_prepared(config, verified=False, schema=schema)
     dataset.folder = None
     return dataset

@@ -18,7 +18,8 @@ import torch
 
 from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
-from jfi.data.io.paths import find_files
+from jfi.data.io.blocks import find_table
+from jfi.data.io.paths import is_configured
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
@@ -226,8 +227,9 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
     for option, source in read.items():
         if source is not None and not isinstance(source, pa.Table):
             # With a delimiter files of any name are listed: which are read, the config of the run says.
-            files = [file.path for file in find_files(source, option, delimiter=",") if file.table is None]
-            names |= {os.path.realpath(path): option for path in files}
+            files = find_table(source, option, DataConfig(delimiter=","))
+            for file in [one for one in files if one.table is None]:
+                names[os.path.realpath(file.path)] = file.setting if is_configured(file.setting) else option
     for option, path in written.items():
         if path is None:
             continue

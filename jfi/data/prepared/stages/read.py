@@ -143,11 +143,6 @@ class RowReader:
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
-        if made := next((name for name in config.statistics_columns() if name in first.known), None):
-            raise DataError(
-                f"{first.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
-                "group out, or all of them by data.statistics: []"
-            )
         for setting in ("user", "item", "timestamp"):
             first.require(getattr(config, setting), f" (data.{setting})")
         if config.items is None:
@@ -173,6 +168,11 @@ class RowReader:
     def append(self, table: Table, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
+        if made := next((name for name in config.statistics_columns() if name in table.known), None):
+            raise DataError(
+                f"{table.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
+                "group out, or all of them by data.statistics: []"
+            )
         self._dictionaries["user"].add(table.ids(config.user, DROP))
         self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
