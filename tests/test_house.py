@@ -8,11 +8,11 @@ ROOT = Path(__file__).parents[1] / "jfi"
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
     "": 340,
-    "baselines": 382,
+    "baselines": 378,
     "cli": 1642,
     "cpu": 925,
     "cuda_graphs": 796,
-    "data": 8807,
+    "data": 8525,
     "distributed": 2410,
     "events": 2346,
     "follow": 1639,

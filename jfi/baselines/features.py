@@ -48,12 +48,6 @@ class Features:
         Args:
             dataset: of a training run.
             samples: B samples of it.
-
-        Example:
-            >>> from jfi.data import DataConfig, load_dataset
-            >>> dataset = load_dataset(DataConfig(source="synthetic"))
-            >>> list(Features.of(dataset, Samples.of(dataset)).numbers)[:2]
-            ['past_item_rate', 'past_item_count']
         """
         arrays, schema, is_implicit = dataset.arrays(), dataset.schema, dataset.is_implicit
         session = None if arrays.engagement is None else arrays.engagement.session

@@ -49,10 +49,12 @@ def run_baselines(
         DataError: a file of a prepared dataset is damaged.
 
     Example:
-        >>> from jfi.data import DataConfig, SyntheticConfig, load_dataset
-        >>> synthetic = SyntheticConfig(num_users=60)
-        >>> dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
-        >>> results = run_baselines(dataset)
+        >>> import numpy as np
+        >>> import pyarrow as pa
+        >>> from jfi.data import DataConfig, load_dataset
+        >>> rng = np.random.default_rng(0)
+        >>> rows = {name: rng.integers(0, 2, 2000) for name in ("user_id", "item_id", "timestamp", "like")}
+        >>> results = run_baselines(load_dataset(DataConfig(interactions=pa.table(rows), label="like")))
         >>> list(results)[:3], list(results["popularity by time"][0].settings)
         (['item mean', 'item + user mean', 'popularity by time'], ['half_life'])
     """

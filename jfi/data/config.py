@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
-from jfi.data.setting_types import Count, Natural, Positive, Seed, Size, check_bounds
+from jfi.data.setting_types import Count, Positive, Seed, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -27,37 +27,6 @@ Of = Literal["user", "item", "event", "context"]
 FeatureType = Literal["category", "number"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
-
-
-@dataclass
-class SyntheticConfig:
-    """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
-
-    Args:
-        kind: "taste" is the table of `jfi.data.features.synthetic`; "dwell" is a log with dwell times, of which only
-            the long ones of active users count, see `jfi.data.features.synthetic_dwell`.
-        num_users: number of users.
-        num_items: number of items, drawn by Zipf's law.
-        num_categories: number of item categories; a user likes or dislikes each one independently.
-        mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
-        taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
-        horizon: of "dwell" alone, the number of events after which an event no longer counts.
-        labeled: of "dwell" alone, the number of newest events of each user that have a label.
-        seed: seed of all random numbers.
-    """
-
-    kind: Literal["taste", "dwell"] = "taste"
-    num_users: Size = 1000
-    num_items: Size = 500
-    num_categories: Size = 10
-    mean_length: Annotated[float, Meta(ge=1, lt=2**31)] = 60.0
-    taste: float = 2.5
-    horizon: int = 1000
-    labeled: int = 16
-    seed: Natural = 0
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.synthetic.", DataError)
 
 
 @dataclass
@@ -139,7 +108,6 @@ class DataConfig:
     `interactions`. Without that table they come from the user's (item's) first interaction in time.
 
     Args:
-        source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
         interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
             list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz` or `.zst`.
@@ -176,7 +144,7 @@ class DataConfig:
             target's category in the `session`; and means of the numbers and counts of the values of events
             (`event_values`). Without a label shares take the place of rates. "auto" stands for all with a binary label;
             for `item`, `user`, `popularity`, `age`, `user_category` and `session` without a label; and for none of a
-            regression, of `source: synthetic`, and where a column that the config names has the name of one that they
+            regression, and where a column that the config names has the name of one that they
             make. Values of a category of the item with a `capacity` are not counted: `user_category`, `session` and
             `event_values` are refused there, and "auto" leaves them out.
         title: column of the item that is shown to people, or None.
@@ -194,7 +162,6 @@ class DataConfig:
             samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
-        synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
         delimiter: text between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
@@ -230,7 +197,6 @@ class DataConfig:
             and `policy`, which a run may set.
     """
 
-    source: Literal["table", "synthetic"] = "table"
     interactions: str | list[str] | None = None
     users: str | list[str] | None = None
     items: str | list[str] | None = None
@@ -256,7 +222,6 @@ class DataConfig:
     max_timeline: Size | None = None
     max_slots: Size = 8
     num_quantiles: Size = 16
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
     delimiter: str | None = None
@@ -309,7 +274,7 @@ class DataConfig:
         """The groups of `statistics`, or those that "auto" stands for; the dataset has those of a prepared one."""
         if self.statistics != "auto":
             return self.statistics
-        if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
+        if self.prepared is not None or self.task == "regression":
             return []
         groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
         made = self._columns_of(groups)
@@ -325,8 +290,7 @@ class DataConfig:
         return self._columns_of(self.statistics_groups())
 
     def _columns_of(self, groups: list[Group]) -> list[str]:
-        is_implicit = self.label is None and self.source == "table"
-        return columns_of(groups, is_implicit, self.names("item", "category"), *self.event_values())
+        return columns_of(groups, self.label is None, self.names("item", "category"), *self.event_values())
 
     def event_values(self) -> tuple[list[str], list[str]]:
         """The numbers and the categorical columns of events that statistics read."""

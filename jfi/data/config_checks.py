@@ -26,9 +26,8 @@ def check_data_config(config: DataConfig) -> None:
     whole = math.isclose(sum(config.fractions), 1.0, abs_tol=1e-6)
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")
-    if config.source == "table" and config.interactions is None and config.prepared is None:
-        source = "the file of interactions (or set data.source: synthetic)"
-        raise DataError(f"data.interactions is not set; it must name {source}")
+    if config.interactions is None and config.prepared is None:
+        raise DataError("data.interactions is not set; it must name the file of interactions")
     _check_statistics(config)
     _check_roles(config)
     _check_features(config)
@@ -163,10 +162,6 @@ def _check_leaks(config: DataConfig) -> None:
 
 def _check_targets(config: DataConfig) -> None:
     """Raises DataError for labels, weights and a policy that no table fits."""
-    is_table = config.source == "table" and config.prepared is None
-    for setting in ("task", "labels", "weight", "auxiliary_labels"):
-        if config.source == "synthetic" and getattr(config, setting) != getattr(DataConfig(), setting):
-            raise DataError(f"data.{setting} is set, but the synthetic table has a label of its own, and no weights")
     if config.task == "regression" and config.label is None and config.prepared is None:
         raise DataError("data.task is regression, but data.label is not set; it must name a column of numbers")
     if len(config.labels) == 1:
@@ -193,7 +188,7 @@ def _check_targets(config: DataConfig) -> None:
         label_columns(config.conversion)
     elif config.policy is not None and config.task == "regression":
         raise DataError("data.conversion is not set, and data.task is regression; it must say which events count")
-    if config.policy is not None and config.dwell is None and config.surface is None and is_table:
+    if config.policy is not None and config.dwell is None and config.surface is None and config.prepared is None:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 
 
@@ -219,7 +214,5 @@ def _check_split(config: DataConfig) -> None:
             raise DataError(f"data.{name} is not set; data.split: {split} needs it")
         if config.split != split and getattr(config, name) is not None:
             raise DataError(f"data.{name} is set, but data.split is {config.split}; set data.split: {split} to use it")
-    if config.split in ("column", "files") and config.source == "synthetic":
-        raise DataError(f"data.split is {config.split}; the synthetic table has no given split")
     if config.history is not None:
         parse_rule(config.history)

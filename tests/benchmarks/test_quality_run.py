@@ -1,10 +1,12 @@
 """The comparison: which trainings are done, in what order, what is kept, and the table that comes of it."""
 
+import dataclasses
 import json
 from functools import reduce
 
 import pytest
 import yaml
+from synthetic_data import synthetic_data
 
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import cost, page, run
@@ -236,7 +238,7 @@ def test_our_trials_are_fields_of_the_config(tmp_path):
 
 
 def test_one_of_our_models_trains(tmp_path):
-    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    section = dataclasses.asdict(synthetic_data(num_users=40, num_items=30))
     settings = {"data": section, "training": {"epochs": 2}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     task = run.Task(Table("Tiny", str(tmp_path / "config.yaml"), [{}]), 0, tmp_path, tmp_path, Peers())
@@ -246,7 +248,7 @@ def test_one_of_our_models_trains(tmp_path):
 
 
 def test_baselines_are_those_of_the_package(tmp_path):
-    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    section = dataclasses.asdict(synthetic_data(num_users=40, num_items=30))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
     table = Table("Tiny", str(tmp_path / "config.yaml"), [{}])
     names = [name for name, model in MODELS.items() if model.kind == "baseline"]

@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs/get-started.md").read_text()
 def wheel(tmp_path_factory) -> Path:
     """Builds the wheel from a copy, where no files of earlier builds lie."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("jfi", "configs"):
+    for name in ("jfi", "configs", "examples"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -39,8 +39,8 @@ def test_the_wheel_has_the_command_the_configs_and_its_types(wheel, tmp_path):
     """It trains on a small table and scores it, in a folder without this repository."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        assert "jfi/py.typed" in names and "jfi/configs/quickstart.yaml" in names
-        assert [name for name in names if name.startswith(("tests", "configs", "benchmarks"))] == []
+        assert {"jfi/py.typed", "jfi/configs/quickstart.yaml", "jfi/configs/synthetic_tables.py"} <= {*names}
+        assert [name for name in names if name.startswith(("tests", "configs", "examples", "benchmarks"))] == []
         (entry,) = [name for name in names if name.endswith("entry_points.txt")]
         assert "jfi = jfi.cli:main" in archive.read(entry).decode()
         archive.extractall(tmp_path / "site")

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_data import synthetic_data
 
-from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from jfi.data import Batch, DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.balance import assign_samples
 from jfi.data.schema.columns import Categorical
 from jfi.utils.jagged import ranges, repeat
@@ -15,8 +16,7 @@ from jfi.utils.jagged import ranges, repeat
 
 @pytest.fixture(scope="module")
 def labeled() -> InteractionDataset:
-    synthetic = SyntheticConfig(num_users=30, num_items=40, mean_length=12.0)
-    return load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
+    return load_dataset(synthetic_data(num_users=30, num_items=40, mean_length=12.0))
 
 
 # (user, item) of the moments 0, 1, ...

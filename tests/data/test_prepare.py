@@ -335,8 +335,7 @@ for calls in range(int(sys.argv[3]), 1000, int(sys.argv[4])):
 def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, record_property, first, step):
     config = config_of(table).with_absolute_paths()
     prepare_dataset(config, tmp_path / "whole")
-    settings = {name: value for name, value in vars(config).items() if name != "synthetic"}
-    command = [sys.executable, "-c", KILL, repr(settings), str(tmp_path / "prepared"), str(first), str(step)]
+    command = [sys.executable, "-c", KILL, repr(vars(config)), str(tmp_path / "prepared"), str(first), str(step)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     *deaths, last = [line.split() for line in run.stdout.splitlines()]
     assert last == ["0", "True"]

@@ -216,11 +216,6 @@ def _scales(schema: DataSchema) -> list[tuple]:
     return [(schema.encodings.bounds[name], schema.encodings.moments[name]) for name in schema.dense_names]
 
 
-def test_those_of_synthetic_tables():
-    dataset = load_dataset(DataConfig(source="synthetic", statistics=["user_item"]))
-    assert dataset.schema.dense_names == GROUPS["user_item"][0]
-
-
 def test_a_table_to_score_needs_them(tmp_path):
     table = random_table(0).drop_columns("kind")
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -259,13 +254,8 @@ def test_parts_of_several_types_are_one_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path):
+def test_the_script_writes_them_for_a_file(tmp_path):
     script = [sys.executable, "-m", "jfi", "prepare"]
-    synthetic = ["--data.source", "synthetic", "--data.synthetic.num_users", "20", "--data.statistics", "[item]"]
-    out = tmp_path / "out.parquet"
-    done = subprocess.run([*script, *synthetic, "--add-statistics", out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert pa.parquet.read_table(out).column_names[-2:] == GROUPS["item"][0]
     out, rows = tmp_path / "no.parquet", tmp_path / "rows.csv"
     rows.write_text("user_id,item_id,timestamp,liked\n1,7,0,1\n2,7,soon,0\n")
     options = ["--data.interactions", rows, "--data.label", "liked", "--data.statistics", "[item]"]
@@ -328,7 +318,6 @@ GENRE = FeatureConfig("genre", "item")
         ({"features": [GENRE], "negatives": 1}, IMPLICIT),
         ({"label": "rating", "task": "regression"}, []),
         ({"labels": TWO[::-1]}, []),
-        ({"source": "synthetic"}, []),
         ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.
         ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),

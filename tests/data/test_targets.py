@@ -134,7 +134,6 @@ def test_the_fingerprint_knows_all_labels_and_the_weight(table, write):
         ({"labels": LABELS, "label": "seen"}, "data.label and data.task are 'seen', binary, but the first of data.la"),
         ({"task": "regression"}, "data.task is regression, but data.label is not set"),
         ({"task": "regression", "label": "x", "statistics": ["item"]}, "data.statistics counts positives, and data.ta"),
-        ({"labels": LABELS, "source": "synthetic"}, "data.labels is set, but the synthetic table has a label"),
         ({"weight": "user_id"}, "data.user and data.weight are both 'user_id'"),
         ({"weight": "w", "context_dense": ["w"]}, "data.features lists 'w' of context, which is data.weight"),
         (

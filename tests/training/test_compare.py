@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
+from synthetic_data import options
 from worker import without_pictures
 
 from jfi.cli.compare import compare, summarize, table, write_record
@@ -31,7 +32,7 @@ class Run(NamedTuple):
 def test_compare_pooling(tmp_path):
     arguments = [
         *["--config", ROOT / "configs/quickstart.yaml", "--seeds", "0", "1", "--training.run_dir", "out"],
-        *["--data.synthetic.num_users", "60", "--training.epochs", "1", "--training.batch_size", "256"],
+        *[*options(num_users=60), "--training.epochs", "1", "--training.batch_size", "256"],
     ]
     done = subprocess.run(
         [sys.executable, "-m", "jfi", "compare", *map(str, arguments)],

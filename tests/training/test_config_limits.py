@@ -5,7 +5,7 @@ import math
 import pytest
 from data_configs import data_config
 
-from jfi.data import DataConfig, DataError, FeatureConfig, SyntheticConfig
+from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
@@ -157,16 +157,6 @@ def test_heads_by_recency_are_several(kind, section):
     assert kind(bias="recency", num_heads=2).num_heads == 2
     with pytest.raises(ConfigError, match=rf"^{section}\.num_heads: got 1, must be at least 2 with {section}\.bias"):
         kind(bias="recency", num_heads=1)
-
-
-@pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
-def test_limits_of_synthetic_data(name):
-    for value in (1, MANY):
-        check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
-    for value in (0, MANY + 1):
-        with pytest.raises(DataError, match=rf"^data\.synthetic\.{name}: got "):
-            check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
-    check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(seed=0)))
 
 
 def test_a_value_or_a_section_of_a_config_may_be_an_alias(tmp_path):

@@ -235,7 +235,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {
         "config": dataclasses.asdict(config.without_tables()),
-        "inputs": [] if config.source == "synthetic" else identify_files(config),
+        "inputs": identify_files(config),
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)

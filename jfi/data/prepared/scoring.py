@@ -109,7 +109,7 @@ class ScoringRows:
             session = config.session if {*SESSIONS} & {*statistics} else None
             config = replace(config, dwell=None, surface=None, session=session)
         self._made = set(config.statistics_columns())
-        self._config = replace(config, source="table", users=sources.users, items=sources.items)
+        self._config = replace(config, users=sources.users, items=sources.items)
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
         #: Why rows have no label, where a file lacks a column of it.
@@ -313,7 +313,7 @@ class ScoringRows:
 
 def own_history(config: DataConfig) -> list[str]:
     """Returns the paths of a run's own interactions, of all splits, if it has statistics and the files are there."""
-    return existing_interactions(config) if config.statistics_groups() and config.source == "table" else []
+    return existing_interactions(config) if config.statistics_groups() else []
 
 
 def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tuple[Sources, list[Group]]:

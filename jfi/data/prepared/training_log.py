@@ -28,11 +28,12 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
             surface, or neither a conversion nor a label.
 
     Example:
-        >>> from jfi.data import DataConfig, SyntheticConfig
-        >>> config = DataConfig(source="synthetic", synthetic=SyntheticConfig(kind="dwell", num_users=50))
-        >>> log, conversion = training_log(config)
+        >>> import pyarrow as pa
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+        >>> rows |= {"page": ["feed", "search", "feed", "feed"] * 10}
+        >>> log, conversion = training_log(DataConfig(interactions=pa.table(rows), label="like", surface="page"))
         >>> log.surfaces, len(log) == len(conversion)
-        (['autoplay', 'feed', 'search'], True)
+        (['feed', 'search'], True)
     """
     check_data_config(config)
     if config.prepared is not None:

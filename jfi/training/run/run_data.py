@@ -192,7 +192,7 @@ def _compare(
     if changes is None:
         return
     if changed != "accept":
-        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        named = config.data.prepared or config.data.interactions
         data = f"the data {named}" if named else "the data"
         raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
     # The fingerprint last: killed before, the run asks again.

@@ -60,7 +60,7 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
     if config.users is None:
         categories += [name for name in config.names("user", "category") if name != config.user]
         numbers += config.names("user", "number")
-    if config.items is None and config.source == "table":
+    if config.items is None:
         categories += [name for name in config.names("item", "category") if name != config.item]
         numbers += config.names("item", "number")
         categories += [] if config.title is None else [config.title]

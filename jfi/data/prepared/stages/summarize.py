@@ -175,7 +175,7 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
         return 1970 + middle / _UNITS[config.timestamp_unit] * unit / _YEAR
 
     now = year(_UNITS[config.timestamp_unit])
-    if config.source == "synthetic" or _YEARS[0] <= now <= _YEARS[1]:
+    if _YEARS[0] <= now <= _YEARS[1]:
         return []
     text = f"'{config.timestamp}' lies around the year {now:.0f}"
     for unit, seconds in _UNITS.items():
