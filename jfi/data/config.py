@@ -31,19 +31,23 @@ FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
 
 @dataclass
 class LabelConfig:
-    """One of several labels that a model predicts at once.
+    """A label.
 
     Args:
-        name: letters, digits and underscores; metrics, columns of predictions and scores of a request have it.
+        name: letters, digits and underscores. With several, metrics, columns of predictions and scores of a request
+            have it.
         label: a column or a rule, as `data.label`.
-        task: as `data.task`.
+        task: "binary", or "regression" for a column of real numbers, which the model predicts by their squared error.
         weight: weight of its loss in the sum over all labels, positive.
+        auxiliary: whether its loss alone matters, which helps to train the model: a column of 0 and 1, or a rule, which
+            the model does not predict and no metric reads. A row that lacks it does not count in its loss.
     """
 
     name: str
     label: str
     task: Task = "binary"
     weight: Positive = 1.0
+    auxiliary: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self, f"data.labels '{self.name}': ", DataError)
@@ -123,15 +127,10 @@ class DataConfig:
         label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
             empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
-            columns can be user or item columns only if the table `users` or `items` has them.
-        task: kind of the label: "binary", or "regression" for a column of real numbers, which the model predicts by
-            their squared error.
-        labels: several labels that one model predicts at once, at least two; `label` and `task` are those of the first.
-            A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
-        auxiliary_labels: further columns of 0 and 1, or rules, whose losses help to train the model: with the label
-            `rating >= 4`, `rating >= 3` and `rating >= 5`. The model predicts none of them, and no metric reads them. A
-            row that lacks one does not count in its loss.
-        auxiliary_weight: weight of the loss of each auxiliary label, where that of a label is 1.
+            columns can be user or item columns only if the table `users` or `items` has them. It is the short form of
+            `labels: [{name: label, label: RULE}]`.
+        labels: labels that one model predicts at once, in the place of `label`. A row is a sample if it has the first
+            one that is not auxiliary; where it lacks another, that one counts in no loss or metric.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
@@ -206,10 +205,7 @@ class DataConfig:
     timestamp: str = "timestamp"
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
     label: str | None = None
-    task: Task = "binary"
     labels: list[LabelConfig] = field(default_factory=list)
-    auxiliary_labels: list[str] = field(default_factory=list)
-    auxiliary_weight: Positive = 0.5
     weight: str | None = None
     negatives: Annotated[int, Meta(ge=0, lt=2**31)] = 4
     features: list[FeatureConfig] = field(default_factory=list)
@@ -245,23 +241,35 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.", DataError)
-        if self.labels and self.label is None:
-            self.label, self.task = self.labels[0].label, self.labels[0].task
 
     def targets(self) -> list[LabelConfig]:
-        """`labels`, or the only label as one named "label"."""
-        return self.labels or [LabelConfig("label", self.label, self.task)]  # type: ignore[arg-type] # None: no label
+        """The labels that the model predicts: those of `labels`, or `label` as one named "label"."""
+        found = [one for one in self.labels if not one.auxiliary]
+        return found or [LabelConfig("label", self.label)]  # type: ignore[arg-type] # None: no label
+
+    def auxiliary_labels(self) -> list[LabelConfig]:
+        """The labels that only the loss of the training rows reads."""
+        return [one for one in self.labels if one.auxiliary]
 
     def trained_labels(self) -> list[LabelConfig]:
-        """`targets()`, and behind them `auxiliary_labels`, which only the loss of the training rows reads."""
-        others = [LabelConfig(f"auxiliary-{i}", one) for i, one in enumerate(self.auxiliary_labels)]
-        return [*self.targets(), *(dataclasses.replace(one, weight=self.auxiliary_weight) for one in others)]
+        """`targets()`, and behind them `auxiliary_labels()`."""
+        return [*self.targets(), *self.auxiliary_labels()]
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether there is no label, so that every row is a positive."""
+        return self.targets()[0].label is None
+
+    @property
+    def task(self) -> Task:
+        """That of the first label."""
+        return self.targets()[0].task
 
     def label_columns(self) -> list[str]:
         """The columns of all labels, auxiliary ones among them."""
         from jfi.data.schema.rules import label_columns
 
-        labels = [] if self.label is None else self.trained_labels()
+        labels = [] if self.is_implicit else self.trained_labels()
         found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
 
@@ -276,7 +284,7 @@ class DataConfig:
             return self.statistics
         if self.prepared is not None or self.task == "regression":
             return []
-        groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
+        groups = [one for one in AUTO[self.is_implicit] if one not in BY_CATEGORY or not self.growing("item")]
         made = self._columns_of(groups)
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
@@ -290,7 +298,7 @@ class DataConfig:
         return self._columns_of(self.statistics_groups())
 
     def _columns_of(self, groups: list[Group]) -> list[str]:
-        return columns_of(groups, self.label is None, self.names("item", "category"), *self.event_values())
+        return columns_of(groups, self.is_implicit, self.names("item", "category"), *self.event_values())
 
     def event_values(self) -> tuple[list[str], list[str]]:
         """The numbers and the categorical columns of events that statistics read."""

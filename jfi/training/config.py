@@ -252,7 +252,7 @@ class Config:
 
     def _check_monitor(self) -> None:
         monitor, ranked = self.training.monitor, self.training.ranking_metrics()
-        labeled = self.data.label is not None
+        labeled = not self.data.is_implicit
         if self.data.prepared is not None and not labeled and "@" not in monitor:
             return  # the labels are in the config of the run
         targets = self.data.targets()

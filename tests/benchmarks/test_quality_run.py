@@ -212,9 +212,9 @@ def test_the_defaults_that_are_compared_are_the_librarys():
 
 def test_a_model_that_a_table_does_not_allow_is_left_out(tmp_path, capsys):
     table, results = TABLES["ml_latest_small_implicit"], Results(tmp_path / "t.json")
-    models = {"one": Model("ours", {"data.auxiliary_labels": ["rating >= 4"]}, [{}])}
+    models = {"one": Model("ours", {"data.negatives": 0}, [{}])}
     run.run_table(table, results, ["one"], tmp_path, Peers(), models=models)
-    assert "one: left out; data.auxiliary_labels is set, but data.label is not" in capsys.readouterr().out
+    assert "one: left out; data.negatives is 0; without a label it must be at least 1" in capsys.readouterr().out
     assert results.cells == []
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from data_configs import data_config, replace_data
+from data_configs import data_config, regression, replace_data
 
 from jfi.data import DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.io import blocks as table_blocks
@@ -379,7 +379,7 @@ def test_it_starts_over_where_the_schema_has_changed(tmp_path, table, monkeypatc
             raise KeyboardInterrupt
         return rename(path, target)
 
-    config = data_config(interactions=table, label="years", task="regression", item_categorical=["genre"])
+    config = data_config(interactions=table, labels=regression("years"), item_categorical=["genre"])
     schema = load_dataset(config).schema
     monkeypatch.setattr(Path, "rename", stop_before_the_last)
     with pytest.raises(KeyboardInterrupt):

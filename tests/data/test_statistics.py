@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from data_configs import data_config
+from data_configs import data_config, regression
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -316,7 +316,7 @@ GENRE = FeatureConfig("genre", "item")
         ({"labels": TWO}, ALL),
         ({}, IMPLICIT),
         ({"features": [GENRE], "negatives": 1}, IMPLICIT),
-        ({"label": "rating", "task": "regression"}, []),
+        ({"label": None, "labels": regression("rating")}, []),
         ({"labels": TWO[::-1]}, []),
         ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.

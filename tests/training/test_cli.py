@@ -89,7 +89,7 @@ def config_of_texts(shift: int) -> Config:
     data = {name: next(texts) for name in names if name not in ("encoding", "prepared")}
     features = [FeatureConfig(next(texts), "item", separator=next(texts), default=next(texts)) for _ in range(2)]
     data |= {"features": [*features, FeatureConfig(next(texts), "event", cross=[next(texts)])]}
-    data |= {"labels": [LabelConfig(next(texts), next(texts))], "auxiliary_labels": [next(texts), next(texts)]}
+    data |= {"labels": [LabelConfig(next(texts), next(texts))]}
     data |= {"missing_values": [*itertools.islice(texts, 9)], "header": {"items": [next(texts), next(texts)]}}
     pretrained = {next(texts): PretrainedConfig(next(texts), next(texts))}
     own = {"logger": "wandb", "logger_options": {"name": next(texts), "project": next(texts)}, "run_dir": next(texts)}

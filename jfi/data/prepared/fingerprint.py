@@ -135,7 +135,7 @@ def _sources(dataset: InteractionDataset, config: DataConfig, of: Entity) -> dic
         settings = {"user": config.user, "item": config.item, "time": config.timestamp, WEIGHT: config.weight}
         settings |= {"dwell": config.dwell, "surface": config.surface, "session": config.session}
         found |= {name: [source] for name, source in settings.items() if source is not None}
-        labels = [] if config.label is None else config.trained_labels()
+        labels = [] if config.is_implicit else config.trained_labels()
         names = ["label", *(LABEL + one.name for one in labels[1:])]
         found |= {name: label_columns(one.label) for name, one in zip(names, labels, strict=False)}
     return found

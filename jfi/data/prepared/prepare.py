@@ -172,7 +172,7 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     writer, negatives = ColumnWriter(folder, dict.fromkeys(SPLITS, index_type(len(order)))), None
     choose_samples(events, order, known, config, writer.append)
     writer.close()
-    if config.label is None:
+    if config.is_implicit:
         by_item = order_by_item(events, columns.new("by_item", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     statistics = compute_statistics(columns, schema, ids, negatives) if config.statistics_groups() else None

@@ -103,7 +103,7 @@ class ScoringRows:
         self.has_history = sources.history is not None
         config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
         if not trains:
-            config = replace(config, weight=None, auxiliary_labels=[])
+            config = replace(config, weight=None, labels=config.targets() if config.labels else [])
         self._past = past
         if policy is None:  # nothing else reads these columns
             session = config.session if {*SESSIONS} & {*statistics} else None
@@ -199,7 +199,7 @@ class ScoringRows:
             chosen = samples[begin:end]
             self.rows[begin:end] = row[chosen] - num_history
             found = np.squeeze(np.stack([one[chosen] for one in labels], axis=1), axis=() if len(labels) > 1 else 1)
-            if config.label is None:
+            if config.is_implicit:
                 is_known = False if candidates is None else known[events.item[chosen]]
                 found = np.where(is_known, found, np.float32(np.nan))
             self.labels[self.rows[begin:end]] = found

@@ -74,7 +74,7 @@ def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
         features=features,
         users=None,
         label=None,
-        auxiliary_labels=[],
+        labels=[],
         weight=None,
         request_id=None,
         title=None,

@@ -44,7 +44,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
     events, samples = arrays.events, arrays.samples
     trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
     # Nothing reads the auxiliary labels of other splits than train.
-    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels)
+    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels())
     shares_of = [
         (one, {name: _share_of_ones(column, samples[name]) for name in splits})
         for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
@@ -76,7 +76,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
-            *(_warn_of_raw_events(dataset, columns) if config.task == "binary" and config.label is not None else []),
+            *(_warn_of_raw_events(dataset, columns) if config.task == "binary" and not config.is_implicit else []),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
