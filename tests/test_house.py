@@ -8,13 +8,13 @@ ROOT = Path(__file__).parents[1] / "jfi"
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
     "": 340,
-    "baselines": 378,
+    "baselines": 350,
     "cli": 1642,
     "cpu": 925,
     "cuda_graphs": 796,
     "data": 8525,
     "distributed": 2410,
-    "events": 2346,
+    "events": 2336,
     "follow": 1639,
     "history_policies": 1783,
     "kernels": 6867,

@@ -15,7 +15,7 @@ from synthetic_data import options, synthetic_data
 
 from jfi.baselines import run_baselines
 from jfi.baselines.features import Features
-from jfi.baselines.models import Fit, best, gradient_boosting, logistic_regression
+from jfi.baselines.models import BaselineResult, best, gradient_boosting, logistic_regression
 from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
@@ -63,7 +63,8 @@ def test_the_half_life_is_the_best_of_validation(synthetic, results):
 
 def test_the_best_fit_has_the_highest_auc_or_the_lowest_ne():
     fits = [
-        Fit({"number": i}, {"auc": a, "ne": n}, {}) for i, (a, n) in enumerate([(0.6, 0.9), (0.7, 1.1), (0.7, 1.0)])
+        BaselineResult({"number": i}, {"auc": a, "ne": n}, {})
+        for i, (a, n) in enumerate([(0.6, 0.9), (0.7, 1.1), (0.7, 1.0)])
     ]
     assert best(fits, "auc").settings == best(fits, "ndcg@10").settings == {"number": 1}
     assert best(fits, "ne").settings == {"number": 0}
