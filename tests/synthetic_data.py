@@ -43,7 +43,7 @@ def synthetic_data(kind: str = "taste", **settings: object) -> DataConfig:
     make, name = KINDS[kind]
     arguments = {name: settings.pop(name) for name in inspect.signature(make).parameters if name in settings}
     data = parse_config(["--config", str(CONFIGS / f"{name}.yaml")], "")[0].data
-    return replace(data, **files(tables(kind, **arguments)), **{"max_history": DataConfig.max_history, **settings})
+    return replace(data, **files(tables(kind, **arguments)) | {"max_history": DataConfig.max_history} | settings)
 
 
 def files(folder: Path) -> dict[str, str]:
