@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
-from jfi.data.setting_types import Count, Positive, Seed, Size, check_bounds
+from jfi.data.setting_types import Positive, Seed, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -19,6 +19,8 @@ AGE = "age"
 #: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
 NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
+#: The most events of a timeline, as a multiple of `max_history`: of a longer log each event is looked up 4/3 times.
+TIMELINE = 4
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
 Batching = Literal["sample", "user"]
@@ -157,8 +159,6 @@ class DataConfig:
         batching: "sample" gives every sample of a batch its own history. With "user" the samples of a user share one
             timeline, which is looked up and moved once, and each sample sees the events that its history would have:
             the same predictions, in a fraction of the time if users have many samples.
-        max_timeline: with `batching: user`, the maximum number of events of a timeline, at least `max_history`; the
-            samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
@@ -179,7 +179,6 @@ class DataConfig:
         test: files of the test rows, as `interactions`, with `split: files`.
         request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
             one split.
-        eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
         dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
@@ -192,8 +191,7 @@ class DataConfig:
         policy: file of a `jfi.history_policies.Policy`, which selects among the newest `max_history` events of a
             history, by their dwell and surface and the user's segment, and gives them weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section are those
-            that it was prepared with, except `max_history`, `max_timeline`, `batching`, `negatives`, `eval_negatives`
-            and `policy`, which a run may set.
+            that it was prepared with, except `max_history`, `batching`, `negatives` and `policy`, which a run may set.
     """
 
     interactions: str | list[str] | None = None
@@ -215,7 +213,6 @@ class DataConfig:
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
     max_history: Size = 200
     batching: Batching = "sample"
-    max_timeline: Size | None = None
     max_slots: Size = 8
     num_quantiles: Size = 16
     encoding: str = "utf-8"
@@ -230,7 +227,6 @@ class DataConfig:
     test: str | list[str] | None = None
     request_id: str | None = None
     history: str | None = None
-    eval_negatives: Count = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
@@ -275,8 +271,8 @@ class DataConfig:
 
     @property
     def longest_timeline(self) -> int:
-        """The most events of a timeline in a batch by user."""
-        return 4 * self.max_history if self.max_timeline is None else self.max_timeline
+        """The most events of a timeline in a batch by user; a user with more has several timelines."""
+        return TIMELINE * self.max_history
 
     def statistics_groups(self) -> list[Group]:
         """The groups of `statistics`, or those that "auto" stands for; the dataset has those of a prepared one."""

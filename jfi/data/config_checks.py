@@ -16,9 +16,6 @@ _SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "capacity", "se
 
 def check_data_config(config: DataConfig) -> None:
     """Raises DataError for settings that are wrong for any table."""
-    if config.max_timeline is not None and config.max_timeline < config.max_history:
-        bound = f"at least data.max_history, {config.max_history}, or null"
-        raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bound}")
     _check_files(config)
     _check_targets(config)
     if config.is_implicit and config.negatives < 1:

@@ -410,7 +410,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     assert own.summary.history_lengths["max"] == 2
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
-        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))
+        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared)))
     ]
     left, right = (candidates.pairs(np.arange(len(candidates))) for candidates in ranked)
     assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))

@@ -33,7 +33,7 @@ LIMITS = [
     ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
     ("sharding.group_size", [None, 1], [0, -1]),
     ("sharding.sync_every", [1], [0, 2]),  # more than 1 goes with groups
-    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k")),
+    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every")),
     *((f"training.{name}", [None, 1], [0]) for name in ("patience", "ranking_positives")),
     ("training.checkpoint_every", [0, 1], [-1]),
     ("training.seed", [0, 2**32 - 1], [-1, 2**32]),
@@ -113,12 +113,10 @@ def test_options_that_must_go_together():
 #: Option of `data` with the settings that it needs, accepted values, refused values.
 DATA_LIMITS = [
     *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots", "num_quantiles")),
-    ("max_timeline", {"max_history": 9}, [None, 9, MANY], [8, MANY + 1]),
     ("negatives", {"label": None}, [1, MANY], [0, MANY + 1]),
     ("negatives", {"label": "liked"}, [0], [MANY + 1]),
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
-    ("eval_negatives", {}, [1], [0]),
     *((name, {}, [{"a": 1}], [{"a": 0}]) for name in ("min_count", "hash_buckets")),
     (
         "features",

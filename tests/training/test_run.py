@@ -165,7 +165,7 @@ def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypat
 
 
 def by_user(config: Config) -> Config:
-    data = dataclasses.replace(config.data, batching="user", max_history=15, max_timeline=20)
+    data = dataclasses.replace(config.data, batching="user", max_history=5)
     return dataclasses.replace(config, data=data)
 
 

@@ -12,7 +12,7 @@ from jfi.data.schema.checked_json import checked_json, read_checked_json
 FORMAT = "jfi prepared dataset 5"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "policy")
+CHOICES = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _describe_timelines(known: Fingerprint, config: DataConfig) -> dict[str, obj
     rule = [] if settings.history is None else parse_rule(settings.history).columns
     names = sorted({settings.user, settings.timestamp, *rule})
     digest = hashlib.sha256("".join(known.columns[name] for name in names).encode()).hexdigest()
-    return {"data.max_timeline": config.longest_timeline, "the SHA-256 of the events' users and times": digest}
+    return {"the longest timeline": config.longest_timeline, "the SHA-256 of the events' users and times": digest}
 
 
 def name_data(run: RunFolder) -> str:
