@@ -42,15 +42,14 @@ class SentBytes:
         self._patches = ExitStack()
         for name, leaving in _LEAVING.items():
             self._patches.enter_context(mock.patch.object(dist, name, self._counted(name, leaving)))
-        for name in ("send", "average"):
-            self._patches.enter_context(mock.patch.object(PeerMemory, name, self._counted_to_peers(name)))
+        self._patches.enter_context(mock.patch.object(PeerMemory, "send", self._counted_to_peers()))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
 
-    def _counted_to_peers(self, name: str) -> Callable:
-        original = getattr(PeerMemory, name)
+    def _counted_to_peers(self) -> Callable:
+        original = PeerMemory.send
 
         def send(memory: PeerMemory, rows: Tensor, sent: list[int], *args: object, **kwargs: object) -> Tensor | None:
             made = original(memory, rows, sent, *args, **kwargs)
@@ -59,17 +58,7 @@ class SentBytes:
                 self.calls["peer_memory"] += 1
             return made
 
-        def average(memory: PeerMemory, *args: object, **kwargs: object) -> Tensor | None:
-            before = self.sent.copy(), self.calls.copy()
-            made = original(memory, *args, **kwargs)
-            if made is not None:  # by calls of `send`, which count as an all-reduce
-                away = self.sent["peer_memory"] - before[0]["peer_memory"]
-                self.sent, self.calls = before
-                self.sent["all_reduce"] += away
-                self.calls["all_reduce"] += 1
-            return made
-
-        return {"send": send, "average": average}[name]
+        return send
 
     def _counted(self, name: str, leaving: Callable[..., int]) -> Callable:
         original = getattr(dist, name)

@@ -9,6 +9,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# The code around an artifact's kernels, whose optimizer takes a fifth of the compiler's time.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -171,9 +171,6 @@ class FakeGraphs:
 
     def reset(self) -> None: ...
 
-    def new_bucket(self, buffers: Buffers) -> module.CapacityBucket:
-        return module.CapacityBucket(buffers, staging=0)
-
     def load(self, bucket: module.CapacityBucket, described) -> None:
         bucket.buffers.fill(bucket.block, described)
 
@@ -186,19 +183,16 @@ class FakeGraphs:
         return lambda: outputs.update(step()), outputs
 
 
-def test_a_bucket_that_is_gone_leaves_no_events(monkeypatch):
+def test_a_block_that_is_gone_leaves_no_events(monkeypatch):
     made = []
 
     class Event:
         def __init__(self) -> None:
             made.append(weakref.ref(self))
 
-    for name in ("Stream", "graph_pool_handle", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: SimpleNamespace(wait_stream=lambda _: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    graphs = module.CudaGraphs(CPU, staging=2)
-    for _ in range(3):
-        graphs.new_bucket(SimpleNamespace(new_block=lambda: SimpleNamespace(is_cuda=True)))
+    for _ in range(6):
+        module.StagingBlock(SimpleNamespace(is_cuda=True))
     assert len(made) == 12 and not any(event() for event in made)
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from jfi import __version__
@@ -13,6 +14,8 @@ from jfi.cli.options import OptionError
 from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import begin_command, run_command
 
+#: The documentation; examples and configs are beside it.
+DOCS = Path(__file__).parents[1] / "docs"
 #: By command, the module that runs it and what it does. Those without a parser in `options` take all settings of a
 #: config, and their parser is in `settings`.
 COMMANDS = {
@@ -100,5 +103,6 @@ def _overview() -> str:
             *lines,
             "",
             "`jfi COMMAND --help` shows the options of a command. Begin with: jfi train --data.interactions clicks.csv",
+            f"Documentation, beside configs and examples: {DOCS / 'index.md'}",
         ]
     )

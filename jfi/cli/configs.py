@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jfi.utils.errors import InputError, suggest
 
-#: The bundled configs, and the script that makes the tables of some.
+#: The bundled configs.
 FOLDER = Path(__file__).parents[1] / "configs"
 
 
@@ -23,12 +23,10 @@ def main(options: argparse.Namespace) -> None:
     if options.name not in known:
         what = "name a config" if options.name is None else f"got {options.name!r}"
         raise InputError(f"jfi config copy: {what}; {suggest(options.name or '', known)}")
-    out, text, made = options.out or Path(known[options.name].name), known[options.name].read_bytes(), ""
+    out, text = options.out or Path(known[options.name].name), known[options.name].read_text(encoding="utf-8")
     if out.exists():
         raise InputError(f"{out}: exists already; name a new file")
-    out.write_bytes(text)
-    if b"synthetic_tables.py" in text:
-        if not (script := out.parent / "synthetic_tables.py").exists():
-            script.write_bytes((FOLDER / script.name).read_bytes())
-        made = f" and {script}; make its table with: python {script} {options.name}"
-    print(f"wrote {out}{made}; train with: jfi train --config {out}")
+    out.write_text(text, encoding="utf-8")
+    makes = re.search("^#   (python -m .*)$", text, re.MULTILINE)
+    first = f"make its table with: {makes[1]}; " if makes else ""
+    print(f"wrote {out}; {first}train with: jfi train --config {out}")

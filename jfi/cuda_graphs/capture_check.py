@@ -22,6 +22,7 @@ from jfi.modules import (
     FusedEmbeddingCollection,
     JaggedEncoder,
     JaggedFeatureInteraction,
+    lookups,
 )
 from jfi.modules.sequence_configs import FeatureGroup
 
@@ -102,12 +103,5 @@ def padding_ids(model: nn.Module) -> dict[str, int]:
 
     The padding's gradients are zeros.
     """
-    padding: dict[str, int] = {}
-    for module in model.modules():
-        tables = []
-        if isinstance(module, FusedEmbeddingCollection):
-            tables = module.embedding_configs()
-        elif isinstance(module, FusedEmbeddingBagCollection):
-            tables = module.embedding_bag_configs()
-        padding |= {key: -1 for table in tables for key in table.feature_names}
-    return padding
+    fused = [x for x in model.modules() if isinstance(x, FusedEmbeddingCollection | FusedEmbeddingBagCollection)]
+    return {key: -1 for module in fused for _, key, _ in lookups.names_of(module)}

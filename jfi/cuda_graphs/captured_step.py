@@ -12,24 +12,21 @@ staging blocks; one copy within the device then moves it to where the graph read
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
-from jfi.cuda_graphs.static_batch import (
-    Buffers,
-    CapacityBuckets,
-    Described,
-    UnsupportedBatch,
-    describe,
-    to_device,
-)
+from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, Described, UnsupportedBatch, describe, to_device
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.utils.context import padded_to_capacity
+
+#: Blocks to which batches on the host are copied while the step before them runs.
+_STAGING = 2
 
 
 class StagingBlock:
@@ -45,10 +42,10 @@ class StagingBlock:
 class CapacityBucket:
     """Buffers of one capacity, and its graph once it is captured."""
 
-    def __init__(self, buffers: Any, staging: int) -> None:
+    def __init__(self, buffers: Any) -> None:
         self.buffers, self.block = buffers, buffers.new_block()
-        self.staging = [StagingBlock(buffers.new_block()) for _ in range(staging)]
-        self.loads = self.eager_steps = 0
+        self.staging: Iterator[StagingBlock] | None = None  # in turn
+        self.eager_steps = 0
         self.replay: Callable[[], None] | None = None
         self.outputs: Any = None
 
@@ -59,18 +56,11 @@ class StepGraphs:
     The first arguments are those of `CapturedStep`.
 
     Args:
-        staging: number of blocks to which batches on the host are copied while the step before them runs.
         priority: priority of the steps' stream, as in torch.cuda.Stream: lower numbers first.
     """
 
     def __init__(
-        self,
-        step: Callable[[Any], Any],
-        model: nn.Module,
-        warmup_steps: int,
-        max_graphs: int,
-        staging: int = 2,
-        priority: int = 0,
+        self, step: Callable[[Any], Any], model: nn.Module, warmup_steps: int, max_graphs: int, priority: int = 0
     ) -> None:
         check_type("step", step, Callable, "a function of a batch")
         check_module("model", model)
@@ -81,7 +71,7 @@ class StepGraphs:
         self._step, self._model = step, model
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._device = next(model.parameters()).device
-        self._graphs = CudaGraphs(self._device, staging, priority) if self._device.type == "cuda" else None
+        self._graphs = CudaGraphs(self._device, priority) if self._device.type == "cuda" else None
         self._fixed_length_keys: frozenset[str] = frozenset()
         self._buckets: dict[tuple[int, ...], CapacityBucket] = {}
         #: Steps that were replayed from a graph.
@@ -111,11 +101,11 @@ class StepGraphs:
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _bucket(self, graphs: "CudaGraphs", capacities: tuple[int, ...], new_buffers: Callable) -> CapacityBucket:
+    def _bucket(self, capacities: tuple[int, ...], new_buffers: Callable) -> CapacityBucket:
         # A graph captures dropout and the like as they are in this mode.
         key = self._model.training, *capacities
         if key not in self._buckets:
-            self._buckets[key] = graphs.new_bucket(new_buffers())
+            self._buckets[key] = CapacityBucket(new_buffers())
         return self._buckets[key]
 
     def _run(self, graphs: "CudaGraphs", bucket: CapacityBucket) -> Any:
@@ -236,52 +226,47 @@ class CapturedStep(StepGraphs):
             return self._run_eagerly(batch, "without a GPU")
         try:
             described = describe(batch)
-            if buckets is None:
-                buckets = self._begin(batch)
+            buckets = self._begin(batch) if buckets is None else buckets
         except UnsupportedBatch as unsupported:
             reason = str(unsupported)
             if reason not in self.eager:
                 warnings.warn(f"steps run eagerly and are not captured: {reason}", stacklevel=2)
             return self._run_eagerly(batch, reason)
-        capacities = buckets.fit(described)
+        capacities, structure = buckets.fit(described), buckets.structure
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
-        structure = buckets.structure
-        bucket = self._bucket(graphs, capacities, lambda: Buffers(structure, capacities, self._padding, self._device))
+        bucket = self._bucket(capacities, lambda: Buffers(structure, capacities, self._padding, self._device))
         graphs.load(bucket, described)
         return self._run(graphs, bucket)
 
     def _begin(self, first: Any) -> CapacityBuckets:
         reference = first if self._reference is None else self._reference
-        described = describe(reference)
-        reason = why_not_captured(self._model, reference)
+        buckets, reason = CapacityBuckets(describe(reference)), why_not_captured(self._model, reference)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
-        self._capacities, self._padding = CapacityBuckets(described), padding_ids(self._model)
-        self._fixed_length_keys = self._capacities.fixed_length_keys
-        self._reference = None
-        return self._capacities
+        self._capacities, self._padding = buckets, padding_ids(self._model)
+        self._fixed_length_keys, self._reference = buckets.fixed_length_keys, None
+        return buckets
 
 
 class CudaGraphs:
     """Streams, copies and graphs of a GPU."""
 
-    def __init__(self, device: torch.device, staging: int, priority: int = 0) -> None:
-        self._device, self._staging = device, staging
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device = device
         # Autograd accumulates gradients on the stream of the first forward pass, so all steps run on the one that the
         # graphs are captured on.
         self._stream, self._copies = torch.cuda.Stream(device, priority=priority), torch.cuda.Stream(device)
+        self._captured: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def reset(self) -> None:
-        """Takes a new memory pool; all graphs must be gone."""
+        """Ends all graphs and takes a new memory pool."""
+        for graph in self._captured:
+            graph.reset()  # NCCL waits at its end for graphs of its collectives, also for those that a cycle refers to
+        self._captured.clear()
         # Gradients may still lie in the old pool, to which no further graph can be captured.
         self._pool = torch.cuda.graph_pool_handle()
-
-    def new_bucket(self, buffers: Any) -> CapacityBucket:
-        bucket = CapacityBucket(buffers, self._staging)
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        return bucket
 
     def load(self, bucket: CapacityBucket, batch: Described) -> None:
         """Copies a batch to the buffers of a bucket."""
@@ -291,8 +276,10 @@ class CudaGraphs:
             bucket.buffers.fill(bucket.block, batch)
             return
         pinned = Described(batch.structure, [_pin(x) for x in batch.tensors], [_pin(x) for x in batch.jagged])
-        staging = bucket.staging[bucket.loads % len(bucket.staging)]
-        bucket.loads += 1
+        if bucket.staging is None:
+            bucket.staging = cycle([StagingBlock(bucket.buffers.new_block()) for _ in range(_STAGING)])
+            self._copies.wait_stream(current)
+        staging = next(bucket.staging)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(staging.copied)
             bucket.buffers.fill(staging.block, pinned)
@@ -327,6 +314,7 @@ class CudaGraphs:
                 raise fault from None
             line = (str(fault).splitlines() or [type(fault).__name__])[0]
             raise RuntimeError(f"the step cannot be captured in a CUDA graph: {line}") from fault
+        self._captured.append(graph)
         return graph.replay, outputs
 
 

@@ -234,9 +234,7 @@ class Buffers:
             sizes += [] if leaf.weights is None else [(sum(caps), leaf.weights)]
         ends = list(accumulate(-(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for size, dtype in sizes))
         self._spans = [(begin, size, dtype) for begin, (size, dtype) in zip([0, *ends[:-1]], sizes, strict=True)]
-        #: Bytes of a block.
-        self.size = ends[-1] if ends else 0
-        self._blank = torch.zeros(self.size, dtype=torch.uint8, device=device)
+        self._blank = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
         for leaf, caps, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
             for key, part in zip(leaf.keys, values.split(caps), strict=True):
                 part.fill_(padding.get(key, 0))
@@ -261,10 +259,13 @@ class Buffers:
         return tensors, jagged
 
     def fill(self, block: Tensor, batch: Described) -> None:
-        """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing."""
+        """Writes a batch whose keys fit the capacities to a block; it waits for nothing.
+
+        The batch is of the structure, or of its first part; the rest is padding then.
+        """
         self.clear(block)
         tensors, jagged = self._views(block)
-        for to, value in zip(tensors, batch.tensors, strict=True):
+        for to, value in zip(tensors, batch.tensors, strict=False):
             to.copy_(value, non_blocking=True)
         for (values, lengths, offsets, weights), caps, ids in zip(jagged, self._capacities, batch.jagged, strict=True):
             lengths.copy_(ids.lengths().view_as(lengths), non_blocking=True)
@@ -280,10 +281,13 @@ class Buffers:
         block.copy_(self._blank, non_blocking=True)
 
     def narrow(self, block: Tensor, wider: "Buffers", wider_block: Tensor) -> None:
-        """Copies a batch that fits these capacities from a block of wider buffers of the same structure."""
+        """Copies a batch that fits these capacities from a block of wider buffers.
+
+        Their structure is the same but for last dimensions of tensors, of which the first elements are copied.
+        """
         (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(wider_block)
         for to, value in zip(tensors, from_tensors, strict=True):
-            to.copy_(value)
+            to.copy_(value if value.shape == to.shape else value[..., : to.size(-1)])
         sizes = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
         for (values, lengths, offsets, weights), wide, caps, others in sizes:
             lengths.copy_(wide[1])

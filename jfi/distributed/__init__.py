@@ -1,8 +1,7 @@
 """Tables sharded over ranks, to which attention goes."""
 
-from jfi.distributed.averages import average_gradients
-from jfi.distributed.captured_step import CapturedShardedStep
-from jfi.distributed.sharders import (
+from jfi.distributed.captured_step import CapturedShardedStep, average_gradients
+from jfi.distributed.sharded_tables import (
     AttentionCollectionSharder,
     FetchedBagsSharder,
     ShardedAttentionCollection,

@@ -1,8 +1,9 @@
 """Training steps of a sharded model as CUDA graphs, and the ids of the next batches on their way meanwhile."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,15 +16,25 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE
-from jfi.distributed.averages import Absent, captured_averages
 from jfi.distributed.exchange import PeerMemory, are_peers
-from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
-from jfi.distributed.fixed_shapes import INPUT_DIST, STEP, DistributedBatch, DistributedBuffers, FixedShapes
+from jfi.distributed.fixed_input_dist import (
+    AHEAD,
+    INPUT_DIST,
+    STEP,
+    DistributedBatch,
+    DistributedBuffers,
+    FixedInputDist,
+    FixedShapes,
+)
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import GrowingIds
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
+#: By the parameters without a gradient on this rank, those of them that no rank has one of.
+Absent = dict[tuple[nn.Parameter, ...], list[nn.Parameter]]
+#: Of the captured step that runs: the parameters of its tables, and what eager steps found.
+_step: ContextVar[tuple[set[nn.Parameter], Absent] | None] = ContextVar("step", default=None)
 
 
 class CapturedShardedStep(StepGraphs):
@@ -33,7 +44,8 @@ class CapturedShardedStep(StepGraphs):
     sends the ids of a batch to the owners of their rows while the two steps before it run, as a CUDA graph of its own
     (`jfi.distributed.fixed_input_dist`). All ranks take the same decision for a batch: to replay a graph of the same
     capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
-    on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.exchange`).
+    on one host and reach each other, rows, queries and outputs of attention are written to their memory
+    (`jfi.distributed.exchange`).
 
     The conditions for the step are those of `jfi.CapturedStep`, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
@@ -66,10 +78,15 @@ class CapturedShardedStep(StepGraphs):
         max_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
-        super().__init__(self._compute, model, warmup_steps, max_graphs, staging=0, priority=STEP)
+        super().__init__(self._compute, model, warmup_steps, max_graphs, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
-        self._step_on_batch, self._collections = step, sharded_collections(model)
+        sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
+        if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
+            names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
+            must = "of AttentionCollectionSharder and FetchedBagsSharder"
+            raise ValueError(f"the sharded modules of model must be {must}, got {names}")
+        self._step_on_batch, self._collections = step, sharded
         self._pg = self._collections[0].pg
         if self._pg.size() != dist.get_world_size():
             raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._pg.size()}")
@@ -77,16 +94,16 @@ class CapturedShardedStep(StepGraphs):
         self._shapes: FixedShapes | None = None
         self._input_dists: dict[tuple[int, ...], FixedInputDist] = {}
         on_gpu = self._graphs is not None
-        self._input_graphs = CudaGraphs(self._device, staging=0, priority=INPUT_DIST) if on_gpu else None
+        self._input_graphs = CudaGraphs(self._device, priority=INPUT_DIST) if on_gpu else None
         self._peers: PeerMemory | None = None
         if peer_memory and on_gpu and self._pg.size() > 1 and are_peers(self._pg, self._device):
             self._peers = PeerMemory(self._pg, self._device)
-            self._warmup_steps = max(warmup_steps, 2)  # in the first step there is no memory yet
-        self._tables = [x for collection in self._collections for x in collection.parameters()]
+            self._warmup_steps = max(warmup_steps, 2)  # in the first step the memory is too small
+        self._tables = {x for collection in self._collections for x in collection.parameters()}
         self._absent: Absent = {}
         self._fused = model.fused_optimizer
-        #: Batches on their way, and the capacities that the last ones needed.
-        self._in_flight: deque[InFlightBatch] = deque()
+        #: Batches on their way with their MemorySlot, or None if they are not sent ahead; capacities of the last ones.
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
         self._copy_dense_from_first()
         if reference is not None:
@@ -150,81 +167,111 @@ class CapturedShardedStep(StepGraphs):
                 wait for this one.
             ValueError: features that do not fit the collections, likewise.
         """
+        self._fused.zero_grad()  # gives FBGEMM its learning rate
+        for collection in self._collections:
+            collection.local_shard.sync_learning_rate()
         graphs = self._graphs
         if graphs is None:
-            return self._progress_eagerly(InFlightBatch(next(batches)), "without a GPU")
+            return self._run_eagerly(next(batches), "without a GPU")
         self._send_next(batches)
         shapes = self._shapes
         if shapes is None or not self._in_flight:
             raise StopIteration
-        in_flight = self._in_flight.popleft()
-        capacities = OTHER_STRUCTURE if in_flight.sender is None else shapes.agree(in_flight.shapes())
-        while not isinstance(capacities, str) and not in_flight.sender.holds(capacities):
+        batch, slot = self._in_flight.popleft()
+        capacities = OTHER_STRUCTURE if slot is None else shapes.agree(slot.wait())
+        while not isinstance(capacities, str) and not slot.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
-            if in_flight.is_counted:
-                shapes.discount(in_flight.batch)
-            in_flight = self._input_dist(shapes, capacities).send(in_flight.batch)
-            capacities = shapes.agree(in_flight.shapes())
+            slot = self._input_dist(shapes, capacities).send(batch)
+            capacities = shapes.agree(slot.wait())
         if isinstance(capacities, str):
-            outputs = self._progress_eagerly(in_flight, capacities)
+            outputs = self._run_eagerly(batch, capacities)
         else:
             self._recent.append(capacities)
-            self._begin_step()
-            bucket = self._bucket(graphs, capacities, lambda: DistributedBuffers(shapes, capacities))
-            in_flight.sender.load(in_flight.slot, capacities, bucket.buffers, bucket.block)
+            bucket = self._bucket(capacities, lambda: DistributedBuffers(shapes, capacities))
+            slot.sender.load(slot, bucket.buffers, bucket.block)
             outputs = self._run(graphs, bucket)
         self._send_next(batches)
         return outputs
-
-    def _progress_eagerly(self, in_flight: InFlightBatch, reason: str) -> Any:
-        """Makes a step whose forward pass sends the ids."""
-        if self._shapes is not None and in_flight.is_counted:
-            self._shapes.discount(in_flight.batch)
-        self._begin_step()
-        return self._run_eagerly(in_flight.batch, reason)
 
     def _send_next(self, batches: Iterator[Any]) -> None:
         """Sends batches until AHEAD of them are on their way, if there are any."""
         while len(self._in_flight) < AHEAD and (batch := next(batches, None)) is not None:
             shapes = self._set_reference(batch) if self._shapes is None else self._shapes
-            if len(set(shapes.samples)) > 1:  # no two ranks' shapes would agree
-                self._in_flight.append(InFlightBatch(batch))
-            else:
-                self._in_flight.append(self._input_dist(shapes, max(self._recent)).send(batch))
+            slot = None
+            if len(set(shapes.samples)) == 1:  # else no two ranks' shapes would agree
+                slot = self._input_dist(shapes, max(self._recent)).send(batch)
+            self._in_flight.append((batch, slot))
 
     def _input_dist(self, shapes: FixedShapes, capacities: tuple[int, ...]) -> FixedInputDist:
         if capacities not in self._input_dists:
             self._input_dists[capacities] = FixedInputDist(shapes, capacities, self._input_graphs)
         return self._input_dists[capacities]
 
-    def _begin_step(self) -> None:
-        self._fused.zero_grad()  # gives FBGEMM its learning rate
-        for collection in self._collections:
-            collection.local_shard.sync_learning_rate()
-
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        if self._shapes is None or not isinstance(batch, DistributedBatch):
-            with captured_averages(self._pg, None, self._tables, self._absent):
+        with captured_averages(self._tables, self._absent):
+            if self._shapes is None or not isinstance(batch, DistributedBatch):
                 return self._step_on_batch(batch)
-        with (
-            captured_averages(self._pg, self._peers, self._tables, self._absent),
-            nullcontext() if self._peers is None else self._peers.step(),
-            self._shapes.given(batch, self._pg, self._peers),
-        ):
-            return self._step_on_batch(batch.batch)
+            exchanges = nullcontext() if self._peers is None else self._peers.step()
+            with exchanges, self._shapes.given(batch, self._pg, self._peers):
+                return self._step_on_batch(batch.batch)
 
 
-def sharded_collections(model: nn.Module) -> list[ShardedTables]:
-    """Returns the sharded collections of a model.
+@contextmanager
+def captured_averages(tables: set[nn.Parameter], absent: Absent) -> Iterator[None]:
+    """Lets `average_gradients` within the block refuse the tables.
+
+    A capture, which must not read what the ranks send, takes `absent` from the eager step before it.
+    """
+    token = _step.set((tables, absent))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Replaces each gradient by its mean over the ranks, in one all-reduce of each dtype.
+
+    Args:
+        parameters: the same ones on every rank. One without a gradient counts as 0 where another rank has one, and is
+            left without one where none has, as DistributedDataParallel leaves it. A rank that lacks a gradient waits
+            for the device to learn which.
+        group: the ranks; None for all.
 
     Raises:
-        ValueError: it has none, or another sharded module.
+        ValueError: within the step of a `CapturedShardedStep`, a parameter is a sharded table's.
     """
-    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
-        names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    tables, known = _step.get() or (set(), {})
+    if not tables.isdisjoint(parameters):
         raise ValueError(
-            "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
+            "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
+            "in_backward_optimizer_filter(model.named_parameters())"
         )
-    return sharded
+    if dist.get_world_size(group) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        grads = [x.new_zeros(x.shape) if x.grad is None else x.grad for x in alike]
+        lacking = [index for index, parameter in enumerate(alike) if parameter.grad is None]
+        has = grads[0].new_ones(len(alike))  # sent along: ranks that lack none need not look
+        for index in lacking:
+            has[index].zero_()
+        grads.append(has)
+        means = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(means, group=group)
+        means /= dist.get_world_size(group)
+        *by_parameter, has = means.split([grad.numel() for grad in grads])
+        for parameter, mean in zip(alike, by_parameter, strict=True):
+            parameter.grad = mean.view_as(parameter)
+        if not lacking:
+            continue
+        key = tuple([alike[index] for index in lacking])
+        if key not in known or not torch.cuda.is_current_stream_capturing():
+            shares = has.tolist()
+            known[key] = [alike[index] for index in lacking if not shares[index]]
+        for parameter in known[key]:
+            parameter.grad = None

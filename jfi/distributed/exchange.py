@@ -19,15 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
 from jfi.utils import compat
 
 _ALIGNMENT = 256
-#: Elements of a row that ranks add up.
-_AVERAGED = 128
-#: Up to so many bytes of all ranks are added up by every rank; of more, each rank adds up a part.
-_ADDED_BY_ALL = 1 << 20
 #: The factor by which new memory is larger than a step needs.
 _MARGIN = 1.25
 
@@ -52,44 +47,36 @@ class Exchange(NamedTuple):
         """The exchange in the opposite direction."""
         return self._replace(sent=self.received, received=self.sent)
 
-    def start(self, rows: Tensor, shared: bool = False) -> tuple[Tensor, dist.Work | None]:
-        """Begins to send rows.
+    def send(self, rows: Tensor, shared: bool = False) -> Tensor:
+        """Sends rows; the host does not wait for a GPU.
 
         Args:
             rows: [sum(sent), ...], in the order of the ranks that they go to; with `shared` those that each rank gets.
             shared: all ranks that receive any get the same rows.
 
         Returns:
-            What arrives [sum(received), ...], by the rank that it comes from, and the work to wait for.
+            What arrives [sum(received), ...], by the rank that it comes from.
         """
         if self.pg.size() == 1:
-            return rows, None
+            return rows
         if self.peers is not None:
             arrived = self.peers.send(rows, self.sent, self.received, shared)
             if arrived is not None:
-                return arrived, None
+                return arrived
         if shared and (count := sum(1 for sent in self.sent if sent)) != 1:
             rows = rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1)
-        arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
-        work = dist.all_to_all_single(
-            arriving, rows.contiguous(), self.received, self.sent, group=self.pg, async_op=True
-        )
-        return arriving, work
-
-    def send(self, rows: Tensor, shared: bool = False) -> Tensor:
-        """Sends rows as `start` does, and returns what arrives; the host does not wait."""
-        arrived, work = self.start(rows, shared)
-        if work is not None:
-            work.wait()
+        arrived, rows = rows.new_empty(sum(self.received), *rows.shape[1:]), rows.contiguous()
+        dist.all_to_all_single(arrived, rows, self.received, self.sent, group=self.pg, async_op=True).wait()
         return arrived
 
 
-def start_gather(counts: Tensor, pg: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
-    """Begins to gather the numbers [n] of every rank; returns them, [W, n], and the work to wait for."""
+def gather(counts: Tensor, pg: dist.ProcessGroup) -> Tensor:
+    """Returns the numbers [n] of every rank, [W, n]; the host does not wait for a GPU."""
     if pg.size() == 1:
-        return counts.unsqueeze(0), None
+        return counts.unsqueeze(0)
     gathered = counts.new_empty(pg.size(), counts.size(0))
-    return gathered, compat.all_gather(gathered.view(-1), counts, group=pg, async_op=True)
+    compat.all_gather(gathered.view(-1), counts, group=pg, async_op=True).wait()
+    return gathered
 
 
 def gradient_scale(pg: dist.ProcessGroup) -> float:
@@ -107,16 +94,12 @@ class PeerMemory:
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         self.pg, self._device = pg, device
-        self._memory: Tensor | None = None
-        self._handle = self._addresses = None
-        # What follows is made in the eager step before any capture, which copies nothing from the host.
+        # Made in the eager step before any capture, which copies nothing from the host.
         self._ranks = cache(lambda ranks: torch.tensor(ranks, dtype=torch.int64, device=device))
-        self._ranks(tuple(range(pg.size())))
-        #: Zeros behind the elements that are averaged.
-        self._zeros = cache(lambda dtype: torch.zeros(pg.size() * _AVERAGED, dtype=dtype, device=device))
-        #: Memory that graphs may still write to, and the addresses that they read.
-        self._outgrown: list[tuple[Tensor, object, Tensor]] = []
+        #: Memory with its handle and the addresses that kernels read; graphs may still write to all but the last.
+        self._made: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
+        self._grow(0)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -126,22 +109,20 @@ class PeerMemory:
         exchanges, so a step that is captured must come after an eager one with the same exchanges.
         """
         self._used = 0
-        if self._memory is not None:
-            self._handle.barrier(channel=0)
+        self._handle.barrier(channel=0)
         yield
-        if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
+        if self._used > self._memory.size(0) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 
     def forget(self) -> None:
         """Frees memory from before its last growth, once all graphs are gone."""
-        self._outgrown.clear()
+        del self._made[:-1]
 
     def _grow(self, size: int) -> None:
-        if self._memory is not None:
-            self._outgrown.append((self._memory, self._handle, self._addresses))
         size = _aligned(max(1, int(size * _MARGIN)))
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.pg)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
+        self._made.append((self._memory, self._handle, self._addresses))
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
         """Returns what arrives [sum(received), ...], valid until the end of the step; None if it does not fit.
@@ -158,38 +139,13 @@ class PeerMemory:
             return None
         target, offset = self._ranks(tuple(targets)), self._used
         self._used += _aligned(len(sent) * chunk * row)
-        if self._memory is None or self._used > self._memory.size(0):
+        if self._used > self._memory.size(0):
             return None
         push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
         begin = offset + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
-
-    def average(self, tensors: list[Tensor]) -> Tensor | None:
-        """Returns the mean over all ranks [n] of tensors of one dtype, n elements together; None if it does not fit.
-
-        They are added up in the order of the ranks: large ones in parts by one rank each, which sends its part to all.
-        """
-        dtype, size = tensors[0].dtype, self.pg.size()
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return None  # which the kernel would round
-        count = sum([tensor.numel() for tensor in tensors])
-        added_by_all = size * count * dtype.itemsize <= _ADDED_BY_ALL
-        parts = 1 if added_by_all else size
-        chunk = -(-count // (parts * _AVERAGED)) * _AVERAGED
-        needed = (1 if added_by_all else 2) * _aligned(size * chunk * dtype.itemsize)
-        zeros = self._zeros(dtype)[: parts * chunk - count]
-        if self._memory is None or self._used + needed > self._memory.size(0):
-            self._used += needed
-            return None
-        every = [1] * size
-        whole = torch.cat([*[tensor.reshape(-1) for tensor in tensors], zeros]).view(parts, chunk)
-        arrived = self.send(whole, every, every, shared=added_by_all)
-        means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
-        if not added_by_all:
-            means = self.send(means.view(1, chunk), every, every, shared=True).clone()
-        return means.view(-1)[:count]
 
 
 def _aligned(size: int) -> int:
@@ -198,14 +154,12 @@ def _aligned(size: int) -> int:
 
 def are_peers(pg: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether the ranks' GPUs are different ones of one host that reach each other; all ranks call it."""
-    size, known = pg.size(), {_uuid(index): index for index in range(torch.cuda.device_count())}
-    uuids: list[str | None] = [None] * size
-    dist.all_gather_object(uuids, _uuid(device.index), group=pg)
-    others = [known.get(uuid) for uuid in uuids if uuid != _uuid(device.index)]
-    reached = [other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others]
-    answers: list[bool | None] = [None] * size
-    dist.all_gather_object(answers, len(others) == size - 1 and all(reached), group=pg)
-    return all(answers)
+    own, found = device.index, [None] * pg.size()
+    indices = range(torch.cuda.device_count())
+    reached = {_uuid(other) for other in indices if other == own or torch.cuda.can_device_access_peer(own, other)}
+    dist.all_gather_object(found, (_uuid(own), reached), group=pg)
+    uuids = {uuid for uuid, _ in found}
+    return len(uuids) == pg.size() and all(uuids <= reached for _, reached in found)
 
 
 def _uuid(index: int) -> str:

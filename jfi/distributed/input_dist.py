@@ -7,17 +7,16 @@ owner's events of a sample keep their order, and samples without an event there 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.distributed.exchange import Exchange, start_gather
+from jfi.distributed.exchange import Exchange, gather
 from jfi.distributed.planning import TableGroup
 from jfi.modules import KeyBias, PositionBias
 from jfi.modules.events import position_buckets
@@ -85,70 +84,59 @@ class InputDist(Awaitable[Awaitable[InputDistOutput]]):
             check_keys(group, self._by_key)
         self._counts = [count_samples(group, self._by_key, pg.size()) for group in groups]
         batch = torch.full((1,), ids.stride(), device=ids.device())
-        sent = torch.cat([batch, *[counts.sum(1) for counts in self._counts]])
-        self._gathered, self._work = start_gather(sent, pg)
+        self._gathered = gather(torch.cat([batch, *[counts.sum(1) for counts in self._counts]]), pg)
 
-    def _wait_impl(self) -> "_InFlightIds":
-        if self._work is not None:
-            self._work.wait()
-        pg, rank, size, arriving = self._pg, self._pg.rank(), self._pg.size(), []
+    def _wait_impl(self) -> NoWait[InputDistOutput]:
+        by_key, pg, rank, size, inputs = self._by_key, self._pg, self._pg.rank(), self._pg.size(), []
         shapes = self._gathered.cpu().tolist()  # one synchronization, while the batch before computes
         samples = [row[0] for row in shapes]
         for number, (group, counts) in enumerate(zip(self._groups, self._counts, strict=True)):
             columns = slice(1 + number * size, 1 + (number + 1) * size)
             to_rank, sums = [row[columns] for row in shapes], self._gathered[:, columns]
             slots, padding = max(1, *map(max, to_rank)), counts.new_full((1, len(group.padding)), -1)
-            buffer, _, index = partition(group, self._by_key, size, slots, padding)
+            buffer, _, index = partition(group, by_key, size, slots, padding, group.outside.on(counts.device))
             # Rows travel without empty slots.
             starts = sums[rank].cumsum(0) - sums[rank]
             index = torch.where(index < 0, -1, index % slots + starts[index // slots])
             events = Exchange(pg, to_rank[rank], [row[rank] for row in to_rank])
-            queries, lengths = None, (None, None)
-            if group.features:
-                queries = group.to_owners(pg, samples)
-                lengths = queries.start(counts_for_owners(group, counts))
-            sizes = [self._by_key[key].values().size(0) for key in group.keys]
-            group_input = GroupInput(group, events, queries, (), None, sizes, index)
-            arriving.append((group_input, start_events(group, buffer, slots, pg), sums[:, rank], padding, lengths))
-        return _InFlightIds(arriving, self._by_key)
+            arrived, lengths = send_events(group, buffer, slots, counts, samples, pg)
+            count = sum(events.received)
+            collected = collect(arrived, sums[:, rank], padding, size, -(-count // _ALIGNMENT) * _ALIGNMENT)
+            queries, offsets = None, None
+            if lengths is not None:
+                queries, offsets = group.to_owners(pg, samples), offsets_of(lengths)
+            sizes = [by_key[key].values().size(0) for key in group.keys]
+            inputs.append(GroupInput(group, events, queries, collected[:, :count].unbind(0), offsets, sizes, index))
+        return NoWait(InputDistOutput(inputs, by_key))
 
 
-class _InFlightIds(Awaitable[InputDistOutput]):
-    def __init__(self, arriving: list[tuple], by_key: dict[str, JaggedTensor]) -> None:
-        super().__init__()
-        self._arriving, self._by_key = arriving, by_key
+def send_events(
+    group: TableGroup, buffer: Tensor, slots: int, counts: Tensor, samples: list[int], pg: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Sends a group's events to their owner ranks, and to those of histories how many each sample has.
 
-    def _wait_impl(self) -> InputDistOutput:
-        for group, (arrived, first), counts, padding, (lengths, second) in self._arriving:
-            for work in (first, second):
-                if work is not None:
-                    work.wait()
-            received = group.events.received
-            capacity = -(-sum(received) // _ALIGNMENT) * _ALIGNMENT
-            columns = collect(arrived, counts, padding, len(received), capacity)
-            group.columns = columns[:, : sum(received)].unbind(0)
-            group.offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return InputDistOutput([group for group, *_ in self._arriving], self._by_key)
-
-
-def start_events(group: TableGroup, buffer: Tensor, slots: int, pg: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """Begins to send a group's partitioned events to its owner ranks.
+    Args:
+        buffer: [W · slots, K] int32, of `partition`.
+        counts: [W, sequences · B] int32, of `count_samples`; unused if attention does not read the group.
+        samples: of every rank.
 
     Returns:
-        What arrives, [W · slots, K] int32, or [0, K] on a rank that owns none of the rows, and the work to wait for.
+        What arrives, [W · slots, K] int32, or [0, K] on a rank that owns none of the rows; then the counts [n] int32
+        that arrive, by rank, sequence and sample, or None.
     """
     size = pg.size()
-    owners = group.owner_ranks if group.features else list(range(size))
+    owners = group.owner_ranks if group.features else range(size)
     if len(owners) < size:
         buffer = torch.cat([buffer[rank * slots : (rank + 1) * slots] for rank in owners])
+        counts = torch.stack([counts[rank] for rank in owners])
     sent, received = [slots if rank in owners else 0 for rank in range(size)], slots if pg.rank() in owners else 0
-    return Exchange(pg, sent, [received] * size).start(buffer)
+    arrived = Exchange(pg, sent, [received] * size).send(buffer)
+    return arrived, group.to_owners(pg, samples).send(counts.flatten()) if group.features else None
 
 
-def counts_for_owners(group: TableGroup, counts: Tensor) -> Tensor:
-    """Returns the counts [owners * sequences * B] int32 of the group's owner ranks, of counts [W, sequences * B]."""
-    owners = group.owner_ranks
-    return (counts if len(owners) == counts.size(0) else torch.stack([counts[rank] for rank in owners])).flatten()
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Returns the offsets [n + 1] int32 of lengths [n]."""
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
@@ -173,11 +161,17 @@ def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
 
 @torch.no_grad()
 def partition(
-    group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, slots: int, padding: Tensor | None
+    group: TableGroup,
+    by_key: dict[str, JaggedTensor],
+    num_ranks: int,
+    slots: int,
+    padding: Tensor | None,
+    outside: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Puts the events of a table group, which may be padded, into equally many slots for each of W owner ranks.
 
-    Nothing synchronizes with a GPU. Empty slots are `padding` [1, K] int32, or anything without it.
+    Nothing synchronizes with a GPU. Empty slots are `padding` [1, K] int32, or anything without it. The counts
+    `outside` [sequences] int64 grow by the ids outside of their tables.
 
     Returns:
         By owner the events in the order of the batch, [W · slots, K] int32. The number of events for each owner, [W]
@@ -185,14 +179,14 @@ def partition(
         int64, -1 for padding.
     """
     sequences = [by_key[key] for key in group.keys]
-    owned = _owned_ids(group, by_key, group.outside.on(sequences[0].values().device))
+    owned = _owned_ids(group, by_key, outside)
     if kernels.takes_ids(owned, num_ranks):
         check_ids(group, by_key)
         payload = payload_of(group, by_key, sequences)
         stacked = torch.stack(payload, 1) if payload else None
         buffer, where, sums = kernels.partition_ids(owned, stacked, num_ranks, slots, padding)
         return buffer, sums, where
-    ranks, rows = _located(group, by_key, bounded_ids(group, by_key), num_ranks)
+    ranks, rows = _located(group, by_key, bounded_ids(group, by_key, outside), num_ranks)
     columns, end = torch.stack([rows, *payload_of(group, by_key, sequences)], 1), num_ranks * slots
     ascending, order = torch.sort(ranks.short(), stable=True)  # of few bits, by which sorting is fast
     starts = torch.searchsorted(ascending, torch.arange(num_ranks + 1, dtype=torch.int16, device=ranks.device))
@@ -230,6 +224,8 @@ def collect(arrived: Tensor, counts: Tensor, padding: Tensor, num_ranks: int, ca
         counts: [W · n]: the numbers of events, by rank.
     """
     slots = arrived.size(0) // num_ranks
+    if not slots:
+        return padding.view(-1, 1).expand(-1, capacity)
     ends = counts.view(num_ranks, -1).sum(1).cumsum(0)
     if arrived.is_cuda and num_ranks <= MAX_SHARDS:
         return kernels.collect(arrived, ends, padding, slots, capacity)
@@ -286,11 +282,11 @@ def check_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
             check_indices(f"features['{feature.bias_key}']", ids, feature.num_buckets, bias, padded=False)
 
 
-def bounded_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> list[Tensor]:
-    """Returns the checked ids of each sequence, with -1 for those outside of their tables, which are counted."""
+def bounded_ids(group: TableGroup, by_key: dict[str, JaggedTensor], outside: Tensor) -> list[Tensor]:
+    """Returns the checked ids of each sequence, with -1 for those outside of their tables, counted in `outside`."""
     check_ids(group, by_key)
     ids = [by_key[key].values() for key in group.keys]
-    return bound_ids(ids, [sharding.num_rows for sharding in group.shardings], group.outside.on(ids[0].device))
+    return bound_ids(ids, [sharding.num_rows for sharding in group.shardings], outside)
 
 
 def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:

@@ -11,55 +11,51 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jfi import reference
 from jfi.distributed.exchange import Exchange, PeerMemory
-from jfi.modules import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
+from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.sequence_configs import FeatureGroup
 from jfi.tables.id_counts import OutsideIds
 
 
 class RowSharding:
-    """The ranks that own the rows of one table.
+    """The ranks that own the rows of one table: each a range of them, in the order of the ranks.
 
     An owner rank has the rows of all its tables in one block of memory, [M, D].
 
     Args:
         table: the name of the table.
-        num_rows: rows of the table.
-        first_rows: of each shard that holds rows its first row, ascending from 0.
-        ranks: of each of these shards the rank that owns it.
-        positions: of each of these shards the position of its first row in its owner's memory.
+        counts: by rank the number of its rows.
+        positions: by rank the position of its first row in its memory.
 
     Example:
-        >>> sharding = RowSharding("item", 10, [0, 6], [2, 0], [100, 0])
+        >>> sharding = RowSharding("item", [6, 0, 4], [100, 0, 0])
         >>> sharding.locate(torch.tensor([7, 1, 6]))
-        (tensor([0, 2, 0], dtype=torch.int16), tensor([  1, 101,   0], dtype=torch.int32))
-        >>> sharding.owned_by(2), sharding.owned_by(1)
-        ((range(0, 6), range(100, 106)), (range(0, 0), range(0, 0)))
+        (tensor([2, 0, 2], dtype=torch.int16), tensor([  1, 101,   0], dtype=torch.int32))
+        >>> sharding.owned_by(0), sharding.owned_by(1)
+        ((range(0, 6), range(100, 106)), (range(6, 6), range(0, 0)))
     """
 
-    def __init__(
-        self, table: str, num_rows: int, first_rows: list[int], ranks: list[int], positions: list[int]
-    ) -> None:
-        self.table, self.num_rows, self.ranks, self._first_rows = table, num_rows, ranks, first_rows
-        self._shifts = [position - first for position, first in zip(positions, first_rows, strict=True)]
-        rows = [range(*bounds) for bounds in zip(first_rows, [*first_rows[1:], num_rows], strict=True)]
-        self._owned = {
-            rank: (own, range(first, first + len(own))) for rank, own, first in zip(ranks, rows, positions, strict=True)
-        }
+    def __init__(self, table: str, counts: list[int], positions: list[int]) -> None:
+        self.table, self.num_rows = table, sum(counts)
+        firsts = [0, *accumulate(counts)]
+        parts = list(zip(firsts, counts, positions, strict=False))
+        self._owned = [(range(first, first + count), range(at, at + count)) for first, count, at in parts]
+        self.ranks = [rank for rank, count in enumerate(counts) if count]
+        self._first_rows = [firsts[rank] for rank in self.ranks]
+        self._shifts = [positions[rank] - firsts[rank] for rank in self.ranks]
         #: By device what `tensors` returns: no copy from the host in a step.
         self._tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def owned_by(self, rank: int) -> tuple[range, range]:
         """Returns the rows of the table that a rank owns, and their positions in its memory."""
-        return self._owned.get(rank, (range(0), range(0)))
+        return self._owned[rank]
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the first row of each shard but the first, their ranks, and the shifts from rows to positions."""
@@ -75,45 +71,31 @@ class RowSharding:
         An id outside of the table belongs to the first shard's owner, at position -1, which is a missing row there.
         """
         ids = reference.bound_ids(ids, self.num_rows).long()
-        if len(self.ranks) == 1:
-            ranks, positions = torch.full_like(ids, self.ranks[0], dtype=torch.int16), ids + self._shifts[0]
-        else:
-            boundaries, ranks, shifts = self.tensors(ids.device)
-            shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
-            ranks, positions = ranks[shard], ids + shifts[shard]
-        return ranks, torch.where(ids < 0, -1, positions).to(torch.int32)
+        boundaries, ranks, shifts = self.tensors(ids.device)
+        shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
+        return ranks[shard], torch.where(ids < 0, -1, ids + shifts[shard]).to(torch.int32)
 
 
-def row_shardings(
-    sizes: Mapping[str, int], plan: Mapping[str, ParameterSharding], first_rank: int = 0
-) -> dict[str, RowSharding]:
-    """Returns the row sharding of every table of a plan, in whose order the tables lie in each rank's memory.
+def row_shardings(counts: Mapping[str, list[int]]) -> dict[str, RowSharding]:
+    """Returns the row sharding of every table, in whose order the tables lie in each rank's memory.
 
     Args:
-        sizes: by table the number of its rows.
-        plan: by table its sharding, as `row_wise_shards` gives it.
-        first_rank: of all processes, the first one of the group that the plan is for.
+        counts: by table the number of each rank's rows.
 
     Raises:
         ValueError: a rank would own 2**31 rows or more.
     """
-    shardings, used = {}, {}
-    for table, num_rows in sizes.items():
-        held = [shard for shard in plan[table].sharding_spec.shards if shard.shard_sizes[0] > 0]
-        ranks = [shard.placement.rank() - first_rank for shard in held]
-        firsts, positions = [shard.shard_offsets[0] for shard in held], [used.get(rank, 0) for rank in ranks]
-        used |= {rank: at + shard.shard_sizes[0] for shard, rank, at in zip(held, ranks, positions, strict=True)}
-        shardings[table] = RowSharding(table, num_rows, firsts, ranks, positions)
-    for rank, count in used.items():
-        if count >= 2**31:  # positions travel as int32
-            raise ValueError(f"plan must give a rank fewer than 2**31 rows, got {count} on rank {first_rank + rank}")
+    shardings, used = {}, [0] * max(map(len, counts.values()))
+    for table, own in counts.items():
+        shardings[table] = RowSharding(table, own, used)
+        used = [at + count for at, count in zip(used, own, strict=True)]
+    if max(used) >= 2**31:  # positions travel as int32
+        raise ValueError(f"plan must give a rank fewer than 2**31 rows, got {max(used)}")
     return shardings
 
 
-def row_wise_shards(
-    table: str, sharding: ParameterSharding, size: int, first_rank: int = 0, local_size: int = 1
-) -> ParameterSharding:
-    """Returns a table's shards in the form of TorchRec's row-wise sharding; the arguments are those of `in_rows`.
+def rows_by_rank(table: str, sharding: ParameterSharding, size: int, first_rank: int = 0) -> list[int]:
+    """Returns the number of a table's rows that each rank of a group owns, of `size` ranks from `first_rank` on.
 
     Raises:
         ValueError: the plan divides the table's columns, replicates it, or keeps it elsewhere than in device memory.
@@ -129,24 +111,22 @@ def row_wise_shards(
             f"in device memory, got '{sharding.compute_kernel}'"
         )
     rows = {shard.placement.rank() - first_rank: shard.shard_sizes[0] for shard in spec}
-    counts = [rows.get(rank, 0) for rank in range(size)]
-    device = spec[0].placement.device().type
-    return in_rows(counts, spec[0].shard_sizes[1], device, sharding.compute_kernel, first_rank, local_size)
+    return [rows.get(rank, 0) for rank in range(size)]
 
 
 def in_rows(
-    counts: list[int], width: int, device: str, compute_kernel: str, first_rank: int = 0, local_size: int = 1
+    counts: list[int], sharding: ParameterSharding, first_rank: int = 0, local_size: int = 1
 ) -> ParameterSharding:
     """Returns TorchRec's row-wise sharding of a table, a shard a rank, empty ones included.
 
     Args:
         counts: rows of each rank of the group that shards the table.
-        width: of a row.
-        device: type of the ranks' devices.
-        compute_kernel: of the table.
+        sharding: another one of the table, by rows or whole.
         first_rank: of all processes, the first one of the group.
         local_size: processes of a host, which have a GPU each.
     """
+    like = sharding.sharding_spec.shards[0]
+    width, device = like.shard_sizes[1], like.placement.device().type
     firsts, total = [0, *accumulate(counts)], sum(counts)
     ranks = [first_rank + rank for rank in range(len(counts))]
     indices = [f":{rank % local_size}" if device == "cuda" else "" for rank in ranks]
@@ -155,7 +135,9 @@ def in_rows(
         ShardMetadata([first if count else total, 0], [count, width], f"rank:{rank}/{device}{index}")
         for first, count, rank, index in zip(firsts, counts, ranks, indices, strict=False)
     ]
-    return ParameterSharding(ShardingType.ROW_WISE.value, compute_kernel, ranks, EnumerableShardingSpec(shards))
+    return ParameterSharding(
+        ShardingType.ROW_WISE.value, sharding.compute_kernel, ranks, EnumerableShardingSpec(shards)
+    )
 
 
 @dataclass(eq=False)
@@ -190,7 +172,7 @@ class TableGroup:
     @property
     def owner_ranks(self) -> list[int]:
         """The ranks that queries of the features go to, ascending."""
-        return sorted(self.shardings[0].ranks)
+        return self.shardings[0].ranks
 
     def to_owners(self, pg: dist.ProcessGroup, samples: list[int], peers: PeerMemory | None = None) -> Exchange:
         """Returns the exchange of one row for each sample of each feature, which goes to all owner ranks.
@@ -219,20 +201,19 @@ class TableGroup:
 
 
 def plan_tables(
-    configs: list[EmbeddingConfig] | list[EmbeddingBagConfig],
-    plan: dict[str, ParameterSharding],
+    names: list[tuple[str, str, BaseEmbeddingConfig]],
+    counts: dict[str, list[int]],
     feature_groups: list[FeatureGroup],
     replicate_below: int,
-    first_rank: int = 0,
 ) -> tuple[list[RowSharding], list[TableGroup], TableGroup]:
     """Returns the path of each embedding of a collection's tables.
 
     Args:
-        plan: by table its sharding, by rows.
+        names: of each embedding its name, the key of its ids and its table, see `jfi.modules.lookups.names_of`.
+        counts: by table the number of each rank's rows.
         feature_groups: those of all layers that read the collection. Features of one name are one feature; those that
             every layer reads together, from the same tables, travel together.
         replicate_below: tables of at most so many rows are replicated, read whole by every rank.
-        first_rank: of all processes, the first one of the group that the plan is for.
 
     Returns:
         The sharding of each table, the groups of ids that go to owner ranks, and the ids of replicated tables.
@@ -240,12 +221,9 @@ def plan_tables(
     Raises:
         ValueError: a feature whose rows attention cannot read at their owner ranks, or that layers read differently.
     """
-    shardings = row_shardings({config.name: config.num_embeddings for config in configs}, plan, first_rank)
-    replicated = [config.name for config in configs if config.num_embeddings <= replicate_below]
-    key_of, table_of = {}, {}  # by embedding
-    for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
-        key_of |= zip(names, config.feature_names, strict=True)
-        table_of |= dict.fromkeys(names, config.name)
+    shardings = row_shardings({table.name: counts[table.name] for _, _, table in names})
+    key_of = {name: key for name, key, _ in names}
+    table_of = {name: table for name, _, table in names}
     features: dict[str, SequenceFeatureConfig] = {}
     read_in: dict[str, list[int]] = {}  # by feature
     for number, feature_group in enumerate(feature_groups):
@@ -259,9 +237,9 @@ def plan_tables(
             read_in.setdefault(feature.name, []).append(number)
     alike: dict[tuple, list[SequenceFeatureConfig]] = {}
     for name, feature in features.items():
-        remote = remote_field(feature, table_of, replicated)
+        remote = remote_field(feature, table_of, replicate_below)
         if remote is not None:
-            tables = tuple([table_of[embedding] for embedding in feature.sequence_keys])
+            tables = tuple([table_of[embedding].name for embedding in feature.sequence_keys])
             alike.setdefault((tuple(read_in[name]), remote, tables), []).append(feature)
     groups: list[TableGroup] = []
     for (_, remote, tables), members in alike.items():
@@ -280,41 +258,36 @@ def plan_tables(
 
     def without_features(embeddings: list[str]) -> TableGroup:
         keys = tuple([key_of[embedding] for embedding in embeddings])
-        tables = tuple([shardings[table_of[embedding]] for embedding in embeddings])
+        tables = tuple([shardings[table_of[embedding].name] for embedding in embeddings])
         return TableGroup(keys, tables, tuple(embeddings))
 
     histories = {name for group in groups for name in group.embeddings}
-    fetched = [e for e, table in table_of.items() if table not in replicated and e not in histories]
+    small = [name for name, table in table_of.items() if table.num_embeddings <= replicate_below]
+    fetched = [name for name in table_of if name not in small and name not in histories]
     groups += [without_features(fetched)] if fetched else []
-    read_whole = without_features([e for e, table in table_of.items() if table in replicated])
+    read_whole = without_features(small)
     return list(shardings.values()), groups, read_whole
 
 
-def feature_groups_of(model: nn.Module | None, collection: nn.Module) -> list[FeatureGroup]:
-    """Returns the groups of features of the layers in a model that may read a collection.
-
-    A layer with a collection of its own reads no other one; what reads a collection outside of it is found by keys.
-    """
-    layers = [] if model is None else [x for x in model.modules() if isinstance(x, JaggedFeatureInteraction)]
-    return [group for layer in layers if layer.embedding_collection in (None, collection) for group in layer.groups]
-
-
-def remote_field(feature: SequenceFeatureConfig, tables: dict[str, str], replicated: list[str]) -> int | None:
+def remote_field(
+    feature: SequenceFeatureConfig, tables: Mapping[str, BaseEmbeddingConfig], replicate_below: int
+) -> int | None:
     """Returns the index of a feature's sequence key whose table, in `tables`, is not replicated; None if all are.
 
     Raises:
         ValueError: several are not, or the rows of several fields are concatenated.
     """
-    remote = [index for index, key in enumerate(feature.sequence_keys) if tables[key] not in replicated]
+    keys = feature.sequence_keys
+    remote = [index for index, key in enumerate(keys) if tables[key].num_embeddings > replicate_below]
     if not remote:
         return None
     if len(remote) > 1:
-        several = sorted({tables[feature.sequence_keys[index]] for index in remote})
+        several = sorted({tables[keys[index]].name for index in remote})
         raise ValueError(
             f"attention goes to the rows of one table, but the events of feature '{feature.name}' lie in {several}: "
             "raise replicate_below above the rows of all but one, or exchange rows"
         )
-    if feature.combine == "concat" and len(feature.sequence_keys) > 1:
+    if feature.combine == "concat" and len(keys) > 1:
         raise ValueError(
             f"attention goes to rows that are summed, but feature '{feature.name}' has combine='concat': use 'sum', or "
             "exchange rows"

@@ -1,7 +1,7 @@
 """The common base of sharded collections whose ids go to the owner ranks of their rows by jfi's own input dist."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -9,23 +9,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
-from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    LazyNoWait,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput, bounded_ids
-from jfi.distributed.local_shard import LocalShard, add_stepped_at
-from jfi.distributed.output_dist import Replicate, copy_tables, fetch_rows, scaled
-from jfi.distributed.planning import feature_groups_of, plan_tables, row_wise_shards
+from jfi.distributed.input_dist import InputDist, InputDistOutput, bounded_ids
+from jfi.distributed.local_shard import LocalShard, Replicate, add_stepped_at, copy_tables, fetch_rows, scaled
+from jfi.distributed.planning import in_rows, plan_tables, rows_by_rank
 from jfi.distributed.remote_attention import AttentionAtOwners
-from jfi.modules import lookups
+from jfi.modules import JaggedFeatureInteraction, lookups
 from jfi.modules.jagged_pooling import pool
 from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 from jfi.tables.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
+from jfi.utils.arguments import check_type
 
 
 class ShardedTables(nn.Module):
@@ -36,6 +45,9 @@ class ShardedTables(nn.Module):
     gradients likewise, so that their rows are read where they are needed. The arguments are those of TorchRec's
     collection, then of `AttentionCollectionSharder`.
     """
+
+    steps: Tensor
+    _lookups: list[Any]  # TorchRec's
 
     def __init__(
         self,
@@ -55,8 +67,9 @@ class ShardedTables(nn.Module):
         # Of ShardingEnv2D, which has several process groups, the one that shares tables.
         pg = getattr(env, "sharding_pg", env.process_group)
         first = dist.get_global_rank(pg, 0)
-        ranks = pg.size(), first, get_local_size(env.world_size)
-        plan = {table: row_wise_shards(table, sharding, *ranks) for table, sharding in params.items()}
+        rows = {table: rows_by_rank(table, sharding, pg.size(), first) for table, sharding in params.items()}
+        local_size = get_local_size(env.world_size)
+        plan = {table: in_rows(rows[table], sharding, first, local_size) for table, sharding in params.items()}
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
         kernels = [kernel for lookup in self._lookups for kernel in lookup._emb_modules]
         batched = [kernel.emb_module for kernel in kernels]
@@ -69,19 +82,22 @@ class ShardedTables(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=on), persistent=counts)
         if counts:
             self.register_load_state_dict_pre_hook(_keep_steps)
-        configs = module.embedding_bag_configs() if pooled else module.embedding_configs()
+        names = lookups.names_of(module)
         #: The ranks that share the rows.
         self.pg = pg
         # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
-        features = feature_groups_of(model, module)
-        self._shardings, self.groups, self.local = plan_tables(configs, plan, features, replicate_below, first)
+        layers = [] if model is None else [x for x in model.modules() if isinstance(x, JaggedFeatureInteraction)]
+        # A layer with a collection of its own reads no other one; what reads one outside of it is found by keys.
+        layers = [layer for layer in layers if layer.embedding_collection in (None, module)]
+        features = [group for layer in layers for group in layer.groups]
+        self._shardings, self.groups, self.local = plan_tables(names, rows, features, replicate_below)
         self._replicated = [sharding for sharding in self._shardings if sharding.num_rows <= replicate_below]
         self._dtype = dtype
         #: The counts of this rank's ids outside of their tables.
         self.outside_ids = tuple([group.outside for group in (self.local, *self.groups)])
         #: By name of each pooled embedding the key of its ids.
-        self._pooled = {name: key for name, key, _ in lookups.names_of(module)} if pooled else {}
-        self._is_mean = pooled and configs[0].pooling == PoolingType.MEAN
+        self._pooled = {name: key for name, key, _ in names} if pooled else {}
+        self._is_mean = pooled and names[0][2].pooling == PoolingType.MEAN
         #: The address of a batch's ids, and the output of their input dist.
         self._given: tuple[int, InputDistOutput] | None = None
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
@@ -91,6 +107,18 @@ class ShardedTables(nn.Module):
         """The rows that this rank owns; not made at construction, after which TorchRec may move a module."""
         tables, stepped_at = [sharding.table for sharding in self._shardings], next(iter(self._stepped_at), None)
         return LocalShard(self._lookups, tables, self.steps, stepped_at)
+
+    def freeze_rows(self, table: str, rows: Tensor) -> None:
+        """Excludes rows of a table from steps, from the next look-up on.
+
+        Args:
+            table: name of the table.
+            rows: [N] bool, True for rows that stay as they are, the same on every rank.
+        """
+        shard, sharding = self.local_shard, next(one for one in self._shardings if one.table == table)
+        own, positions = sharding.owned_by(self.pg.rank())
+        frozen = shard.frozen.setdefault("rows", torch.zeros_like(shard.memory[:, 0], dtype=torch.bool))
+        frozen[positions.start : positions.stop] = rows[own.start : own.stop]
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
@@ -118,20 +146,21 @@ class ShardedTables(nn.Module):
     def compute_and_output_dist(self, ctx: Multistreamable, input: KJTList) -> LazyAwaitable:
         return LazyNoWait(self._output(input[0]))
 
-    def _output(self, arrived: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
+    def _output(self, output: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
         """Returns what the collection looks up for this rank's samples."""
-        found = self._embeddings(arrived)
+        found = self._embeddings(output)
         if not self._pooled:
             return found
         dtype = self.local_shard.memory.dtype
         pooled = [pool(key, found[name], None, self._is_mean).to(dtype) for name, key in self._pooled.items()]
         return KeyedTensor(list(self._pooled), [x.size(1) for x in pooled], torch.cat(pooled, 1))
 
-    def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
-        shard, by_key, local = self.local_shard, arrived.by_key, self.local
-        handles = shard.handles([group.columns[0] for group in arrived.groups], self._dtype)
+    def _embeddings(self, output: InputDistOutput) -> dict[str, JaggedTensor]:
+        shard, by_key, local = self.local_shard, output.by_key, self.local
+        handles = shard.handles([arrived.columns[0] for arrived in output.groups], self._dtype)
         whole: dict[str, Tensor] = {}
-        local_ids = list(zip(local.shardings, bounded_ids(local, by_key) if local.keys else [], strict=True))
+        counts = local.outside.on(shard.memory.device)
+        local_ids = list(zip(local.shardings, bounded_ids(local, by_key, counts) if local.keys else [], strict=True))
         if self._replicated:
             tables, is_read = copy_tables(shard.memory, self.pg, self._replicated, local_ids)
             # In their dtype, in which the gradients are summed up over all ranks; without rows that no rank reads.
@@ -140,48 +169,29 @@ class ShardedTables(nn.Module):
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
         found: dict[str, JaggedTensor] = {}
         outputs: dict[str, Tensor] = {}  # the placeholders of what is found
-        for group, handle in zip(arrived.groups, handles, strict=True):
-            if group.group.features:
-                self._add_histories(found, group, handle, whole, by_key, outputs)
-            else:
-                self._add_fetched(found, group, handle, by_key)
+        for arrived, handle in zip(output.groups, handles, strict=True):
+            group, fetch = arrived.group, partial(fetch_rows, handle, shard.memory, arrived)
+            if not group.features:
+                for embedding, key, rows in zip(group.embeddings, group.keys, fetch(), strict=True):
+                    ids = by_key[key]
+                    found[embedding] = JaggedTensor(rows, None, ids.lengths_or_none(), ids.offsets_or_none())
+                continue
+            fields = [RowsById(handle, (shard.memory,), (arrived.columns[0],))]
+            for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
+                fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
+            attention = AttentionAtOwners(arrived, sum_rows(fields), fetch, by_key, outputs)
+            for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
+                ids, known = by_key[key], found.get(embedding)
+                by_feature = ({} if known is None else known.events) | {feature.name: attention}
+                rows = handle.new_zeros(()).expand(ids.values().size(0), shard.memory.size(1))
+                found[embedding] = RemoteRows(by_feature, rows, **parts_of(ids))
         whole = {table: scaled(rows, self.pg) for table, rows in whole.items()}
         for embedding, key, (sharding, ids) in zip(local.embeddings, local.keys, local_ids, strict=True):
-            rows, dtype = whole[sharding.table], self._dtype or shard.memory.dtype
-            found[embedding] = _rows_by_id(rows, ids, dtype, by_key[key])
+            by_id = bounded_rows_by_id((whole[sharding.table],), (ids,), self._dtype or shard.memory.dtype)
+            parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+            found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         outputs |= {embedding: one.rows for embedding, one in found.items() if isinstance(one, UnreadRows)}
         return found
-
-    def _add_fetched(
-        self, found: dict[str, JaggedTensor], arrived: GroupInput, handle: Tensor, by_key: dict[str, JaggedTensor]
-    ) -> None:
-        """Adds the rows of a group whose rows are fetched."""
-        group, fetched = arrived.group, fetch_rows(handle, self.local_shard.memory, arrived)
-        for embedding, key, rows in zip(group.embeddings, group.keys, fetched, strict=True):
-            ids = by_key[key]
-            found[embedding] = JaggedTensor(rows, None, ids.lengths_or_none(), ids.offsets_or_none())
-
-    def _add_histories(
-        self,
-        found: dict[str, JaggedTensor],
-        arrived: GroupInput,
-        handle: Tensor,
-        whole: dict[str, Tensor],
-        by_key: dict[str, JaggedTensor],
-        outputs: dict[str, Tensor],
-    ) -> None:
-        """Adds the histories of a group's features."""
-        group, memory = arrived.group, self.local_shard.memory
-        fields = [RowsById(handle, (memory,), (arrived.columns[0],))]
-        for sharding, ids in zip(group.field_shardings, arrived.columns[1:], strict=False):
-            fields.append(bounded_rows_by_id((whole[sharding.table],), (ids,), handle.dtype))
-        fetch = partial(fetch_rows, handle, memory, arrived)
-        attention = AttentionAtOwners(arrived, sum_rows(fields), fetch, by_key, outputs)
-        for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
-            ids, known = by_key[key], found.get(embedding)
-            by_feature = ({} if known is None else known.events) | {feature.name: attention}
-            rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
-            found[embedding] = RemoteRows(by_feature, rows, **parts_of(ids))
 
     @cached_property
     def _replicated_positions(self) -> Tensor:
@@ -194,12 +204,6 @@ class ShardedTables(nn.Module):
 def _keep_steps(tables: ShardedTables, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Lets a checkpoint without the number of steps, as TorchRec's collections have, leave it as it is."""
     state_dict.setdefault(f"{prefix}steps", tables.steps)
-
-
-def _rows_by_id(table: Tensor, ids: Tensor, dtype: torch.dtype, parts: JaggedTensor) -> TableRows:
-    """Returns rows of a table by checked ids, with the lengths of `parts`."""
-    by_id = bounded_rows_by_id((table,), (ids,), dtype)
-    return TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, parts.lengths_or_none(), parts.offsets_or_none())
 
 
 def check_bags(module: EmbeddingBagCollection) -> None:
@@ -215,27 +219,130 @@ def check_bags(module: EmbeddingBagCollection) -> None:
         raise ValueError(f"bags whose rows are fetched must all be summed or all averaged, got {poolings}")
 
 
-@contextmanager
-def defer_sharded_steps(model: nn.Module) -> Iterator[None]:
-    """Makes one step of the model's sharded tables at the end of the block, by the gradients of all backward passes.
+class ShardedAttentionCollection(ShardedTables, ShardedEmbeddingCollection):
+    """A ShardedEmbeddingCollection whose histories are read at the owner ranks of their rows.
 
-    Until then the gradients of the rows that were looked up stay in memory; activations do not. An error within the
-    block drops them.
+    The tables, their names in state_dict() and their optimizer are TorchRec's: a checkpoint of one collection loads in
+    the other. What differs is the path of a batch. Ids go to the owner ranks of their rows while the batch before it
+    computes. A history comes out as `RemoteRows`: the layer sends its queries to the owners, and no row of a history
+    travels, nor a gradient of one. Rows of other keys are fetched.
+
+    Created by `AttentionCollectionSharder`, whose arguments are described there.
+    """
+
+
+class ShardedFetchedBags(ShardedTables, ShardedEmbeddingBagCollection):
+    """A ShardedEmbeddingBagCollection that fetches the rows of its samples' ids and pools them itself.
+
+    It shares input dist, optimizer steps and captured steps with `ShardedAttentionCollection`. Of a key with one id a
+    sample it sends what TorchRec's collection sends or less; of one with several ids a row for each of them. Tables,
+    names in state_dict() and optimizer are TorchRec's.
+
+    Created by `FetchedBagsSharder`, whose arguments are described there.
+    """
+
+
+class _Sharder:
+    _sharded: type[ShardedTables]  # the class that `shard` makes
+    _options: tuple
+    fused_params: dict[str, Any] | None  # TorchRec's
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTables:
+        return self._sharded(module, params, env, self.fused_params, device, module_fqn, *self._options)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    @property
+    def sharded_module_type(self) -> type[ShardedTables]:
+        return self._sharded
+
+
+class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
+    """Shards an EmbeddingCollection so that attention goes to its rows.
+
+    DistributedModelParallel takes it instead of TorchRec's EmbeddingCollectionSharder, and so do planners and
+    train pipelines. It shards the collection and not the layer, since a target shares its history's table, and since
+    TorchRec's pipelines send what they find in a batch, the ids, but not what a model computes, the targets.
 
     Args:
-        model: with any number of sharded collections, or none.
+        model: the model, or another module that contains the layers which read the collection. Their features are those
+            whose histories attention goes to, found by name.
+        fused_params: as of TorchRec's sharder.
+        replicate_below: tables of at most so many rows are summed up on every rank in each step.
+        dtype: of queries, partial outputs and fetched rows, and of the rows as attention reads them; None for that of
+            the tables.
 
     Raises:
-        ValueError: FBGEMM steps tables of a collection in each backward pass.
+        TypeError: `model` is no module.
+        ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
+            histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
+            read differently. At the first batch: tables of several data types or
+            optimizers, or of one that `jfi.tables.step_rows` has not.
+
+    Example:
+        >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+        >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8)
+        >>> AttentionCollectionSharder(layer).sharding_types("cuda")
+        ['table_wise', 'row_wise']
     """
-    collections = [module for module in model.modules() if isinstance(module, ShardedEmbeddingModule)]
-    with ExitStack() as stack:
-        for collection in collections:
-            if not isinstance(collection, ShardedTables):
-                raise ValueError(
-                    f"gradients cannot accumulate over the tables of a {type(collection).__name__}, which FBGEMM steps "
-                    "in each backward pass: shard them by AttentionCollectionSharder and FetchedBagsSharder, or use a "
-                    "FusedEmbeddingCollection on every process"
-                )
-            stack.enter_context(collection.local_shard.deferring())
-        yield
+
+    _sharded = ShardedAttentionCollection
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fused_params: dict[str, Any] | None = None,
+        *,
+        replicate_below: int = 100_000,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(fused_params)
+        must = "an nn.Module with the JaggedFeatureInteraction that reads the collection"
+        check_type("model", model, nn.Module, must)
+        if not any(isinstance(module, JaggedFeatureInteraction) for module in model.modules()):
+            raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
+        self._options = model, replicate_below, dtype
+
+
+class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
+    """Shards an EmbeddingBagCollection so that the rows of a sample's ids are fetched from their owners.
+
+    DistributedModelParallel takes it instead of TorchRec's EmbeddingBagCollectionSharder, together with an
+    `AttentionCollectionSharder`.
+
+    Args:
+        fused_params: as of TorchRec's sharder.
+        replicate_below: tables of at most so many rows are summed up on every rank in each step.
+        dtype: of rows that are sent; None for that of the tables, which is that of the output.
+
+    Raises:
+        ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths or poolings. At
+            the first batch: tables of several data types or optimizers, or of one that `jfi.tables.step_rows` has not.
+
+    Example:
+        >>> FetchedBagsSharder().sharding_types("cuda")
+        ['table_wise', 'row_wise']
+    """
+
+    _sharded = ShardedFetchedBags
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        *,
+        replicate_below: int = 100_000,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(fused_params)
+        self._options = None, replicate_below, dtype

@@ -6,8 +6,8 @@ import operator
 from jfi.data import InteractionDataset
 from jfi.data.config import AGE, HISTORY
 from jfi.training.config import Config
-from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
+from jfi.training.distributed.sharding import with_exchange
 
 #: Training samples from which on a step has more of them.
 _LARGE = 150_000

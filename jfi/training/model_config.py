@@ -53,7 +53,8 @@ class PretrainedConfig:
         id_column: of a Parquet file, the column with the values.
         vector_column: of a Parquet file, the column with lists of numbers.
         ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
-        frozen: whether these rows are kept fixed. Values that the file lacks have random rows that are trained.
+        frozen: whether these rows are kept fixed, under torchrun with `sharding.exchange: attention` alone. Values that
+            the file lacks have random rows that are trained.
     """
 
     path: str

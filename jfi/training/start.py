@@ -132,15 +132,18 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
         check_graphs(config, world)
         return
 
-    def refuse(first: tuple[Config, dict], other: tuple[Config, dict], rank: int) -> None:
-        names = first[1] | other[1]
-        differ = [(name, *(one[1].get(name) for one in (first, other))) for name in names]
-        changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
-        changes += [line for _, line in config_changes(dataclasses.asdict(first[0]), other[0])]
-        if changes:
-            raise ConfigError(f"process {rank} was started with other settings than process 0: {', '.join(changes)}")
+    started = world.gather((config, options))
 
-    world.compare_with_first((config, options), refuse)
+    def compare() -> None:
+        for rank, (other, own) in enumerate(started[1:], 1):
+            differ = [(name, options.get(name), own.get(name)) for name in options | own]
+            changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
+            changes += [line for _, line in config_changes(dataclasses.asdict(config), other)]
+            if changes:
+                fault = f"process {rank} was started with other settings than process 0: {', '.join(changes)}"
+                raise ConfigError(fault)
+
+    world.on_first(compare)
     check_sharded(config, world)
     check_graphs(config, world)
 

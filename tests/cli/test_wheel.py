@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs/get-started.md").read_text()
 def wheel(tmp_path_factory) -> Path:
     """Builds the wheel from a copy, where no files of earlier builds lie."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("jfi", "configs", "examples"):
+    for name in ("jfi", "configs", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -39,8 +39,10 @@ def test_the_wheel_has_the_command_the_configs_and_its_types(wheel, tmp_path):
     """It trains on a small table and scores it, in a folder without this repository."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        assert {"jfi/py.typed", "jfi/configs/quickstart.yaml", "jfi/configs/synthetic_tables.py"} <= {*names}
-        assert [name for name in names if name.startswith(("tests", "configs", "examples", "benchmarks"))] == []
+        assert "jfi/py.typed" in names and "jfi/configs/quickstart.yaml" in names
+        assert [name for name in names if name.startswith(("tests", "configs", "benchmarks", "docs", "examples"))] == []
+        for folder, pattern in (("docs", "*.md"), ("docs", "*.svg"), ("examples", "*.py"), ("examples", "deploy/*")):
+            assert {f"jfi/{path.relative_to(ROOT)}" for path in (ROOT / folder).glob(pattern)} <= set(names)
         (entry,) = [name for name in names if name.endswith("entry_points.txt")]
         assert "jfi = jfi.cli:main" in archive.read(entry).decode()
         archive.extractall(tmp_path / "site")
@@ -56,6 +58,7 @@ def test_the_wheel_has_the_command_the_configs_and_its_types(wheel, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    assert f": {tmp_path / 'site/jfi/docs/index.md'}\n" in jfi("--help")
     columns = ["--data.user", "who", "--data.item", "what", "--data.timestamp", "when", "--data.label", "clicked"]
     small = ["--training.epochs", "1", "--training.run_dir", "run", "--training.device", "cpu"]
     assert "run folder run" in jfi("train", "--data.interactions", "clicks.csv", *columns, *small)

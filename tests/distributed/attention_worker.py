@@ -44,7 +44,7 @@ from jfi import (
     WeightBias,
 )
 from jfi.cuda_graphs.captured_step import CapacityBucket
-from jfi.cuda_graphs.static_batch import Buffers, Described
+from jfi.cuda_graphs.static_batch import Described
 from jfi.distributed import (
     AttentionCollectionSharder,
     CapturedShardedStep,
@@ -52,7 +52,7 @@ from jfi.distributed import (
     average_gradients,
     remote_attention,
 )
-from jfi.distributed.fixed_input_dist import FixedInputDist
+from jfi.distributed.fixed_input_dist import DistributedBuffers, FixedInputDist
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
@@ -383,9 +383,6 @@ class StandInGraphs:
 
     def reset(self) -> None: ...
 
-    def new_bucket(self, buffers: Buffers) -> CapacityBucket:
-        return CapacityBucket(buffers, staging=0)
-
     def load(self, bucket: CapacityBucket, batch: Described) -> None:
         bucket.buffers.fill(bucket.block, batch)
 
@@ -449,12 +446,6 @@ class StandInPeers:
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> None:
         self.calls["send"] += 1
 
-    def average(self, numbers: list[Tensor]) -> Tensor:
-        self.calls["average"] += 1
-        flat = torch.cat([one.reshape(-1) for one in numbers])
-        dist.all_reduce(flat)
-        return flat / dist.get_world_size()
-
 
 def use_stand_ins(captured: CapturedShardedStep) -> None:
     """Its steps run on buffers with room; needs `as_on_a_gpu`."""
@@ -501,9 +492,10 @@ def train_together(case: Case, way: str = "eager") -> dict:
     narrowed, sent_again = 0, -STEPS
     for number in range(STEPS):
         with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):
+            own, sender = DistributedBuffers, FixedInputDist
             with (
-                mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
-                mock.patch.object(FixedInputDist, "send", autospec=True, side_effect=FixedInputDist.send) as again,
+                mock.patch.object(own, "narrow", autospec=True, side_effect=own.narrow) as narrow,
+                mock.patch.object(sender, "send", autospec=True, side_effect=sender.send) as again,
             ):
                 loss = step(batches[number]) if captured is None else captured.progress(given)
             narrowed, sent_again = narrowed + narrow.call_count, sent_again + again.call_count

@@ -46,9 +46,9 @@ from benchmarks.traffic import SequenceShape, by_attention
 from jfi import FusedEmbeddingCollection, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.distributed.input_dist import check_keys
-from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, row_wise_shards
-from jfi.distributed.sharded_tables import defer_sharded_steps
+from jfi.distributed.planning import TableGroup, plan_tables, remote_field, row_shardings, rows_by_rank
 from jfi.modules import outside_ids
+from jfi.modules.lookups import names_of
 from jfi.modules.sequence_configs import FeatureGroup, group_features
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.tables.table_rows import with_weights
@@ -185,11 +185,11 @@ def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(f
     assert set(expected) == {"item", "rating", "user", "tag", "city"} and all(expected.values())
 
 
-def test_all_that_a_step_sends_takes_peer_memory(found):
+def test_all_rows_that_a_step_sends_take_peer_memory(found):
     """In four steps."""
     first, second = (rank["buffers"]["plain"]["peers"] for rank in found)
     # Rows of targets and their gradients; attention.
-    assert first == second == {"send": 4 * (2 + 4), "average": 4}
+    assert first == second == {"send": 4 * (2 + 4)}
 
 
 @pytest.mark.parametrize("name", ["plain", "a rank without samples"])
@@ -421,16 +421,6 @@ def test_models_that_cannot_be_captured_are_refused(alone):
             captured.progress(iter([batch]))
 
 
-def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
-    model = EmbeddingCollection(
-        [EmbeddingConfig(num_embeddings=9, embedding_dim=8, name="a", feature_names=["a"])], device=torch.device("meta")
-    )
-    rows = DistributedModelParallel(nn.ModuleDict({"a": model}), device=torch.device("cpu"))
-    refused = "cannot accumulate over the tables of a ShardedEmbeddingCollection, .* use a FusedEmbeddingCollection"
-    with pytest.raises(ValueError, match=refused), defer_sharded_steps(rows):
-        pass
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad])
 def test_rows_in_half_precision_are_rounded_as_those_of_one_table(alone, kind, decay):
@@ -526,8 +516,8 @@ def sharding(*shards: tuple[int, int, int], columns: int = 0) -> ParameterShardi
 
 
 def test_ids_are_located_whatever_the_shards():
-    plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": row_wise_shards("b", sharding((0, 5, 1)), 2)}
-    shardings = row_shardings({"a": 10, "b": 5}, plan)
+    plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": sharding((0, 5, 1))}
+    shardings = row_shardings({table: rows_by_rank(table, one, 2) for table, one in plan.items()})
     ranks, places = shardings["a"].locate(torch.tensor([0, 3, 4, 9]))
     assert ranks.tolist() == [0, 0, 1, 1] and places.tolist() == [0, 3, 0, 5]
     ranks, places = shardings["b"].locate(torch.tensor([0, 4]))
@@ -538,15 +528,14 @@ def test_ids_are_located_whatever_the_shards():
 @pytest.mark.parametrize("id", [10, 12, -1, -7, 2**31, 2**40, -(2**62)])
 def test_an_id_outside_has_no_place_in_any_memory(id):
     """Not behind the last shard's rows, where another table's may lie."""
-    plan = {"a": sharding((0, 5, 1), (5, 5, 0)), "b": sharding((0, 10, 1))}
-    for table in row_shardings({"a": 10, "b": 10}, plan).values():
+    for table in row_shardings({"a": [5, 5], "b": [0, 10]}).values():
         ranks, places = table.locate(torch.tensor([3, id, 9]))
         assert places[1] == -1 and int(ranks[1]) in table.ranks
         assert (places[[0, 2]] >= 0).all()
 
 
 def test_ranks_beyond_those_of_a_byte():
-    shardings = row_shardings({"a": 300}, {"a": sharding(*[(rank, 1, rank) for rank in range(300)])})
+    shardings = row_shardings({"a": [1] * 300})
     assert shardings["a"].locate(torch.tensor([0, 299]))[0].tolist() == [0, 299]
 
 
@@ -554,7 +543,7 @@ def test_other_kernels_are_refused():
     dense = sharding((0, 4, 0))
     dense.compute_kernel = "dense"
     with pytest.raises(ValueError, match="table 'a' must have compute_kernel 'fused'"):
-        row_wise_shards("a", dense, 2)
+        rows_by_rank("a", dense, 2)
 
 
 def test_a_key_that_does_not_fit_is_named():
@@ -577,26 +566,30 @@ def test_a_key_that_does_not_fit_is_named():
 
 
 def group_of(case: Case, features: list[FeatureGroup] | None = None) -> TableGroup:
-    plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
+    counts = {"item": [50], "rating": [6]}
     features = group_features(features_of(case), 8) if features is None else features
-    _, groups, _ = plan_tables(build(case).embedding_collection.embedding_configs(), plan, features, 10)
+    _, groups, _ = plan_tables(names_of(build(case).embedding_collection), counts, features, 10)
     return groups[0]
 
 
 def test_columns_of_a_table_are_not_divided():
     with pytest.raises(ValueError, match="table 'a' must shard it by rows"):
-        row_wise_shards("a", sharding((0, 4, 0), columns=8), 2)
+        rows_by_rank("a", sharding((0, 4, 0), columns=8), 2)
 
 
 def test_features_that_attention_cannot_go_to_are_named():
-    tables = {"item": "items", "shop": "shops"}
+    sizes = {"item": 30, "shop": 20}
+    tables = {key: EmbeddingConfig(size, 8, name=f"{key}s", feature_names=[key]) for key, size in sizes.items()}
     feature = SequenceFeatureConfig("taste", ["item", "shop"], ["target"])
     with pytest.raises(ValueError, match=r"'taste' lie in \['items', 'shops'\]"):
-        remote_field(feature, tables, [])
+        remote_field(feature, tables, 10)
     side = SequenceFeatureConfig("taste", ["item", "shop"], ["target"], combine="concat")
     with pytest.raises(ValueError, match="combine='concat'"):
-        remote_field(side, tables, ["shops"])
-    assert remote_field(feature, tables, ["items"]) == 1 and remote_field(feature, tables, ["items", "shops"]) is None
+        remote_field(side, tables, 20)
+    tables["item"].num_embeddings = 20
+    assert remote_field(feature, tables, 20) is None
+    tables["shop"].num_embeddings = 21
+    assert remote_field(feature, tables, 20) == 1
 
 
 def test_the_sharder_says_what_it_can_do():

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from ops.unchecked import as_on_a_gpu
-from torch.distributed._shard.metadata import ShardMetadata
-from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import KeyBias, SequenceFeatureConfig
@@ -16,13 +14,7 @@ from jfi.utils.context import padded_to_capacity
 RANKS, BATCH = 2, 6
 
 
-def sharding(*shards: tuple[int, int, int]) -> ParameterSharding:
-    """(first row, rows, rank) of each shard."""
-    spec = [ShardMetadata([first, 0], [rows, 8], f"rank:{rank}/cpu") for first, rows, rank in shards]
-    return ParameterSharding("row_wise", "fused", [rank for *_, rank in shards], EnumerableShardingSpec(spec))
-
-
-SHARDINGS = row_shardings({"a": 40, "b": 9}, {"a": sharding((0, 15, 1), (15, 25, 0)), "b": sharding((0, 9, 1))})
+SHARDINGS = row_shardings({"a": [25, 15], "b": [0, 9]})
 HISTORY = SequenceFeatureConfig("taste", ["taste_item"], ["item"], bias=KeyBias("taste_age", 5))
 GROUPS = {
     "fetched": TableGroup(("x", "y"), (SHARDINGS["a"], SHARDINGS["b"])),
@@ -56,10 +48,10 @@ def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
     found, counts = [], []
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
-        before = group.outside.on(device).clone()
+        outside = torch.zeros(len(group.keys), dtype=torch.int64, device=device)
         with as_on_a_gpu(device), padded_to_capacity(frozenset()):
-            found.append((*partition(group, by_key, RANKS, 100, padding), count_samples(group, by_key, RANKS)))
-        counts.append((group.outside.counts - before).tolist())
+            found.append((*partition(group, by_key, RANKS, 100, padding, outside), count_samples(group, by_key, RANKS)))
+        counts.append(outside.tolist())
     (buffer, *expected), (kernel_buffer, *others) = found
     assert all(map(torch.equal, expected, others))
     sums = expected[0]
@@ -86,7 +78,8 @@ def test_kernels_have_the_places_of_the_formulas(name, has_slots, most, room, de
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
         with padded_to_capacity(frozenset()):
-            parts = partition(group, by_key, RANKS, most, padding if has_slots else None)
+            outside = torch.zeros(len(group.keys), dtype=torch.int64, device=device)
+            parts = partition(group, by_key, RANKS, most, padding if has_slots else None, outside)
             found.append((*parts, count_samples(group, by_key, RANKS)))
     (buffer, sums, index, counts), (kernel_buffer, *others) = found
     assert torch.equal(sums, others[0]) and torch.equal(counts, others[2]) and all(sums.tolist())

@@ -75,7 +75,6 @@ def on_all_ranks(run: Callable[[PeerMemory], object]) -> list:
     patches = mock.patch.multiple(
         exchange,
         push=locked(exchange.push),
-        add_parts=locked(exchange.add_parts),
         compat=SimpleNamespace(symmetric_memory=SharedMemory()),
     )
     with patches, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
@@ -98,7 +97,7 @@ def rows_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 def test_rows_go_to_their_owners_and_back(owners, dtype, device):
     if device.type != "cpu":
         pytest.skip("threads share the memory of the CPU")
-    chunk = 4
+    chunk = 8
 
     def run(memory: PeerMemory) -> tuple[list, bool]:
         rank, arrived = RANK.number, []
@@ -162,44 +161,15 @@ def test_owners_that_do_not_follow_each_other_use_the_group(device):
     assert on_all_ranks(run) == [[True, False]] * SIZE
 
 
-@pytest.mark.parametrize("added_by_all", [0, 1 << 20])
-@pytest.mark.parametrize("count", [1, 384, 1000])
-def test_numbers_are_averaged_in_the_order_of_the_ranks(count, added_by_all, device, monkeypatch):
-    if device.type != "cpu":
-        pytest.skip("threads share the memory of the CPU")
-
-    def run(memory: PeerMemory) -> list[Tensor]:
-        found = []
-        for step in range(3):
-            numbers = torch.linspace(0, 1, count) * (RANK.number + 1) + step
-            with memory.step():
-                found.append(memory.average([numbers[:1], numbers[1:]]))
-        return found
-
-    monkeypatch.setattr(exchange, "_ADDED_BY_ALL", added_by_all)
-    for nothing, *found in on_all_ranks(run):
-        assert nothing is None
-        for step, numbers in enumerate(found, 1):
-            torch.testing.assert_close(numbers, torch.linspace(0, 1, count) * 2 + step)
-
-
 def test_what_peers_are_sent_is_counted(monkeypatch):
     memory = PeerMemory.__new__(PeerMemory)
     memory.pg = Group()
-
-    def average(memory: PeerMemory, numbers: list[Tensor]) -> Tensor:
-        for shared in (False, True):
-            memory.send(numbers[0].view(SIZE, -1), [1] * SIZE, [1] * SIZE, shared)
-        return numbers[0]
-
     monkeypatch.setattr(PeerMemory, "send", lambda memory, rows, sent, received, shared: rows)
-    monkeypatch.setattr(PeerMemory, "average", average)
     with SentBytes() as counted:
         memory.send(torch.zeros(3, 2), [3] * SIZE, [3] * SIZE, shared=True)
-        memory.average([torch.zeros(384)])
-    # Three rows of 8 bytes to each of two others; two thirds of the numbers to others, and as many means back.
-    assert counted.sent == {"peer_memory": 48, "all_reduce": 2048}
-    assert counted.calls == {"peer_memory": 1, "all_reduce": 1}
+    # Three rows of 8 bytes to each of two others.
+    assert counted.sent == {"peer_memory": 48}
+    assert counted.calls == {"peer_memory": 1}
 
 
 @pytest.mark.parametrize(
@@ -211,8 +181,8 @@ def test_gpus_are_peers_where_they_are_others_of_this_host(monkeypatch, uuids, r
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
 
-    def gather(found: list, own: object, group: object) -> None:
-        found[:] = uuids if isinstance(own, str) else [own, True]
+    def gather(found: list, own: tuple[str, set[str]], group: object) -> None:
+        found[:] = own, (uuids[1], {"a", "b", "c"})
 
     monkeypatch.setattr(exchange.dist, "all_gather_object", gather)
     assert are_peers(SimpleNamespace(size=lambda: 2), torch.device("cuda", 0)) is expected

@@ -125,6 +125,6 @@ def test_where_a_step_must_be_one_backward_pass_parts_are_refused_by_name():
     trainer = Trainer(made, dataset, _WORLD)
     always = made.with_training(cuda_graph="always")
     with pytest.raises(
-        ConfigError, match=r"but training\.gradient_accumulation_steps is 2, so that a step has several backward passes"
+        ConfigError, match=r"since training\.gradient_accumulation_steps is 2, so that a step has several"
     ):
         capture(trainer._step, trainer.model, trainer.optimizer, always, dataset, _WORLD)

@@ -13,11 +13,10 @@ from worker import without_pictures
 
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
-from jfi.training.config import EncoderConfig
+from jfi.training.config import EncoderConfig, PretrainedConfig
 from jfi.training.defaults import settle, settled_as
-from jfi.training.distributed.attention_exchange import with_exchange
 from jfi.training.distributed.processes import World
-from jfi.training.distributed.sharding import check_sharded
+from jfi.training.distributed.sharding import check_sharded, with_exchange
 from jfi.training.loop.captured_steps import check_graphs
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import config_changes
@@ -107,7 +106,7 @@ def test_captured_steps_have_the_losses_of_one_process(folder, outcomes):
 
 def test_captured_steps_are_refused_where_they_cannot_be(folder):
     on = configured(folder, "refused", **REMOTE).with_training(cuda_graph="always")
-    with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'always', but there is no GPU"):
+    with pytest.raises(ConfigError, match=r"got 'always', must be auto or never, since there is no GPU"):
         train(on)
     assert not (folder / "refused").exists()
     world = SimpleNamespace(launched=True, device=torch.device("cuda"), size=2)
@@ -205,6 +204,7 @@ def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, 
         ({"optimizer.embeddings.weight_decay": 0.1}, "0 or auto"),
         ({"training.gradient_accumulation_steps": 2}, "1"),
         ({"training.cuda_graph": "always"}, "auto or never"),
+        ({"model.pretrained.item_id.frozen": True}, "False"),
     ],
 )
 def test_what_needs_attention_is_refused_where_rows_are_exchanged(folder, schema, exchange, setting, must):
@@ -212,7 +212,10 @@ def test_what_needs_attention_is_refused_where_rows_are_exchanged(folder, schema
     config = configured(folder, "refused", decays=False, exchange=exchange)
     config = dataclasses.replace(config, encoder=EncoderConfig(num_layers=1))
     section, name = key.rsplit(".", 1)
-    setattr(operator.attrgetter(section)(config), name, value)
+    if section.startswith("model"):
+        config.model.pretrained = {"item_id": PretrainedConfig("items.parquet", frozen=value)}
+    else:
+        setattr(operator.attrgetter(section)(config), name, value)
     why = "encoder.num_layers is above 0" if exchange == "auto" else "sharding.exchange is rows"
     error = f"{key}: got {value!r}, must be {must} under torchrun where processes exchange rows of histories: {why}"
     with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):

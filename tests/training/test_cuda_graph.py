@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 
-from jfi.cuda_graphs.captured_step import CapacityBucket, CapturedStep
+from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
 from jfi.training.distributed.processes import World
@@ -81,9 +81,6 @@ class StandInGraphs:
     """Runs the step on the buffers, at a replay as before it."""
 
     def reset(self): ...
-
-    def new_bucket(self, buffers):
-        return CapacityBucket(buffers, staging=0)
 
     def load(self, bucket, batch):
         bucket.buffers.fill(bucket.block, batch)

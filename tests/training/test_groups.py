@@ -121,7 +121,7 @@ def test_processes_that_were_started_otherwise_are_refused(folder, outcomes):
 
 @pytest.mark.slow
 def test_groups_of_another_size_are_refused(folder, outcomes):
-    line = "sharding.group_size: got 3, must divide the number of processes, 2"
+    line = "sharding.group_size: got 3, must be a divisor of the number of processes, 2"
     assert [outcome["end"] for outcome in outcomes["indivisible"]] == [line] * 2
     assert not (folder / "indivisible").exists()
 

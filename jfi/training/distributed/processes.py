@@ -53,12 +53,7 @@ class World:
         """Calls `act` on rank 0; returns its result, or raises its exception, on every rank."""
         if not self.launched:
             return act()
-        outcome: list = [None, None]
-        if self.is_first:
-            try:
-                outcome[0] = act()
-            except Exception as error:
-                outcome[1] = error
+        outcome = _attempt(act) if self.is_first else [None, None]
         dist.broadcast_object_list(outcome, src=0, group=self.control)
         if outcome[1] is not None:
             raise outcome[1]
@@ -71,15 +66,10 @@ class World:
         """
         if not self.launched:
             return act()
-        host, result, error = os.environ.get("GROUP_RANK", "0"), None, None
-        acts = os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
-        if acts:
-            try:
-                result = act()
-            except Exception as fault:
-                error = fault
+        host, acts = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        own = (host, *_attempt(act)) if acts else (None, None, None)
         outcomes: list = [None] * self.size
-        dist.all_gather_object(outcomes, (host if acts else None, result, error), group=self.control)
+        dist.all_gather_object(outcomes, own, group=self.control)
         for _, _, error in outcomes:
             if error is not None:
                 raise error
@@ -92,16 +82,6 @@ class World:
         items = [None] * self.size if self.is_first else None
         dist.gather_object(item, items, dst=0, group=self.control)
         return items or []
-
-    def compare_with_first(self, item: T, check: Callable[[T, T, int], None]) -> None:
-        """Calls `check(rank 0's item, another rank's item, its rank)` for every other rank; raises its error on all."""
-        items = self.gather(item)
-
-        def compare() -> None:
-            for rank, other in enumerate(items[1:], 1):
-                check(items[0], other, rank)
-
-        self.on_first(compare)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor`, which is on each rank's device, over the ranks; a new tensor."""
@@ -117,6 +97,14 @@ class World:
         flag = torch.tensor(number)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return int(flag)
+
+
+def _attempt(act: Callable[[], object]) -> list:
+    """Returns the result of `act` and its exception, one of them None."""
+    try:
+        return [act(), None]
+    except Exception as error:
+        return [None, error]
 
 
 @contextmanager
@@ -156,13 +144,16 @@ def join_world(device_name: str) -> Iterator[World]:
         device_name: `training.device`; each process uses the GPU with its local rank.
 
     Raises:
-        ConfigError: the device is missing.
+        ConfigError: the device is missing, or restarts over several hosts would share a store.
     """
     device = _device(device_name)
     if not launched():
         yield World(device)
         return
-    _check_restarts()
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    # Each host counts its own restarts, so the keys of two attempts in a shared store would be the same.
+    if _hosts() > 1 and may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError("torchrun --max_restarts on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     if device.type == "cuda":
         processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if processes > count:
@@ -185,16 +176,6 @@ def join_world(device_name: str) -> Iterator[World]:
 
 def _hosts() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
-
-
-def _check_restarts() -> None:
-    """Raises ConfigError if restarts over several hosts would share a store.
-
-    Each host counts its own restarts, so the store's keys of two attempts would be the same.
-    """
-    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    if _hosts() > 1 and may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ConfigError("torchrun --max_restarts on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
 def _init_process_group(backend: str) -> None:

@@ -5,6 +5,7 @@ backward pass, and DistributedDataParallel replicates all other parameters. Para
 one process.
 """
 
+import dataclasses
 import os
 import warnings
 
@@ -23,19 +24,22 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from jfi.data import DataSchema
 from jfi.distributed import AttentionCollectionSharder, FetchedBagsSharder
+from jfi.distributed.planning import in_rows, remote_field
+from jfi.distributed.sharded_tables import check_bags
 from jfi.models import SequenceDLRM
-from jfi.training.config import Config, ConfigError, ShardingConfig
-from jfi.training.distributed.attention_exchange import check_rows, within_hosts
+from jfi.modules import JaggedFeatureInteraction
+from jfi.modules.lookups import names_of
+from jfi.training.config import Config, ConfigError, ShardingConfig, require
 from jfi.training.distributed.processes import World
-from jfi.training.loop.captured_steps import captures_shards
-from jfi.training.model.build_model import OPTIMIZERS, keyed_optimizer, table_configs
+from jfi.training.model.build_model import OPTIMIZERS, build_model, keyed_optimizer, table_configs
 from jfi.training.model.parameter_groups import Groups
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
@@ -47,35 +51,98 @@ _RESERVED = 0.2
 _TYPES = ["table_wise", "row_wise", "column_wise"]
 
 
+def with_exchange(config: Config, schema: DataSchema) -> tuple[Config, str | None]:
+    """Returns the config with the exchange that `sharding.exchange: auto` stands for, and why where that is rows.
+
+    Args:
+        config: of a run under torchrun.
+        schema: of its dataset.
+
+    Raises:
+        ConfigError: attention cannot go to the rows of this model, and the config asks for it or for what needs it.
+    """
+    wanted = config.sharding.exchange
+    if wanted == "rows":
+        return config, None
+    reason = _why_not(build_model(config.model, config.encoder, schema, torch.device("meta")), config)
+    require(reason is None or wanted != "attention", "sharding.exchange", wanted, f"auto or rows, since {reason}")
+    if reason is not None:
+        check_rows(config, reason)
+    exchange = "attention" if reason is None else "rows"
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, exchange=exchange)), reason
+
+
+def check_rows(config: Config, reason: str) -> None:
+    """Raises ConfigError for a setting that needs `sharding.exchange: attention`.
+
+    Args:
+        config: of a run under torchrun that exchanges the rows of histories, which FBGEMM steps in the backward pass.
+        reason: why it exchanges rows.
+    """
+    training, decay = config.training, config.optimizer.embeddings.decay
+    parts, graph = training.gradient_accumulation_steps, training.cuda_graph
+    why = f"under torchrun where processes exchange rows of histories: {reason}"
+    kind = config.sharding.type
+    require(kind != "table_row_wise", "sharding.type", kind, f"another type {why}")
+    require(decay == 0, "optimizer.embeddings.weight_decay", decay, f"0 or auto {why}")
+    require(parts == 1, "training.gradient_accumulation_steps", parts, f"1 {why}")
+    require(graph != "always", "training.cuda_graph", graph, f"auto or never {why}")
+    for column, pretrained in config.model.pretrained.items():
+        require(not pretrained.frozen, f"model.pretrained.{column}.frozen", True, f"False {why}")
+
+
+def _why_not(model: SequenceDLRM, config: Config) -> str | None:
+    """Why attention cannot go to the rows of this model; None if it can."""
+    sharding, arch = config.sharding, model.sequence_arch
+    if not isinstance(arch.pooling, JaggedFeatureInteraction):
+        return f"model.pooling is '{config.model.pooling}'"
+    if arch.encoder is not None:
+        return "encoder.num_layers is above 0, and an encoder reads whole histories"
+    if config.data.batching == "user":
+        return "data.batching is 'user', and several targets share a timeline"
+    if sharding.type == "column_wise":
+        return "sharding.type is 'column_wise'"
+    if sharding.compute_kernel == "fused_uvm_caching":
+        return "sharding.compute_kernel is 'fused_uvm_caching', and attention reads rows in device memory"
+    tables = {name: table for name, _, table in names_of(model.embedding_collection)}
+    for feature in arch.features:
+        if unknown := [key for key in feature.sequence_keys if key not in tables]:
+            return f"'{unknown[0]}' of feature '{feature.name}' is no row of a table"
+    try:
+        if model.embedding_bag_collection is not None:
+            check_bags(model.embedding_bag_collection)
+        for feature in arch.features:
+            remote_field(feature, tables, sharding.replicate_below)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def check_sharded(config: Config, world: World) -> None:
     """Checks that a run under torchrun supports the config.
 
     Raises:
         ConfigError: a setting that it does not support, by its key.
     """
-    optimizer, kernel = config.optimizer, config.sharding.compute_kernel
+    optimizer, kernel, size = config.optimizer, config.sharding.compute_kernel, config.sharding.group_size
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if optimizer.ema_decay not in (None, "auto"):
-        raise ConfigError(f"optimizer.ema_decay: got {optimizer.ema_decay}, must be null under torchrun")
-    if optimizer.embeddings.name not in _FUSED:
-        got = optimizer.embeddings.name
-        raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
+    average, tables = optimizer.ema_decay, optimizer.embeddings
+    require(average in (None, "auto"), "optimizer.ema_decay", average, "null under torchrun")
+    must = f"{' or '.join(_FUSED)} under torchrun"
+    require(tables.name in _FUSED, "optimizer.embeddings.name", tables.name, must)
     if config.sharding.exchange == "rows":
         check_rows(config, "sharding.exchange is rows")
-    if kernel == "fused_uvm_caching" and world.device.type != "cuda":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
-    size = config.sharding.group_size
-    if size is not None and world.size % size:
-        raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
-    if size is not None and optimizer.embeddings.decay != 0:
-        got = optimizer.embeddings.weight_decay
-        raise ConfigError(
-            f"optimizer.embeddings.weight_decay: got {got}, must be 0 or auto with sharding.group_size, since an "
-            "average of tables mixes rows that have had their penalty with rows that have not"
+    is_cached, key = kernel == "fused_uvm_caching", "sharding.compute_kernel"
+    require(world.device.type == "cuda" or not is_cached, key, kernel, "auto or fused without a GPU")
+    if size is not None:
+        must = f"a divisor of the number of processes, {world.size}"
+        require(world.size % size == 0, "sharding.group_size", size, must)
+        must = (
+            "0 or auto with sharding.group_size, since an average of tables mixes rows with and without their penalty"
         )
-    if size is not None and kernel == "fused_uvm_caching":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.group_size")
+        require(tables.decay == 0, "optimizer.embeddings.weight_decay", tables.weight_decay, must)
+        require(not is_cached, key, kernel, "auto or fused with sharding.group_size")
 
 
 def shard_model(
@@ -114,15 +181,12 @@ def shard_model(
         if not (remote and may_cache and config.sharding.compute_kernel == "auto"):
             raise
         raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
-    plan = groups.own_plan(plan)
-    environment = groups.environment()
+    plan, environment = groups.own_plan(plan), groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
         # Captured steps average gradients themselves.
-        replicates = not captures_shards(config)
-        sharded = DistributedModelParallel(
-            model, environment, world.device, plan, sharders, init_data_parallel=replicates
-        )
+        options = {"init_data_parallel": config.training.cuda_graph != "always"}
+        sharded = DistributedModelParallel(model, environment, world.device, plan, sharders, **options)
     groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     others = keyed_optimizer(config.optimizer.dense, dense, config.training.max_grad_norm)
@@ -169,7 +233,7 @@ def _plan(
     try:
         plan = planner.plan(model, sharders)
         if config.sharding.type == "table_row_wise":
-            within_hosts(plan, min(local, size), size, world.device)
+            within_hosts(plan, min(local, size), size)
         return plan
     except PlannerError as error:
         raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
@@ -180,9 +244,7 @@ def _constraints(
 ) -> ParameterConstraints:
     bags = isinstance(table, EmbeddingBagConfig)
     types = _TYPES if sharding.type == "auto" else [sharding.type]
-    if attention and sharding.type == "auto":
-        types = ["table_wise", "row_wise"]
-    if types == ["table_row_wise"] and (attention or not bags or not on_gpu):
+    if types == ["table_row_wise"]:
         types = ["row_wise"]  # `within_hosts` keeps to one host what the planner splits over all
     if types == ["row_wise"] and bags and not on_gpu and not attention:
         types = ["table_wise"]  # gloo has no collective that sums bags over ranks
@@ -196,3 +258,24 @@ def _constraints(
         min_partition=sharding.min_partition,
         cache_params=CacheParams(load_factor=sharding.cache_load_factor) if "fused_uvm_caching" in kernels else None,
     )
+
+
+def within_hosts(plan: ShardingPlan, local_size: int, world_size: int) -> None:
+    """Splits each table of the collection of histories over the processes of one host: the host with the fewest rows.
+
+    Args:
+        plan: changed in place.
+        local_size: processes of a host.
+        world_size: all processes.
+    """
+    used = [0] * (world_size // local_size)
+    for own, name in [(tables, name) for tables in plan.plan.values() for name in tables]:
+        sharding: ParameterSharding = own[name]
+        num_rows = sum(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards)
+        host = used.index(min(used))
+        used[host] += num_rows
+        block = -(-num_rows // local_size)
+        counts = [0] * world_size
+        for place in range(local_size):
+            counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
+        own[name] = in_rows(counts, sharding, 0, local_size)

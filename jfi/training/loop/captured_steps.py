@@ -9,13 +9,8 @@ from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.distributed import CapturedShardedStep
-from jfi.training.config import Config, ConfigError
+from jfi.training.config import Config, require
 from jfi.training.distributed.processes import World
-
-
-def captures_shards(config: Config) -> bool:
-    """Returns whether the steps of a run under torchrun are to be captured."""
-    return config.training.cuda_graph == "always"
 
 
 def check_graphs(config: Config, world: World) -> None:
@@ -27,20 +22,17 @@ def check_graphs(config: Config, world: World) -> None:
     training, size = config.training, config.training.batch_size
     if training.cuda_graph != "always":
         return
-    reason = None
+    reason = _why_not(config, world)
     if world.device.type != "cuda":
         reason = "there is no GPU; auto takes one if there is one"
     elif world.launched and size is not None and size % world.size:
         reason = f"training.batch_size, {size}, is no multiple of the number of processes, {world.size}"
-    else:
-        reason = _why_not(config, world)
-    if reason is not None:
-        raise ConfigError(f"training.cuda_graph: got 'always', but {reason}")
+    require(reason is None, "training.cuda_graph", "always", f"auto or never, since {reason}")
 
 
 def _why_not(config: Config, world: World) -> str | None:
     """Why steps cannot be captured, whatever the data."""
-    if world.launched and not captures_shards(config):
+    if world.launched and config.training.cuda_graph != "always":
         return "the run is under torchrun, where training.cuda_graph must be always"
     if world.launched and config.sharding.group_size is not None:
         return "sharding.group_size is set"
@@ -73,35 +65,22 @@ def capture(
     Raises:
         ConfigError: `training.cuda_graph` is always and the step cannot be captured.
     """
-    found = _captured(step, model, optimizer, config, dataset, world)
-    if isinstance(found, str) and config.training.cuda_graph == "always":
-        raise ConfigError(f"training.cuda_graph: got 'always', but {found}")
-    return found
-
-
-def _captured(
-    step: Callable[[Batch], object],
-    model: nn.Module,
-    optimizer: CombinedOptimizer,
-    config: Config,
-    dataset: InteractionDataset,
-    world: World,
-) -> CapturedStep | CapturedShardedStep | str:
-    reason = _why_not(config, world)
-    if reason is not None:
-        return reason
+    reason, training = _why_not(config, world), config.training
     # Those of the tables step in the backward pass.
     dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
-    if not all(group.get("capturable") for one in dense for group in one.param_groups):
+    if reason is None and not all(group.get("capturable") for one in dense for group in one.param_groups):
         name = config.optimizer.dense.name
-        return f"optimizer.dense.name is {name}; of torch.optim only adam and adamw can be captured"
-    training = config.training
-    options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
-    first = dataset.batches("train", training.batch_size, **options)[0]
-    if not world.launched:
-        reason = why_not_captured(model, first)
-        return CapturedStep(step, model, reference=first) if reason is None else reason
-    try:
-        return CapturedShardedStep(step, model, reference=first)
-    except ValueError as error:
-        return str(error)
+        reason = f"optimizer.dense.name is {name}; of torch.optim only adam and adamw can be captured"
+    if reason is None:
+        options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
+        first = dataset.batches("train", training.batch_size, **options)[0]
+        try:
+            if world.launched:
+                return CapturedShardedStep(step, model, reference=first)
+            reason = why_not_captured(model, first)
+            if reason is None:
+                return CapturedStep(step, model, reference=first)
+        except ValueError as error:
+            reason = str(error)
+    require(training.cuda_graph != "always", "training.cuda_graph", "always", f"auto or never, since {reason}")
+    return reason

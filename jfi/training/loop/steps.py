@@ -23,7 +23,7 @@ from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World
-from jfi.training.loop.captured_steps import capture, captures_shards
+from jfi.training.loop.captured_steps import capture
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
 from jfi.training.loop.learning_rates import LearningRates
 from jfi.training.loop.objective import Objective
@@ -71,7 +71,7 @@ class Steps(RunState):
         self._captured: CapturedStep | CapturedShardedStep | None = None
         #: Whose gradients a step averages over the processes itself.
         self._averaged: list[nn.Parameter] = []
-        if world.launched and captures_shards(config):
+        if world.launched and config.training.cuda_graph == "always":
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
         #: Mean loss of the last line of the log, to be shown.
         self.loss = math.nan

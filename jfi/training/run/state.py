@@ -33,7 +33,6 @@ from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import shard_model
 from jfi.training.model.build_model import build_model, build_optimizer, draw_tables, table_configs
 from jfi.training.model.ema import ModelAverage
-from jfi.training.model.frozen_rows import FrozenRows
 from jfi.training.model.parameter_groups import Groups
 from jfi.training.model.pretrained import fill_rows, load_pretrained
 from jfi.training.run.best_epoch import BestEpoch
@@ -122,12 +121,12 @@ class RunState:
         self._table_configs = tables
         #: By column the name of its table's parameter.
         self._tables = {one.column: names[one.table] for one in dataset.schema.features if one.table in names}
-        frozen = {
-            column: (self._tables[column], tables[self._tables[column]].num_embeddings)
+        #: By column which rows of its table no step changes, `[rows]` bool, the same in every process.
+        self._frozen = {
+            column: torch.zeros(tables[self._tables[column]].num_embeddings, dtype=torch.bool, device=self.device)
             for column, pretrained in config.model.pretrained.items()
             if pretrained.frozen and column in self._tables
         }
-        self._frozen = FrozenRows(self.model, self.optimizer, frozen, world)
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.ema_decay is not None:
             self.modules["average"] = ModelAverage(self.model, config.optimizer.ema_decay)
@@ -148,7 +147,15 @@ class RunState:
             rows, vectors = load_pretrained(column, pretrained, self.dataset.schema, width, self.world)
             new = ~self._warm[table.name][rows] if table.name in self._warm else slice(None)
             fill_rows(self.model.state_dict()[self._tables[column]], rows[new], vectors[new])
-            self._frozen.add(column, rows)
+            if column in self._frozen:
+                self._frozen[column][rows.to(self.device)] = True
+        self._freeze_rows()
+
+    def _freeze_rows(self) -> None:
+        model = self.model.module if self.world.launched else self.model
+        for column, rows in self._frozen.items():
+            collection, _, table, _ = self._tables[column].rsplit(".", 3)
+            model.get_submodule(collection).freeze_rows(table, rows)
 
     def restore(self, run: RunFolder, best: bool = False) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
@@ -202,7 +209,7 @@ class RunState:
             if "stepped_at" not in loaded and "stepped_at" in whole["state"][name]:
                 whole["state"][name]["stepped_at"].fill_(int(loaded.get("step", 0)))
         self.optimizer.load_state_dict(whole)
-        self._frozen.hold()
+        self._freeze_rows()
         if self.world.is_first:
             self.window = state["window"]
         if not same_world:
@@ -258,7 +265,7 @@ class RunState:
         self.check_data(meanwhile)
         progress = self.progress
         self.groups.average(progress.step)
-        with self._frozen.released(), self._all_recorded():
+        with self._all_recorded():
             state = self._state()
             self.check_finite(state["window"][0].item())
             progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
@@ -319,5 +326,5 @@ class RunState:
             "optimizer": self._optimizer_state(),
             "random": {str(self.world.rank): random},
             "window": self.world.sum(self.window),
-            **({"frozen": self._frozen.rows} if self._frozen.rows else {}),
+            **({"frozen": self._frozen} if self._frozen else {}),
         }

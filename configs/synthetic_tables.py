@@ -1,1 +1,0 @@
-../examples/synthetic_tables.py
