@@ -140,7 +140,7 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
         (1, 60, "01", {"history": "tag == buy", "statistics": ["user", "item"]}, False),
         (1, 60, "01", {"history": "tag == buy", "statistics": ["user_item"]}, True),  # they read its label
         (1, 60, "01", {"history": "tag == view"}, True),
-        (1, 60, "01", {"label": None, "labels": regression("buy")}, False),
+        (1, 60, "01", {"label": None, "labels": regression("liked")}, False),
         (1, 60, "01", {"label": None}, False),
     ],
 )
