@@ -334,9 +334,8 @@ def test_the_groups_of_auto(settings, groups):
     made = config.statistics_columns()
     assert bool(made) == bool(groups) and len(set(made)) == len(made)
     assert made == config.with_statistics().statistics_columns() == column_settings(config).statistics_columns()
-    if config.source == "table":
-        known = column_settings(config).names("context", "number")
-        assert [name for name in known if name not in made] == config.names("context", "number")
+    known = column_settings(config).names("context", "number")
+    assert [name for name in known if name not in made] == config.names("context", "number")
 
 
 def test_auto_is_the_default_and_no_other_text_is_known():
