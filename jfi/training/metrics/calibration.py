@@ -1,11 +1,10 @@
 """Platt scaling: the calibrated probability of a binary label is sigmoid(a * logit + b).
 
 a and b have the maximum likelihood on the validation split (Platt, "Probabilistic Outputs for Support Vector Machines",
-1999, without the smoothed targets). With x the standardized logits, p = sigmoid(a x + b) and y the labels, Newton's
-method solves H d = g with g = sum (p - y) (x, 1) and H = sum p (1 - p) (x, 1)(x, 1)^T; a step is halved until the loss,
-which is convex, does not grow.
+1999, without the smoothed targets), by scikit-learn's logistic regression of the standardized logits.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
@@ -29,7 +28,6 @@ class Scaling(TypedDict):
 Calibration = dict[str, Scaling]
 #: Fewer samples are not fitted.
 MIN_SAMPLES = 100
-_STEPS, _HALVINGS, _TOLERANCE = 50, 30, 1e-10
 
 
 def fit_platt(logits: Tensor, labels: Tensor) -> tuple[float, float] | str:
@@ -43,6 +41,9 @@ def fit_platt(logits: Tensor, labels: Tensor) -> tuple[float, float] | str:
         >>> fit_platt(torch.zeros(5), torch.ones(5))
         '5 samples, fewer than 100'
     """
+    from sklearn.exceptions import ConvergenceWarning  # takes a second to import
+    from sklearn.linear_model import LogisticRegression
+
     logits, labels = logits.double().cpu(), labels.double().cpu()
     if len(logits) < MIN_SAMPLES:
         return f"{len(logits)} samples, fewer than {MIN_SAMPLES}"
@@ -54,32 +55,16 @@ def fit_platt(logits: Tensor, labels: Tensor) -> tuple[float, float] | str:
     positive, negative = logits[labels == 1], logits[labels == 0]
     if positive.min() >= negative.max() or positive.max() <= negative.min():
         return "the logits separate the labels"
-    rows = torch.stack([(logits - mean) / deviation, torch.ones_like(logits)], dim=1)
-    weights = torch.zeros(2, dtype=torch.float64)
-    loss = binary_cross_entropy_with_logits(rows @ weights, labels)
-    for _ in range(_STEPS):
-        p = (rows @ weights).sigmoid()
-        gradient = rows.T @ (p - labels) / len(rows)
-        if gradient.abs().max() < _TOLERANCE:
-            break
-        hessian = (rows * (p * (1 - p)).unsqueeze(1)).T @ rows / len(rows)
-        step, found = torch.linalg.solve_ex(hessian, gradient)[0], None
-        for _ in range(_HALVINGS):
-            new = binary_cross_entropy_with_logits(rows @ (weights - step), labels)
-            if new <= loss:
-                found = weights - step
-                break
-            step = step / 2
-        if found is None:
-            break
-        weights, loss = found, new
-    p = (rows @ weights).sigmoid()
-    if not (rows.T @ (p - labels) / len(rows)).abs().max() < 1e-7:
-        return f"no convergence in {_STEPS} steps"
-    a = (weights[0] / deviation).item()
+    model = LogisticRegression(C=float("inf"), solver="newton-cholesky", tol=1e-10)
+    with warnings.catch_warnings(action="error", category=ConvergenceWarning):
+        try:
+            model.fit(((logits - mean) / deviation).unsqueeze(1).numpy(), labels.numpy())
+        except ConvergenceWarning as error:
+            return f"no convergence: {error}"
+    a = model.coef_.item() / deviation.item()
     if a <= 0:
         return "a higher logit does not mean a more likely label"
-    return a, (weights[1] - a * mean).item()
+    return a, model.intercept_.item() - a * mean.item()
 
 
 def fit_calibration(predictions: Predictions, labels: Sequence[LabelSpec]) -> Calibration:
