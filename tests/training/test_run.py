@@ -21,6 +21,7 @@ from data_configs import data_config
 from synthetic_data import synthetic_data
 
 from jfi.data import DataConfig, load_dataset
+from jfi.events.groups import GROUPS
 from jfi.training import (
     Config,
     ConfigError,
@@ -510,7 +511,7 @@ def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_p
     config.model = dataclasses.replace(config.model, bias="auto")
     config.optimizer = OptimizerConfig(dense=config.optimizer.dense)
     train(config.with_training(batch_size=None))
-    chosen = "data.statistics: [], model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
+    chosen = f"data.statistics: {list(GROUPS)}, model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
     chosen += ", optimizer.embeddings.weight_decay: 0.0224, training.batch_size: 512"
     assert f"defaults: {chosen}" in capsys.readouterr().out.splitlines()
     run, saved = RunFolder.open(tmp_path / "run")
