@@ -139,7 +139,7 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
         groups=list(groups),
         window=schema.encodings.window,
         half_lives=list(schema.encodings.half_lives),
-        is_implicit=config.label is None,
+        is_implicit=config.is_implicit,
         sets={},
         num_known=item.num_embeddings,
         categories=config.names("item", "category"),

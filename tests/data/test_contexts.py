@@ -96,7 +96,7 @@ def test_dense_features_of_users_items_and_contexts_stand_side_by_side(write):
 
 
 def test_negatives_and_candidates_share_the_context_of_their_positive(write):
-    config = config_of(write, label=None, negatives=3, eval_negatives=4)
+    config = config_of(write, label=None, negatives=3)
     dataset = load_dataset(config)
     batch = only_batch(dataset)
     groups = [slice(i, i + 4) for i in range(0, len(batch.labels), 4)]

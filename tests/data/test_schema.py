@@ -7,8 +7,9 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_configs import data_config, replace_data
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, DataError, DataSchema, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, DataError, DataSchema, load_dataset
 from jfi.data.schema.schema import Strings
 from jfi.utils.files import SUMS
 
@@ -112,9 +113,7 @@ def test_a_saved_schema_is_the_same_schema(write, tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("schema") / "data"
-    load_dataset(DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=20))).schema.save(
-        folder
-    )
+    load_dataset(synthetic_data(num_users=60, num_items=20)).schema.save(folder)
     return folder
 
 

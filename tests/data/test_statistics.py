@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from data_configs import data_config
+from data_configs import data_config, regression
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistics_columns import with_statistics
@@ -206,11 +206,6 @@ def _scales(schema: DataSchema) -> list[tuple]:
     return [(schema.encodings.bounds[name], schema.encodings.moments[name]) for name in schema.dense_names]
 
 
-def test_those_of_synthetic_tables():
-    dataset = load_dataset(DataConfig(source="synthetic", statistics=["user_item"]))
-    assert dataset.schema.dense_names == GROUPS["user_item"][0]
-
-
 def test_a_table_to_score_has_those_of_its_history(tmp_path):
     table = random_table(0).drop_columns("kind")
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -280,9 +275,8 @@ GENRE = FeatureConfig("genre", "item")
         ({"labels": TWO}, ALL),
         ({}, IMPLICIT),
         ({"features": [GENRE], "negatives": 1}, IMPLICIT),
-        ({"label": "rating", "task": "regression"}, []),
+        ({"label": None, "labels": regression("rating")}, []),
         ({"labels": TWO[::-1]}, []),
-        ({"source": "synthetic"}, []),
         ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.
         ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),
@@ -299,9 +293,8 @@ def test_the_groups_of_auto(settings, groups):
     made = config.statistics_columns()
     assert bool(made) == bool(groups) and len(set(made)) == len(made)
     assert made == config.with_statistics().statistics_columns() == column_settings(config).statistics_columns()
-    if config.source == "table":
-        known = column_settings(config).names("context", "number")
-        assert [name for name in known if name not in made] == config.names("context", "number")
+    known = column_settings(config).names("context", "number")
+    assert [name for name in known if name not in made] == config.names("context", "number")
 
 
 def test_auto_is_the_default_and_no_other_text_is_known():

@@ -7,6 +7,7 @@ from pathlib import Path
 import commands
 import pandas as pd
 import pytest
+from data_configs import regression
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from worker import without_pictures
 
@@ -62,7 +63,9 @@ def test_the_log_and_the_config_name_the_groups(tmp_path, capsys):
     config = load_config(tmp_path / "run/config.yaml")
     assert config.data.statistics == list(GROUPS)
     assert jfi.load_run(tmp_path / "run").schema.dense_names == ["price", *config.data.statistics_columns()]
-    train(default_run(tmp_path, "regression", {"label": "seconds", "task": "regression", "features": []}, epochs=1))
+    train(
+        default_run(tmp_path, "regression", {"label": None, "labels": regression("seconds"), "features": []}, epochs=1)
+    )
     assert "defaults: data.statistics: []" in capsys.readouterr().out
     assert jfi.load_run(tmp_path / "regression").schema.dense_names == []
 

@@ -83,9 +83,7 @@ def alone(folder):
 def by_user(folder: Path, name: str, **training: object) -> Config:
     """With timelines, cut at eight events, whose batches are about as large."""
     config = tiny(folder, name, "rowwise_adagrad", "row_wise", **training)
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, batching="user", max_history=6, max_timeline=8)
-    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, batching="user", max_history=2))
 
 
 def scheduled(folder: Path, name: str) -> Config:

@@ -170,7 +170,7 @@ def test_no_value_of_config_yaml_runs_code(run, record_property, marker, command
         ("model", {"pretrained": {"genre": {"class_path": f"{MODULE}.Marker"}}}),
         ("model", {"pretrained": {"class_path": f"{MODULE}.Marker", "init_args": {}}}),
         ("data", {"labels": [{"class_path": f"{MODULE}.Marker"}]}),
-        ("data", {"synthetic": f"{MODULE}.Marker"}),
+        ("data", {"header": f"{MODULE}.Marker"}),
     ],
 )
 def test_a_config_that_names_code_is_refused_by_every_command(run, marker, commands, section, changes):

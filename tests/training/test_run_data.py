@@ -285,7 +285,7 @@ def test_an_epoch_by_user_starts_anew_where_other_events_cut_its_timelines(copie
     """The samples of training stay, and rows without a label come before them."""
     shutil.rmtree(copied / "run")
     config = config_of(copied / "table.csv", copied / "run", epochs=1, checkpoint_every=3)
-    data = dataclasses.replace(config.data, batching="user", max_history=5, max_timeline=8)
+    data = dataclasses.replace(config.data, batching="user", max_history=2)
     killed_after(4, dataclasses.replace(config, data=data), monkeypatch)
     rows = [row(i) for i in range(200)]
     write_table(copied / "table.csv", [*([*line[:3], "", *line[4:]] for line in rows[:30]), *rows])

@@ -205,7 +205,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     "model",
     [
         {},
-        {"combine": "concat", "semantic_ids": "decode"},
+        {"semantic_ids": "decode"},
         {"semantic_ids": "decode", "pooling": "mean", "bias": None},
         {"item_id": False, "bias": ["position", "history_age"], "attention_layers": 2},
         {"pooling": "none", "bias": None},
@@ -214,7 +214,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
 )
 def test_batches_by_user_give_the_logits_of_batches_by_sample(folder, model):
     made = config(folder, "x", model)
-    dataset = load_dataset(dataclasses.replace(made.data, max_timeline=40))
+    dataset = load_dataset(made.data)
     trained = build_model(made.model, made.encoder, dataset.schema).eval()
     for parameter in trained.parameters():
         torch.nn.init.normal_(parameter, std=0.5)

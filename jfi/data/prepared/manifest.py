@@ -13,7 +13,7 @@ from jfi.data.schema.versioned_json import read_versioned
 FORMAT = "jfi prepared dataset 6"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "policy", "auxiliary_weight")
+CHOICES = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)

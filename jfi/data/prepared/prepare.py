@@ -180,7 +180,7 @@ def write_prepared(given: Tables, schema: DataSchema | None, work: Path, durable
     writer, negatives = ColumnWriter(folder, dict.fromkeys(SPLITS, index_type(len(order)))), None
     choose_samples(events, order, known, config, writer.append)
     writer.close()
-    if config.label is None:
+    if config.is_implicit:
         write_arrow(out / BY_ITEM, {"event": np.zeros(len(order), index_type(len(order)))})
         by_item = order_by_item(events, map_to_write(out / BY_ITEM)["event"])
         negatives = NegativeSampler(events, by_item, items, config.negatives)
@@ -244,7 +244,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {
         "config": dataclasses.asdict(config.without_tables()),
-        "inputs": [] if config.source == "synthetic" else identify_files(config),
+        "inputs": identify_files(config),
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)

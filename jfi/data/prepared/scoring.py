@@ -86,7 +86,7 @@ class Sources:
             if (source := getattr(self, name)) is not None
         }
         if "history" not in found and config.statistics_groups():
-            found["history"] = existing_interactions(config) if config.source == "table" else []
+            found["history"] = existing_interactions(config)
             if not found["history"]:
                 raise DataError(
                     "no history is given for data.statistics, and the run's own interactions are not there; give a "
@@ -135,7 +135,7 @@ class ScoringRows:
         self.has_history = sources.history is not None
         config = replace(config, request_id=None, title=None, split="files", split_column=None)
         if not trains:
-            config = replace(config, weight=None, auxiliary_labels=[])
+            config = replace(config, weight=None, labels=config.targets() if config.labels else [])
         self._past = past
         if policy is None:  # nothing else reads these columns
             session = config.session if {*SESSIONS} & {*config.statistics_groups()} else None
@@ -146,7 +146,7 @@ class ScoringRows:
             None if files is None else read_table(files, wanted, config, f"{of}s")
             for of, files in (("user", sources.users), ("item", sources.items))
         )
-        self._config = config = replace(config, source="table", users=sources.users, items=sources.items)
+        self._config = config = replace(config, users=sources.users, items=sources.items)
         self._wanted = config.columns(of_interactions=True) - made
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
@@ -221,7 +221,7 @@ class ScoringRows:
             chosen = samples[begin:end]
             self.rows[begin:end] = columns[ROW][chosen] - first
             found = np.squeeze(np.stack([one[chosen] for one in labels], axis=1), axis=() if len(labels) > 1 else 1)
-            if config.label is None:
+            if config.is_implicit:
                 is_known = False if candidates is None else known[events.item[chosen]]
                 found = np.where(is_known, found, np.float32(np.nan))
             self.labels[self.rows[begin:end]] = found

@@ -98,7 +98,7 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     events = Events(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
     ids = _features(schema, tables)
     negatives = None
-    if config.label is None:
+    if config.is_implicit:
         by_item = _numpy(_read(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, ids, events), config.negatives)
     engagement = None

@@ -206,8 +206,10 @@ class DataSchema:
     Example::
 
         >>> import tempfile
+        >>> import pyarrow as pa
         >>> from jfi.data import DataConfig, load_dataset
-        >>> schema = load_dataset(DataConfig(source="synthetic")).schema
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)]}
+        >>> schema = load_dataset(DataConfig(interactions=pa.table(rows))).schema
         >>> folder = Path(tempfile.mkdtemp()) / "data"
         >>> schema.save(folder)
         >>> DataSchema.load(folder).features == schema.features

@@ -128,7 +128,7 @@ def describe_batches(run: RunFolder, config: Config, dataset: InteractionDataset
     """
     known, training, timelines = read_fingerprint(run.data), config.training, {}
     if config.data.batching == "user":
-        timelines = {"data.max_timeline": config.data.longest_timeline}
+        timelines = {"the longest timeline": config.data.longest_timeline}
         timelines["the SHA-256 of the events' users and times"] = known[TIMELINES]
     return {
         "the number of training samples": dataset.num_samples("train"),
@@ -184,7 +184,7 @@ def _compare(
     if read_fingerprint(run.data) == now:
         return
     if changed != "accept":
-        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        named = config.data.prepared or config.data.interactions
         data = f"the data {named}" if named else "the data"
         what = dataset.summary.changes_since(run.summary)
         raise ConfigError(f"--resume {run.path}: {data} has changed{what and f': {what}'}; {advice}")

@@ -64,7 +64,7 @@ class SavedRun:
         return "\n".join(
             [
                 f"SavedRun({str(self.path)!r})",
-                f"  data: {data.prepared or data.without_tables().interactions or data.source}",
+                f"  data: {data.prepared or data.without_tables().interactions}",
                 f"  inputs: {', '.join(spec.key for spec in schema.features)}; numbers {schema.dense_names}",
                 f"  labels: {', '.join(f'{one.name} ({one.task})' for one in schema.labels)}",
                 f"  model: {parameters:,} parameters, width {model.embedding_dim}, {model.pooling} over at most "

@@ -141,7 +141,7 @@ def scored(
         config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
         evaluate: the section `training` of the run, if the rows are to be evaluated: some must have a label then, which
-            is checked before any is scored. Without `config.label` they are positives, and negatives are scored too.
+            is checked before any is scored. Without a label they are positives, and negatives are scored too.
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
         policy: which events of a history stay, or None for all.
@@ -155,7 +155,7 @@ def scored(
         if name in [own for label in schema.labels for own in result_names(label, len(schema.labels) > 1)]:
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
-    implicit = evaluate is not None and config.label is None
+    implicit = evaluate is not None and config.is_implicit
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
             rows = ScoringRows(sources, files, schema, config, by, implicit, policy)
@@ -254,10 +254,10 @@ def labeled_rows(rows: ScoringRows, config: DataConfig) -> np.ndarray:
     """
     labels = rows.labels
     found = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
-    if not len(found) and config.label is None:
+    if not len(found) and config.is_implicit:
         raise DataError("no row to evaluate has an item that training knows")
     if not len(found):
-        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.label}'")
+        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.targets()[0].label}'")
     for place, one in enumerate(config.targets()[1:], 1):
         if np.isnan(labels[found, place]).all():
             raise DataError(rows.no_label or f"no row to evaluate has a label: label '{one.label}'")

@@ -60,7 +60,7 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
     if config.users is None:
         categories += [name for name in config.names("user", "category") if name != config.user]
         numbers += config.names("user", "number")
-    if config.items is None and config.source == "table":
+    if config.items is None:
         categories += [name for name in config.names("item", "category") if name != config.item]
         numbers += config.names("item", "number")
         categories += [] if config.title is None else [config.title]
@@ -176,7 +176,7 @@ class RowReader:
         self._dictionaries["user"].add(table.ids(config.user, DROP))
         self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
-        labels = read_labels(table, config.label, config.task)
+        labels = read_labels(table, config.targets()[0])
         put("label", labels)
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
@@ -260,7 +260,7 @@ class RowReader:
 
 def _rules(config: DataConfig) -> list[tuple[str, str]]:
     """The settings `label` and `history` that are rules, each with its rule."""
-    labels = [] if config.label is None else config.trained_labels()
+    labels = [] if config.is_implicit else config.trained_labels()
     rules = [("label", one.label) for one in labels if only_column(one.label) is None]
     return rules if config.history is None else [*rules, ("history", config.history)]
 

@@ -43,7 +43,7 @@ def summarize(arrays: Arrays, schema: DataSchema, columns: Columns) -> Summary:
     events, samples = arrays.events, arrays.samples
     trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
     # Nothing reads the auxiliary labels of other splits than train.
-    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels)
+    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels())
     shares_of = [
         (one, {name: _share_of_ones(column, samples[name]) for name in splits})
         for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
@@ -174,7 +174,7 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
         return 1970 + middle / _UNITS[config.timestamp_unit] * unit / _YEAR
 
     now = year(_UNITS[config.timestamp_unit])
-    if config.source == "synthetic" or _YEARS[0] <= now <= _YEARS[1]:
+    if _YEARS[0] <= now <= _YEARS[1]:
         return []
     text = f"'{config.timestamp}' lies around the year {now:.0f}"
     for unit, seconds in _UNITS.items():
@@ -208,7 +208,7 @@ def _warn_of_duplicates(columns: Columns) -> list[str]:
 
 def _warn_of_raw_events(arrays: Arrays, schema: DataSchema, columns: Columns) -> list[str]:
     """Warns if most positives of training, and much fewer negatives, follow an event of the same user and item soon."""
-    if columns.config.task != "binary" or columns.config.label is None:
+    if columns.config.task != "binary" or columns.config.is_implicit:
         return []
     rows = arrays.samples["train"]
     if arrays.statistics is None:
