@@ -99,10 +99,10 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     "options",
     [
         {"bias": "history_age"},
-        {"bias": "position"},
+        {"bias": "position", "combine": "concat"},
         {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
         {"pooling": "mean"},
-        {"pooling": "sum"},
+        {"pooling": "sum", "combine": "concat"},
         {"pooling": "none"},
     ],
     ids=str,

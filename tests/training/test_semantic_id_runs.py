@@ -205,7 +205,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     "model",
     [
         {},
-        {"semantic_ids": "decode"},
+        {"combine": "concat", "semantic_ids": "decode"},
         {"semantic_ids": "decode", "pooling": "mean", "bias": None},
         {"item_id": False, "bias": ["position", "history_age"], "attention_layers": 2},
         {"pooling": "none", "bias": None},

@@ -82,7 +82,7 @@ def build_model(
 
     Raises:
         ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec,
-            or nothing describes the item.
+            `model.experts` with a single label, or nothing describes the item.
     """
     features = [f for f in schema.features if config.item_id or f.column != schema.item_key]
     if not any(f.role == "item" for f in features):
@@ -100,6 +100,7 @@ def build_model(
             name="history" if place == 0 else f"history_by_{bias}",
             sequence_keys=[f.key for f in history],
             target_keys=[f.key for f in features if f.role == "item"],
+            combine=config.combine,
             bias=_bias(bias, features),
             max_seqlen=schema.max_history,
         )
@@ -145,9 +146,11 @@ def build_model(
 
 def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
     """An output for each label."""
+    if config.experts and len(schema.labels) + schema.num_auxiliary == 1:
+        raise ConfigError(f"model.experts: got {config.experts}, must be 0 with a single label; see data.labels")
     is_scaled = any(label.task == "regression" for label in schema.labels)
     moments = [(label.mean, label.deviation) for label in schema.labels] if is_scaled else None
-    return Heads(len(schema.labels), moments, schema.num_auxiliary)
+    return Heads(len(schema.labels), config.experts, moments, schema.num_auxiliary)
 
 
 def _growing_ids(schema: DataSchema, features: list[FeatureSpec], every: int) -> GrowingIds | None:
