@@ -24,6 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo test test-all test-trackers bench docs lint clean
 
 demo: $(VENV)/.installed
+	$(PYTHON) examples/synthetic_tables.py quickstart
 	$(PYTHON) -m jfi compare --config configs/quickstart.yaml
 
 # Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures; those in

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.quality.run import environment
+from benchmarks.synthetic_data import synthetic_config
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.prepared.sources import open_tables
@@ -40,7 +41,6 @@ from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, train
-from jfi.training.config_parser import parse_config
 from jfi.training.metrics.label_metrics import Predictions
 from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.files import write_file
@@ -128,20 +128,17 @@ def num_events(dataset: InteractionDataset) -> int:
 
 
 class Seed:
-    """The log of a seed, read once for all arms."""
+    """The log of a seed, read once for all arms, with other settings and arguments of the table."""
 
-    def __init__(self, seed: int, more: list[str]) -> None:
-        arguments = ["--config", str(ROOT / "configs/dwell.yaml"), f"--data.synthetic.seed={seed}", *more]
-        self.seed, self.config = seed, parse_config([*arguments, f"--training.seed={seed}"], "")[0]
+    def __init__(self, seed: int, more: list[str], **table: float) -> None:
+        self.seed = seed
+        self.config = synthetic_config("dwell", [*more, f"--training.seed={seed}"], seed=seed, **table)
         self._log = training_log(self.config.data)
-        tables = open_tables(self.config.data)
-        ids, active = (
-            np.concatenate([part.numbers(name) for part in tables.blocks()]) for name in (tables.config.user, "active")
-        )
-        users, index = np.unique(ids, return_inverse=True)
+        log = self.config.data.interactions
+        users, index = np.unique(log["user"].to_numpy(), return_inverse=True)
         #: `[U]` bool, which users are active in truth.
         self.active = np.zeros(len(users), bool)
-        self.active[index] = active == 1
+        self.active[index] = log["active"].to_numpy() == 1
 
     def policy(self, arm: Arm) -> Policy | None:
         return None if arm.fit is None else fit(*self._log, **arm.fit)

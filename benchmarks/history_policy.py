@@ -16,7 +16,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from jfi.data import DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from benchmarks.synthetic_data import synthetic_config
+from jfi.data import InteractionDataset, load_dataset
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
 from jfi.utils.jagged import ranges
 
@@ -45,8 +46,8 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def load(events: int) -> InteractionDataset:
     """Synthetic users, most of whom have more than `events` events."""
-    synthetic = SyntheticConfig(num_users=200, mean_length=4.0 * 500)
-    return load_dataset(DataConfig(source="synthetic", synthetic=synthetic, max_history=events))
+    config = synthetic_config("quickstart", [f"--data.max_history={events}"], num_users=200, mean_length=4.0 * 500)
+    return load_dataset(config.data)
 
 
 def time_batches(policy: Policy, samples: int, events: int, repeats: int) -> None:

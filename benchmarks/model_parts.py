@@ -10,16 +10,17 @@ share is left out, since a profile there has wall time.
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from benchmarks import measure
 from benchmarks.quality.models import OURS
+from benchmarks.synthetic_data import synthetic_config
 from benchmarks.timeline import StepTrainer
 from benchmarks.training_step import HEAVIEST, profiled_kernels, release
 from jfi import CapturedStep
-from jfi.data import Batch, DataConfig, SyntheticConfig, load_dataset
+from jfi.data import Batch, load_dataset
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup
 from jfi.training.distributed.processes import World
 from jfi.training.loop.captured_steps import capture
@@ -48,13 +49,13 @@ class PartsCase:
         batch_size: samples.
         max_history: `data.max_history`.
         width: `model.embedding_dim`, with 4 heads.
-        table: the synthetic table.
+        table: arguments of the synthetic table.
     """
 
     batch_size: int
     max_history: int
     width: int
-    table: SyntheticConfig = field(default_factory=SyntheticConfig)
+    table: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -63,10 +64,10 @@ class PartsCase:
 
 def cases(quick: bool) -> list[PartsCase]:
     if quick:
-        return [PartsCase(256, 50, 32, SyntheticConfig(num_users=100, num_items=500, mean_length=80.0))]
+        return [PartsCase(256, 50, 32, dict(num_users=100, num_items=500, mean_length=80.0))]
     if torch.cuda.is_available():
-        return [PartsCase(4096, 500, 64, SyntheticConfig(num_users=3000, num_items=100_000, mean_length=400.0))]
-    return [PartsCase(512, 100, 32, SyntheticConfig(num_users=1000, num_items=2000, mean_length=200.0))]
+        return [PartsCase(4096, 500, 64, dict(num_users=3000, num_items=100_000, mean_length=400.0))]
+    return [PartsCase(512, 100, 32, dict(num_users=1000, num_items=2000, mean_length=200.0))]
 
 
 class Part:
@@ -88,7 +89,8 @@ class Part:
         settings = {"model.bias": "history_age", "model.cross_layers": 0, "model.dropout": 0.0} | OURS[name]
         statistics = settings.pop("data.statistics", [])
         settings = {key.removeprefix("model."): value for key, value in settings.items()}
-        data = DataConfig(source="synthetic", synthetic=case.table, max_history=case.max_history, statistics=statistics)
+        data = synthetic_config("quickstart", **case.table).data
+        data = replace(data, max_history=case.max_history, statistics=statistics)
         datasets = {} if datasets is None else datasets
         dataset = datasets.get(tuple(statistics)) or datasets.setdefault(tuple(statistics), load_dataset(data))
         model = ModelConfig(embedding_dim=case.width, num_heads=4, **settings)

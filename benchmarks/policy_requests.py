@@ -2,7 +2,7 @@
 
 python -m benchmarks.policy_requests
 python -m benchmarks.policy_requests --device cuda
-python -m benchmarks.policy_requests --data.max_history 400 --data.synthetic.mean_length 320 --encoder.num_layers 2
+python -m benchmarks.policy_requests --data.max_history 400 --mean_length 320 --encoder.num_layers 2
 
 The model is that of configs/dwell.yaml with what follows on the command line, untrained: its scores are noise, its time
 is not. Users, candidates and the events of their requests are the same for all, and the arms take turns. Times are CPU
@@ -70,9 +70,10 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=15, help="of all requests of all arms (default: 15)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the model (default: cpu)")
+    parser.add_argument("--mean_length", type=float, default=160, help="events of a user in the log (default: 160)")
     options, more = parser.parse_known_args()  # what is left overrides fields of the config
     torch.set_num_threads(1)
-    seed = Seed(0, more)
+    seed = Seed(0, more, mean_length=options.mean_length)
     with tempfile.TemporaryDirectory() as scratch:
         scorer, plain = export_arm(seed, None, Path(scratch) / "full", options.device)
         arms = {"full": (scorer, plain)}

@@ -111,15 +111,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = [
         f"--data.max_history={options.history}",
-        f"--data.synthetic.mean_length={0.8 * options.history}",
-        f"--data.synthetic.num_users={options.users}",
         f"--model.embedding_dim={options.width}",
         "--model.num_heads=4",
         "--data.batching=sample",
         f"--training.batch_size={options.batch}",
         f"--training.device={device.type}",
     ]
-    seeds = {None: Seed(0, settings), "weights": Seed(0, [*settings, "--model.bias=weights"])}
+    table = {"mean_length": 0.8 * options.history, "num_users": options.users}
+    more = {None: [], "weights": ["--model.bias=weights"]}
+    seeds = {bias: Seed(0, [*settings, *own], **table) for bias, own in more.items()}
     ways: dict[tuple[str, str], Way] = {}
     with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
         for arm in options.arms:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from benchmarks.synthetic_data import synthetic_config
 from benchmarks.timeline import StepTrainer
-from jfi.data import Batch, DataConfig, SyntheticConfig, load_dataset
+from jfi.data import Batch, load_dataset
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup
 from jfi.training.distributed.processes import World
 
@@ -77,12 +78,13 @@ class Steps:
     """The trainer of a table size with its batches, and what was measured."""
 
     def __init__(self, case: TableCase, items: int) -> None:
-        table = SyntheticConfig(num_users=2 * case.batch_size, num_items=1000)
-        dataset = load_dataset(DataConfig(source="synthetic", synthetic=table, max_history=MAX_HISTORY))
+        table = {"num_users": 2 * case.batch_size, "num_items": 1000}
+        data = synthetic_config("quickstart", [f"--data.max_history={MAX_HISTORY}"], **table).data
+        dataset = load_dataset(data)
         features = [replace(one, num_embeddings=items) if one.table == "item" else one for one in dataset.features]
         optimizer = OptimizerConfig(OptimizerGroup(), OptimizerGroup(case.optimizer, 0.02), case.ema_decay)
         config = Config(
-            data=DataConfig(source="synthetic"),
+            data=data,
             model=ModelConfig(embedding_dim=case.width, bias=None, cross_layers=0, dropout=0.0),
             optimizer=optimizer,
         ).with_training(device="cpu", batch_size=case.batch_size)

@@ -232,7 +232,7 @@ def disagreement(trainer: StepTrainer, ways: Sequence[Way]) -> float:
 
 def config_of(case: TrainingCase, folder: Path) -> Config:
     config = case.config(folder)
-    return replace(config, data=replace(config.data, max_history=case.max_history, max_timeline=None))
+    return replace(config, data=replace(config.data, max_history=case.max_history))
 
 
 def run(case: TrainingCase, device: torch.device, seconds: float) -> Iterator[dict]:

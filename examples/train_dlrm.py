@@ -1,5 +1,6 @@
 """Trains a DLRM with sequence features on an interaction table, in Python; `jfi train` is the command.
 
+python examples/synthetic_tables.py quickstart
 python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs 3 --model.pooling mean
 """
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jfi.data import DataConfig, FeatureConfig
+from jfi.data import DataConfig, FeatureConfig, LabelConfig
 from jfi.data.io.table import Table
 
 LISTS = {
@@ -17,6 +17,11 @@ LISTS = {
 }
 #: By name of a mapping from columns the setting of their entries.
 MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_values", "hash_buckets", "capacity")}}
+
+
+def regression(column: str) -> list[LabelConfig]:
+    """Returns `data.labels` of one label, the numbers of a column."""
+    return [LabelConfig("label", column, "regression")]
 
 
 def data_config(**settings) -> DataConfig:

@@ -69,7 +69,6 @@ def test_every_command_takes_names_that_its_output_cannot_encode(tmp_path):
         ["evaluate", *run, *new, "--out", str(tmp_path / "metrics.json"), "--by", "место", "товар"],
         ["predict", *run, *new, "--out", str(tmp_path / "scores.csv")],
         ["policy", *config, "--remove", "0.3", "--out", str(tmp_path / "policy.json")],
-        ["prepare", *config, "--data.statistics", "[item]", "--add-statistics", str(tmp_path / "statistics.parquet")],
         [
             *["semantic-ids", "--items", str(tmp_path / "items.csv"), "--item", "товар", "--text", "название"],
             *["--categorical", "каталог", "--codec", "rq", "--levels", "2", "--codebook-size", "2"],

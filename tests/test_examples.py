@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from synthetic_data import options
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -30,7 +31,7 @@ def test_a_torchrec_model_learns_from_its_history(run):
 
 def test_a_dlrm_trains_by_a_config(run):
     config = str(EXAMPLES.parent / "configs/quickstart.yaml")
-    small = ["--data.synthetic.num_users", "60", "--training.epochs", "1", "--training.device", "cpu"]
+    small = [*options(num_users=60), "--training.epochs", "1", "--training.device", "cpu"]
     result = run("train_dlrm.py", "--config", config, *small)["result"]
     assert result.best_epoch == 1 and Path(result.run_dir, "config.yaml").exists()
 

@@ -189,7 +189,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line_and_waiting_threads_sleep(tm
     kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "LOCAL_RANK")}
     env = {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", **({} if policy is None else {"OMP_WAIT_POLICY": policy})}
     # Help needs no torch, the work of a right config does.
-    options = f"--data.source synthetic --out {tmp_path}/out" if command == "prepare" else "--data.source synthetic"
+    options = f"--data.interactions x.csv --out {tmp_path}/out" if command == "prepare" else "--data.interactions x.csv"
     if command not in ("train", "prepare", "compare"):
         options = " ".join(NEEDED.get(command, [ALL]))
     started = [sys.executable, "-m", "jfi", command, *options.split()]

@@ -1,6 +1,5 @@
 """Files that are whole or absent, and checksums that see every flipped bit."""
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -8,7 +7,6 @@ import sys
 
 import pytest
 
-from jfi.utils.errors import InputError
 from jfi.utils.files import (
     SUMS,
     DamagedFileError,
@@ -21,7 +19,6 @@ from jfi.utils.files import (
     writing_file,
     writing_folder,
 )
-from jfi.utils.json_files import convert
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -150,29 +147,3 @@ def test_what_is_missing_is_named(folder):
     (folder / SUMS).unlink()
     with pytest.raises(DamagedFileError, match="SHA256SUMS is missing"):
         read_sums(folder)
-
-
-@dataclasses.dataclass
-class Inner:
-    size: int
-
-    def method(self) -> None:
-        pass
-
-
-@dataclasses.dataclass
-class Outer:
-    one: Inner
-    by_name: dict[str, Inner]
-    both: tuple[Inner, ...] = ()
-
-
-@pytest.mark.parametrize("name", ["more", "method", "__eq__"])
-@pytest.mark.parametrize("where", ["one", "by_name", "both"])
-def test_a_field_that_a_dataclass_lacks_is_refused_wherever_it_is(name, where):
-    good = {"one": {"size": 1}, "by_name": {"a": {"size": 2}}, "both": [{"size": 3}]}
-    assert convert(good, Outer, "f.json") == Outer(Inner(1), {"a": Inner(2)}, (Inner(3),))
-    bad = {"size": 1, name: 2}
-    tree = good | {where: {"one": bad, "by_name": {"a": bad}, "both": [bad]}[where]}
-    with pytest.raises(InputError, match=f"^f.json is damaged: object contains unknown field `{name}`$"):
-        convert(tree, Outer, "f.json")

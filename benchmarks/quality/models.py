@@ -82,7 +82,14 @@ OURS: dict[str, dict[str, object]] = {
     "+ recency, statistics of one's own past": _RECENT | _OWN,
 }
 #: Where the label is a rating of at least 4: two other thresholds train the model too.
-_AUXILIARY: dict[str, object] = {"data.auxiliary_labels": ["rating >= 3", "rating >= 5"]}
+_OTHERS = [("three", "rating >= 3"), ("five", "rating >= 5")]
+_AUXILIARY: dict[str, object] = {
+    "data.label": None,
+    "data.labels": [
+        {"name": "label", "label": "rating >= 4"},
+        *({"name": name, "label": rule, "weight": 0.5, "auxiliary": True} for name, rule in _OTHERS),
+    ],
+}
 WITH_RATINGS: dict[str, dict[str, object]] = {
     "+ auxiliary labels": _CROSSED | _AUXILIARY,
     "+ auxiliary labels, statistics": _CROSSED | _AUXILIARY | _STATISTICS,

@@ -30,13 +30,14 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _section(path: str, section: type, defaults: object = None) -> Iterator[str]:
+def _section(path: str, section: type, defaults: object = None, use: str = "") -> Iterator[str]:
     """Yields the section of a dataclass, and behind it those of the dataclasses in its fields.
 
-    `defaults` is the instance that a config has by default; None for entries of a list or a mapping.
+    `defaults` is the instance that a config has by default; None for entries of a list or a mapping. `use` says what
+    the field with the dataclass is for.
     """
     intro, meanings = docstring(section)
-    yield f"## {path}\n\n{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
+    yield f"## {path}\n\n{use}{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
     inner, hints = [], fields(section)
     for field in dataclasses.fields(section):
         kind, meaning = hints[field.name], meanings[field.name].replace("|", "\\|")
@@ -44,7 +45,10 @@ def _section(path: str, section: type, defaults: object = None) -> Iterator[str]
         own = getattr(defaults, field.name, None)
         if found is not None:
             name = f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}"
-            inner.append((name, found, own if isinstance(own, found) else None))
+            is_section = dataclasses.is_dataclass(kind)  # which is no setting of its own
+            inner.append((name, found, own, f"{meaning[0].upper()}{meaning[1:]} ") if is_section else (name, found))
+            if is_section:
+                continue
         default = _default(field) if defaults is None else _shown(own)
         yield f"| `{field.name}` | {describe(kind)} | {default} | {meaning[0].upper()}{meaning[1:]} |"
     yield ""
@@ -59,8 +63,6 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _shown(value: object) -> str:
-    if dataclasses.is_dataclass(value):
-        return "below"
     return f"`{yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix('...' + chr(10)).strip()}`"
 
 

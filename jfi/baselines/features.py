@@ -12,8 +12,7 @@ import numpy as np
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.data.features.past_index import past_index
-from jfi.events.co_occurrence import window_of
-from jfi.events.groups import AUTO, HALF_LIVES, Group
+from jfi.events.groups import AUTO, HALF_LIVES
 from jfi.events.point_in_time import Tallies
 from jfi.events.statistics import Statistics
 from jfi.utils.encoding import UNKNOWN
@@ -32,13 +31,11 @@ class Features:
     Args:
         numbers: `[B]` float64 by name, NaN for a missing value; rates are logits.
         categories: `[B]` float64 by name, the ids of columns of few values, NaN for a missing one.
-        similar: names of numbers that compare a target with more events of the history than models do.
         half_lives: in seconds, of the statistics of popularity.
     """
 
     numbers: dict[str, np.ndarray]
     categories: dict[str, np.ndarray]
-    similar: list[str]
     half_lives: list[float]
 
     @classmethod
@@ -48,12 +45,6 @@ class Features:
         Args:
             dataset: of a training run.
             samples: B samples of it.
-
-        Example:
-            >>> from jfi.data import DataConfig, load_dataset
-            >>> dataset = load_dataset(DataConfig(source="synthetic"))
-            >>> list(Features.of(dataset, Samples.of(dataset)).numbers)[:2]
-            ['past_item_rate', 'past_item_count']
         """
         arrays, schema, is_implicit = dataset.arrays(), dataset.schema, dataset.is_implicit
         session = None if arrays.engagement is None else arrays.engagement.session
@@ -65,13 +56,10 @@ class Features:
         times = arrays.events.time[samples.events[samples.splits["train"]]]
         span = max(float(np.ptp(times)), 1.0)
         half_lives = schema.encodings.half_lives or [span * part for part in HALF_LIVES]
-        asked = Tallies(index, index.questions(samples.events, samples.item))
-
-        def answers(groups: list[Group], window: int) -> dict[str, np.ndarray]:
-            made = Statistics(index, groups, categories, window, half_lives, *values)
-            return made.answers(asked.questions)
-
-        numbers, ids = answers(AUTO[is_implicit], schema.encodings.window), {}
+        asked, ids = Tallies(index, index.questions(samples.events, samples.item)), {}
+        groups = dict.fromkeys([*AUTO[is_implicit], "similar"])
+        made = Statistics(index, [*groups], categories, schema.encodings.window, half_lives, *values)
+        numbers = made.answers(asked.questions)
         for part, column in index.columns.items():
             if not is_implicit:  # negatives share the user and the context of their positive
                 numbers[f"{column.key}_rate"] = asked.tally((part,)).rate(asked.overall, _SMOOTHING)
@@ -79,15 +67,9 @@ class Features:
                 of = {"item": samples.item, "user": samples.user, "event": samples.events}[column.of]
                 own = column.ids[of, 0]
                 ids[column.key] = np.where(own == UNKNOWN, np.nan, own.astype(np.float64))
-        window = window_of(len(arrays.events), schema.max_history)
-        similar = {f"{name} of {window}": one for name, one in _with_logits(answers(["similar"], window)).items()}
         users, items, contexts = arrays.dense
         dense = [*users[samples.user].T, *items[samples.item].T, *(one[samples.events] for one in contexts)]
         of_data = dict(zip(schema.dense_names, dense, strict=True))
-        return cls(of_data | _with_logits(numbers) | similar, ids, [*similar], half_lives)
-
-
-def _with_logits(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns, with the logits of rates in their place."""
-    rates = {name: np.clip(one, _SMALL, 1 - _SMALL) for name, one in columns.items() if _RATE.search(name)}
-    return columns | {name: np.log(one / (1 - one)) for name, one in rates.items()}
+        rates = {name: np.clip(one, _SMALL, 1 - _SMALL) for name, one in numbers.items() if _RATE.search(name)}
+        logits = {name: np.log(one / (1 - one)) for name, one in rates.items()}
+        return cls(of_data | numbers | logits, ids, half_lives)

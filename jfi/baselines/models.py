@@ -21,24 +21,26 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A fitted model.
+class BaselineResult:
+    """The metrics of a baseline on both held-out splits.
 
     Args:
         settings: what was chosen on the validation split.
         validation, test: the metrics of `jfi.training.metrics.label_metrics`.
+        train_seconds: of choosing and fitting; the first baseline's includes the columns of all.
     """
 
     settings: dict[str, float]
     validation: dict[str, float]
     test: dict[str, float]
+    train_seconds: float = 0.0
 
     def value(self, monitor: str) -> float:
         """The validation metric that fits are compared by; larger is better."""
         return -self.validation["ne"] if monitor == "ne" else self.validation["auc"]
 
 
-def best(fits: Iterable[Fit], monitor: str) -> Fit:
+def best(fits: Iterable[BaselineResult], monitor: str) -> BaselineResult:
     """The fit with the best validation metric, of those that tie the first.
 
     Args:
@@ -48,7 +50,7 @@ def best(fits: Iterable[Fit], monitor: str) -> Fit:
     return max(fits, key=lambda fit: fit.value(monitor))
 
 
-def logistic_regression(columns: dict[str, np.ndarray], samples: Samples, penalty: float = 1.0) -> Fit:
+def logistic_regression(columns: dict[str, np.ndarray], samples: Samples, penalty: float = 1.0) -> BaselineResult:
     """Fits the training split with features that are standardized there; a missing value becomes the mean, 0.
 
     Args:
@@ -72,7 +74,7 @@ def gradient_boosting(
     leaves: int,
     least_rows: int,
     categories: dict[str, np.ndarray] | None = None,
-) -> Fit:
+) -> BaselineResult:
     """Fits trees to the training split, as many as give the lowest loss on the validation split.
 
     Args:
@@ -113,14 +115,14 @@ def _matrix(columns: dict[str, np.ndarray], samples: Samples) -> np.ndarray:
     return np.array(known, np.float64).reshape(len(known), len(samples.item)).T
 
 
-def _evaluated(settings: dict[str, float], logits: dict[str, np.ndarray], samples: Samples) -> Fit:
+def _evaluated(settings: dict[str, float], logits: dict[str, np.ndarray], samples: Samples) -> BaselineResult:
     metrics = {}
     for name, values in logits.items():
         part = samples.splits[name]
         predictions = Predictions()
         predictions.add(*map(torch.from_numpy, (values, samples.label[part], samples.user[part])))
         metrics[name] = predictions.metrics()
-    return Fit(settings, **metrics)
+    return BaselineResult(settings, **metrics)
 
 
 def _estimators() -> tuple[type, type]:

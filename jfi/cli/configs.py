@@ -15,20 +15,18 @@ def main(options: argparse.Namespace) -> None:
     known = {path.relative_to(FOLDER).as_posix().removesuffix(".yaml"): path for path in sorted(FOLDER.rglob("*.yaml"))}
     if options.action == "list" and options.name is not None:
         raise InputError(f"jfi config list: takes no {options.name}")
-    if options.action == "copy" and options.name is None:
-        raise InputError(f"jfi config copy: name a config; {suggest('', known)}")
     if options.action == "list":
-        width = max(map(len, known)) + 2
         for name, path in known.items():
             first = path.read_text(encoding="utf-8").splitlines()[0]
-            print(f"{name:{width}s}{re.split(r'[.;:] ', first.lstrip('# '))[0]}")
+            print(f"{name:{max(map(len, known)) + 2}s}{re.split(r'[.;:] ', first.lstrip('# '))[0]}")
         return
     if options.name not in known:
-        raise InputError(f"jfi config copy: got {options.name!r}; {suggest(str(options.name), known)}")
-    out = options.out or Path(known[options.name].name)
-    try:
-        with open(out, "x", encoding="utf-8") as file:
-            file.write(known[options.name].read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise InputError(f"{out}: exists already; name a new file") from None
-    print(f"wrote {out}; train with: jfi train --config {out}")
+        what = "name a config" if options.name is None else f"got {options.name!r}"
+        raise InputError(f"jfi config copy: {what}; {suggest(options.name or '', known)}")
+    out, text = options.out or Path(known[options.name].name), known[options.name].read_text(encoding="utf-8")
+    if out.exists():
+        raise InputError(f"{out}: exists already; name a new file")
+    out.write_text(text, encoding="utf-8")
+    makes = re.search("^#   (python -m .*)$", text, re.MULTILINE)
+    first = f"make its table with: {makes[1]}; " if makes else ""
+    print(f"wrote {out}; {first}train with: jfi train --config {out}")

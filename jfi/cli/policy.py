@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.cli.options import given_tables
-from jfi.data import DataError
+from jfi.data import DataError, LabelConfig
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.training_log import training_log
@@ -35,7 +35,7 @@ def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
     wanted = [name for name in [*single, *label_columns(options.conversion)] if name is not None]
     table = read_table(options.interactions, wanted, setting="--interactions")
     time = table.times(options.time, options.time_unit)
-    conversion = read_labels(table, options.conversion)
+    conversion = read_labels(table, LabelConfig("conversion", options.conversion))
     if np.isnan(conversion).any():
         row = int(np.isnan(conversion).argmax())
         raise table.fault(row, f"--conversion '{options.conversion}' has no value")

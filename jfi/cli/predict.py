@@ -17,7 +17,7 @@ def main(options: argparse.Namespace) -> None:
     """Scores a table."""
     check_out(options.out)
     with raise_on_sigterm():
-        run = open_run(options, {"--out": options.out})
+        run = open_run(options, {})
         print(run.predict(options.interactions, out=options.out, **scoring(options)))
     print(f"wrote {options.out}")
 
@@ -27,12 +27,13 @@ def open_run(options: argparse.Namespace, written: dict[str, str | None]) -> Sav
 
     Args:
         options: of `jfi predict` or `jfi evaluate`.
-        written: by option the file to write, or None.
+        written: by option the file to write, or None, but for those that the run's own methods write and check.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
-    read = {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("interactions", *TABLES)}
-    check_results(written, read)
+    if any(path is not None for path in written.values()):
+        read = {f"--{name.replace('_', '-')}": getattr(options, name) for name in ("interactions", *TABLES)}
+        check_results(written, read)
     return load_run(options.run, options.device, "--run")
 
 

@@ -98,8 +98,6 @@ def _add_prepare(parser: OptionParser) -> None:
     parser.add_argument("--run", type=Path, help=run)
     verify = "verify the checksums of a dataset; takes no other option"
     parser.add_argument("--verify", type=Path, metavar="FOLDER", help=verify)
-    add = "write the interactions with the columns of data.statistics, Parquet, and nothing else"
-    parser.add_argument("--add-statistics", type=Path, metavar="FILE", help=add)
 
 
 def _add_compare(parser: OptionParser) -> None:

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jfi.data.config import DataConfig, FeatureConfig, LabelConfig, SyntheticConfig
+from jfi.data.config import DataConfig, FeatureConfig, LabelConfig
 from jfi.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _LAZY = {
     "InteractionDataset": "jfi.data.batches.dataset",
     "load_dataset": "jfi.data.prepared.load",
 }
-__all__ = ["DataConfig", "DataError", "FeatureConfig", "LabelConfig", "SyntheticConfig", *_LAZY]
+__all__ = ["DataConfig", "DataError", "FeatureConfig", "LabelConfig", *_LAZY]
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
-from jfi.data.setting_types import Count, Natural, Positive, Seed, Size, check_bounds
+from jfi.data.setting_types import Positive, Seed, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -19,6 +19,8 @@ AGE = "age"
 #: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
 NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
+#: The most events of a timeline, as a multiple of `max_history`: of a longer log each event is looked up 4/3 times.
+TIMELINE = 4
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
 Batching = Literal["sample", "user"]
@@ -30,51 +32,24 @@ FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
 
 
 @dataclass
-class SyntheticConfig:
-    """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
-
-    Args:
-        kind: "taste" is the table of `jfi.data.features.synthetic`; "dwell" is a log with dwell times, of which only
-            the long ones of active users count, see `jfi.data.features.synthetic_dwell`.
-        num_users: number of users.
-        num_items: number of items, drawn by Zipf's law.
-        num_categories: number of item categories; a user likes or dislikes each one independently.
-        mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
-        taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
-        horizon: of "dwell" alone, the number of events after which an event no longer counts.
-        labeled: of "dwell" alone, the number of newest events of each user that have a label.
-        seed: seed of all random numbers.
-    """
-
-    kind: Literal["taste", "dwell"] = "taste"
-    num_users: Size = 1000
-    num_items: Size = 500
-    num_categories: Size = 10
-    mean_length: Annotated[float, Meta(ge=1, lt=2**31)] = 60.0
-    taste: float = 2.5
-    horizon: int = 1000
-    labeled: int = 16
-    seed: Natural = 0
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.synthetic.", DataError)
-
-
-@dataclass
 class LabelConfig:
-    """One of several labels that a model predicts at once.
+    """A label.
 
     Args:
-        name: letters, digits and underscores; metrics, columns of predictions and scores of a request have it.
+        name: letters, digits and underscores. With several, metrics, columns of predictions and scores of a request
+            have it.
         label: a column or a rule, as `data.label`.
-        task: as `data.task`.
+        task: "binary", or "regression" for a column of real numbers, which the model predicts by their squared error.
         weight: weight of its loss in the sum over all labels, positive.
+        auxiliary: whether its loss alone matters, which helps to train the model: a column of 0 and 1, or a rule, which
+            the model does not predict and no metric reads. A row that lacks it does not count in its loss.
     """
 
     name: str
     label: str
     task: Task = "binary"
     weight: Positive = 1.0
+    auxiliary: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self, f"data.labels '{self.name}': ", DataError)
@@ -139,7 +114,6 @@ class DataConfig:
     `interactions`. Without that table they come from the user's (item's) first interaction in time.
 
     Args:
-        source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
         interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
             list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz` or `.zst`.
@@ -155,15 +129,10 @@ class DataConfig:
         label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
             empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
-            columns can be user or item columns only if the table `users` or `items` has them.
-        task: kind of the label: "binary", or "regression" for a column of real numbers, which the model predicts by
-            their squared error.
-        labels: several labels that one model predicts at once, at least two; `label` and `task` are those of the first.
-            A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
-        auxiliary_labels: further columns of 0 and 1, or rules, whose losses help to train the model: with the label
-            `rating >= 4`, `rating >= 3` and `rating >= 5`. The model predicts none of them, and no metric reads them. A
-            row that lacks one does not count in its loss.
-        auxiliary_weight: weight of the loss of each auxiliary label, where that of a label is 1.
+            columns can be user or item columns only if the table `users` or `items` has them. It is the short form of
+            `labels: [{name: label, label: RULE}]`.
+        labels: labels that one model predicts at once, in the place of `label`. A row is a sample if it has the first
+            one that is not auxiliary; where it lacks another, that one counts in no loss or metric.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
@@ -176,7 +145,7 @@ class DataConfig:
             target's category in the `session`; and means of the numbers and counts of the values of events
             (`event_values`). Without a label shares take the place of rates. "auto" stands for all with a binary label;
             for `item`, `user`, `popularity`, `age`, `user_category` and `session` without a label; and for none of a
-            regression, of `source: synthetic`, and where a column that the config names has the name of one that they
+            regression, and where a column that the config names has the name of one that they
             make. Values of a category of the item with a `capacity` are not counted: `user_category`, `session` and
             `event_values` are refused there, and "auto" leaves them out.
         title: column of the item that is shown to people, or None.
@@ -190,11 +159,8 @@ class DataConfig:
         batching: "sample" gives every sample of a batch its own history. With "user" the samples of a user share one
             timeline, which is looked up and moved once, and each sample sees the events that its history would have:
             the same predictions, in a fraction of the time if users have many samples.
-        max_timeline: with `batching: user`, the maximum number of events of a timeline, at least `max_history`; the
-            samples of a user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of a numeric feature of events.
-        synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
         delimiter: text between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
@@ -213,7 +179,6 @@ class DataConfig:
         test: files of the test rows, as `interactions`, with `split: files`.
         request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
             one split.
-        eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
         dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
@@ -226,11 +191,9 @@ class DataConfig:
         policy: file of a `jfi.history_policies.Policy`, which selects among the newest `max_history` events of a
             history, by their dwell and surface and the user's segment, and gives them weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section are those
-            that it was prepared with, except `max_history`, `max_timeline`, `batching`, `negatives`, `eval_negatives`
-            and `policy`, which a run may set.
+            that it was prepared with, except `max_history`, `batching`, `negatives` and `policy`, which a run may set.
     """
 
-    source: Literal["table", "synthetic"] = "table"
     interactions: str | list[str] | None = None
     users: str | list[str] | None = None
     items: str | list[str] | None = None
@@ -240,10 +203,7 @@ class DataConfig:
     timestamp: str = "timestamp"
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
     label: str | None = None
-    task: Task = "binary"
     labels: list[LabelConfig] = field(default_factory=list)
-    auxiliary_labels: list[str] = field(default_factory=list)
-    auxiliary_weight: Positive = 0.5
     weight: str | None = None
     negatives: Annotated[int, Meta(ge=0, lt=2**31)] = 4
     features: list[FeatureConfig] = field(default_factory=list)
@@ -253,10 +213,8 @@ class DataConfig:
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
     max_history: Size = 200
     batching: Batching = "sample"
-    max_timeline: Size | None = None
     max_slots: Size = 8
     num_quantiles: Size = 16
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
     delimiter: str | None = None
@@ -269,7 +227,6 @@ class DataConfig:
     test: str | list[str] | None = None
     request_id: str | None = None
     history: str | None = None
-    eval_negatives: Count = 100
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
@@ -280,38 +237,50 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.", DataError)
-        if self.labels and self.label is None:
-            self.label, self.task = self.labels[0].label, self.labels[0].task
 
     def targets(self) -> list[LabelConfig]:
-        """`labels`, or the only label as one named "label"."""
-        return self.labels or [LabelConfig("label", self.label, self.task)]  # type: ignore[arg-type] # None: no label
+        """The labels that the model predicts: those of `labels`, or `label` as one named "label"."""
+        found = [one for one in self.labels if not one.auxiliary]
+        return found or [LabelConfig("label", self.label)]  # type: ignore[arg-type] # None: no label
+
+    def auxiliary_labels(self) -> list[LabelConfig]:
+        """The labels that only the loss of the training rows reads."""
+        return [one for one in self.labels if one.auxiliary]
 
     def trained_labels(self) -> list[LabelConfig]:
-        """`targets()`, and behind them `auxiliary_labels`, which only the loss of the training rows reads."""
-        others = [LabelConfig(f"auxiliary-{i}", one) for i, one in enumerate(self.auxiliary_labels)]
-        return [*self.targets(), *(dataclasses.replace(one, weight=self.auxiliary_weight) for one in others)]
+        """`targets()`, and behind them `auxiliary_labels()`."""
+        return [*self.targets(), *self.auxiliary_labels()]
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether there is no label, so that every row is a positive."""
+        return self.targets()[0].label is None
+
+    @property
+    def task(self) -> Task:
+        """That of the first label."""
+        return self.targets()[0].task
 
     def label_columns(self) -> list[str]:
         """The columns of all labels, auxiliary ones among them."""
         from jfi.data.schema.rules import label_columns
 
-        labels = [] if self.label is None else self.trained_labels()
+        labels = [] if self.is_implicit else self.trained_labels()
         found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
 
     @property
     def longest_timeline(self) -> int:
-        """The most events of a timeline in a batch by user."""
-        return 4 * self.max_history if self.max_timeline is None else self.max_timeline
+        """The most events of a timeline in a batch by user; a user with more has several timelines."""
+        return TIMELINE * self.max_history
 
     def statistics_groups(self) -> list[Group]:
         """The groups of `statistics`, or those that "auto" stands for; the dataset has those of a prepared one."""
         if self.statistics != "auto":
             return self.statistics
-        if self.prepared is not None or self.source == "synthetic" or self.task == "regression":
+        if self.prepared is not None or self.task == "regression":
             return []
-        groups = [one for one in AUTO[self.label is None] if one not in BY_CATEGORY or not self.growing("item")]
+        groups = [one for one in AUTO[self.is_implicit] if one not in BY_CATEGORY or not self.growing("item")]
         made = self._columns_of(groups)
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
@@ -325,8 +294,7 @@ class DataConfig:
         return self._columns_of(self.statistics_groups())
 
     def _columns_of(self, groups: list[Group]) -> list[str]:
-        is_implicit = self.label is None and self.source == "table"
-        return columns_of(groups, is_implicit, self.names("item", "category"), *self.event_values())
+        return columns_of(groups, self.is_implicit, self.names("item", "category"), *self.event_values())
 
     def event_values(self) -> tuple[list[str], list[str]]:
         """The numbers and the categorical columns of events that statistics read."""

@@ -16,19 +16,15 @@ _SETTINGS = ("width", "max_values", "min_count", "hash_buckets", "capacity", "se
 
 def check_data_config(config: DataConfig) -> None:
     """Raises DataError for settings that are wrong for any table."""
-    if config.max_timeline is not None and config.max_timeline < config.max_history:
-        bound = f"at least data.max_history, {config.max_history}, or null"
-        raise DataError(f"data.max_timeline is {config.max_timeline}; it must be {bound}")
     _check_files(config)
     _check_targets(config)
-    if config.label is None and config.negatives < 1:
+    if config.is_implicit and config.negatives < 1:
         raise DataError(f"data.negatives is {config.negatives}; without a label it must be at least 1")
     whole = math.isclose(sum(config.fractions), 1.0, abs_tol=1e-6)
     if len(config.fractions) != 3 or min(config.fractions) <= 0 or not whole:
         raise DataError(f"data.fractions is {config.fractions}; it must hold three positive numbers that sum to 1")
-    if config.source == "table" and config.interactions is None and config.prepared is None:
-        source = "the file of interactions (or set data.source: synthetic)"
-        raise DataError(f"data.interactions is not set; it must name {source}")
+    if config.interactions is None and config.prepared is None:
+        raise DataError("data.interactions is not set; it must name the file of interactions")
     _check_statistics(config)
     _check_roles(config)
     _check_features(config)
@@ -125,9 +121,8 @@ def _check_roles(config: DataConfig) -> None:
     """Raises DataError if a column has two roles that exclude each other."""
     keys = {name: getattr(config, name) for name in ("user", "item", "timestamp", "split_column")}
     engagement = {name: getattr(config, name) for name in ("dwell", "surface", "session")}
-    labels = [] if config.label is None else [one.label for one in config.targets()]
-    rules = {f"labels[{place}]" if config.labels else "label": label for place, label in enumerate(labels)}
-    rules |= {f"auxiliary_labels[{place}]": label for place, label in enumerate(config.auxiliary_labels)}
+    rules = {f"labels[{place}]": one.label for place, one in enumerate(config.labels)}
+    rules |= {} if config.label is None else {"label": config.label}
     losses = {setting: only_column(label) or parse_rule(label).root for setting, label in rules.items()}
     for roles in (keys | {"weight": config.weight} | losses, keys | engagement):
         seen: dict[object, str] = {}
@@ -163,14 +158,10 @@ def _check_leaks(config: DataConfig) -> None:
 
 def _check_targets(config: DataConfig) -> None:
     """Raises DataError for labels, weights and a policy that no table fits."""
-    is_table = config.source == "table" and config.prepared is None
-    for setting in ("task", "labels", "weight", "auxiliary_labels"):
-        if config.source == "synthetic" and getattr(config, setting) != getattr(DataConfig(), setting):
-            raise DataError(f"data.{setting} is set, but the synthetic table has a label of its own, and no weights")
-    if config.task == "regression" and config.label is None and config.prepared is None:
-        raise DataError("data.task is regression, but data.label is not set; it must name a column of numbers")
-    if len(config.labels) == 1:
-        raise DataError("data.labels has one label; it must have at least two, or use data.label")
+    if config.labels and config.label is not None:
+        raise DataError("data.label and data.labels are both set; name the label among data.labels, with label null")
+    if config.labels and config.is_implicit:
+        raise DataError("data.labels has auxiliary ones alone; one must not be, for the model to predict")
     names = [one.name for one in config.labels]
     for place, one in enumerate(config.labels):
         key = f"data.labels[{place}]"
@@ -178,28 +169,21 @@ def _check_targets(config: DataConfig) -> None:
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
         if names.count(one.name) > 1:
             raise DataError(f"data.labels has the name '{one.name}' twice; names must differ")
-    if config.labels and (config.label, config.task) != (config.labels[0].label, config.labels[0].task):
-        first = f"'{config.labels[0].label}', {config.labels[0].task}"
-        raise DataError(
-            f"data.label and data.task are '{config.label}', {config.task}, but the first of data.labels is {first}; "
-            "leave data.label out, or make them equal"
-        )
-    if config.auxiliary_labels and config.label is None and config.prepared is None:
-        raise DataError("data.auxiliary_labels is set, but data.label is not; they need a label")
-    for one in [] if config.label is None else config.targets():
+        if one.task == "regression" and one.auxiliary:
+            raise DataError(f"{key} is auxiliary and of task regression; an auxiliary label must be binary")
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
     if config.conversion is not None:
         label_columns(config.conversion)
     elif config.policy is not None and config.task == "regression":
-        raise DataError("data.conversion is not set, and data.task is regression; it must say which events count")
-    if config.policy is not None and config.dwell is None and config.surface is None and is_table:
+        raise DataError("data.conversion is not set, and the label is a regression; it must say which events count")
+    if config.policy is not None and config.dwell is None and config.surface is None and config.prepared is None:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 
 
 def _check_statistics(config: DataConfig) -> None:
     if config.statistics_groups() and config.task == "regression":
-        raise DataError("data.statistics counts positives, and data.task is regression; it needs a binary label")
+        raise DataError("data.statistics counts positives, and the label is a regression; it needs a binary one")
     for name in config.statistics_groups():
         if name in BY_CATEGORY and (growing := config.growing("item")):
             what = f"counts by '{growing[0]}', which has a capacity; leave the group or the capacity out"
@@ -219,7 +203,5 @@ def _check_split(config: DataConfig) -> None:
             raise DataError(f"data.{name} is not set; data.split: {split} needs it")
         if config.split != split and getattr(config, name) is not None:
             raise DataError(f"data.{name} is set, but data.split is {config.split}; set data.split: {split} to use it")
-    if config.split in ("column", "files") and config.source == "synthetic":
-        raise DataError(f"data.split is {config.split}; the synthetic table has no given split")
     if config.history is not None:
         parse_rule(config.history)

@@ -20,9 +20,8 @@ from jfi.events.past import Past
 from jfi.events.point_in_time import PastIndex, Tallies
 from jfi.utils.jagged import blocks, ranges
 
-#: Pairs that are computed together, and stay in the cache; and pairs that the log has, about.
-_AT_ONCE, _LARGEST_LOG = 1 << 17, 1 << 24
-_LONGEST, _SHORTEST = 128, 8
+#: Pairs that are computed together, and stay in the cache.
+_AT_ONCE = 1 << 17
 _FEW_PAIRS = 10.0
 
 
@@ -41,15 +40,6 @@ class CoOccurrence:
     labeled: np.ndarray
     liked: np.ndarray
     agreement: np.ndarray
-
-
-def window_of(num_events: int, max_history: int) -> int:
-    """The number of newest events that are compared with a target; fewer for tables with very many events.
-
-    >>> window_of(100_000, 200), window_of(1_000_000, 200), window_of(1_000_000, 5)
-    (128, 16, 5)
-    """
-    return min(max_history, max(_SHORTEST, min(_LONGEST, _LARGEST_LOG // max(num_events, 1))))
 
 
 def co_occurrence(asked: Tallies, window: int) -> CoOccurrence:

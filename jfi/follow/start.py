@@ -116,7 +116,7 @@ def _check(run: RunFolder, config: Config) -> None:
         raise ConfigError(f"{name}: the run has not ended; --follow begins where it ends, so go on without it first")
     if progress.world_size:
         raise ConfigError(f"{name}: the run was started with torchrun; --follow needs one without")
-    if config.data.source == "table" and config.data.label is None:
+    if config.data.is_implicit:
         raise ConfigError(f"{name}: data.label is null, and --follow draws no negatives; name a label")
     for table in ("users", "items"):  # as the command line names them
         if (paths := getattr(config.data, table)) is not None:

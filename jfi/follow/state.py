@@ -172,7 +172,7 @@ def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
 
 def _fill(store: Store, records: Records, config: DataConfig) -> None:
     """Writes the newest rows of each user of the run's own log, in bounded memory, and the place."""
-    if config.source == "table" and config.interactions is None:
+    if config.interactions is None:
         raise DataError("the run has no file of interactions, which the state of a log begins with")
     newest, types = -np.inf, {}
     for table in open_tables(config).blocks():

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
-from jfi.data.prepared.add_statistics import read_log
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.engagement import SECONDS
+from jfi.data.prepared.statistics_log import read_log
 from jfi.events.counters import counters_of
 from jfi.events.groups import NUM_VALUES, SESSIONS
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
@@ -139,7 +139,7 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
         groups=list(groups),
         window=schema.encodings.window,
         half_lives=list(schema.encodings.half_lives),
-        is_implicit=config.label is None,
+        is_implicit=config.is_implicit,
         sets={},
         num_known=item.num_embeddings,
         categories=config.names("item", "category"),

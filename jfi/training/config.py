@@ -6,7 +6,7 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import Task
@@ -117,8 +117,7 @@ class TrainingConfig:
             run has trained on, so that no row is trained on twice; null again with `data.split: leave_one_out` or
             `user`, or if the other run's best evaluation lies within its first epoch.
         ranking: for implicit feedback, the items among which HR@k and NDCG@k rank a held-out positive: `sampled` items
-            (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
-        ranking_k: k of HR@k and NDCG@k.
+            (100), `full` (these, and all items of training), or `none`.
         ranking_positives: maximum number of positives of a split to rank, spread evenly over it; null for all. Each
             candidate is scored with the whole history, so `full` scores that many times the number of items.
     """
@@ -146,8 +145,10 @@ class TrainingConfig:
     warm_start: str | None = None
     rows_after: Finite | Literal["auto"] | None = "auto"
     ranking: Literal["none", "sampled", "full"] = "sampled"
-    ranking_k: Count = 10
     ranking_positives: Count | None = 1000
+    #: K of HR@k and NDCG@k, and the number of sampled items: as the literature has them most often.
+    ranking_k: ClassVar[int] = 10
+    ranking_samples: ClassVar[int] = 100
 
     def __post_init__(self) -> None:
         check_bounds(self, "training.", ConfigError)
@@ -252,7 +253,7 @@ class Config:
 
     def _check_monitor(self) -> None:
         monitor, ranked = self.training.monitor, self.training.ranking_metrics()
-        labeled = self.data.source != "table" or self.data.label is not None
+        labeled = not self.data.is_implicit
         if self.data.prepared is not None and not labeled and "@" not in monitor:
             return  # the labels are in the config of the run
         targets = self.data.targets()
@@ -268,7 +269,7 @@ class Config:
         elif "@" in monitor and not ranked:
             why = "; set training.ranking for hr@k and ndcg@k"
         elif "@" in monitor:
-            why = "; see training.ranking and training.ranking_k"
+            why = "; see training.ranking"
         must = f"{', '.join(known[:-1])} or {known[-1]}{why}"
         require(monitor in ("auto", *known), "training.monitor", monitor, must)
 

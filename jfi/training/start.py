@@ -173,7 +173,7 @@ def _check_weights(config: Config, dataset: InteractionDataset) -> None:
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
-    save_data(run, dataset, config)
+    save_data(run, dataset)
     return run
 
 
@@ -214,7 +214,7 @@ def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     progress, dataset, world = trainer.progress, trainer.dataset, trainer.world
     progress.files = world.on_first(lambda: learnt_files(run))
     progress.unknown = world.on_first(lambda: expected_shares(dataset, trainer.config.model.item_id))
-    batches = world.on_first(lambda: describe_batches(run, trainer.config))
+    batches = world.on_first(lambda: describe_batches(run, trainer.config, dataset))
     lines = _warn_of_trained_rows(trainer, batches)
     progress.newest = max(progress.newest, dataset.newest())
     if (anew := progress.use_batches(batches)) is not None:

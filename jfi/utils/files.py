@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -272,24 +272,25 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+def write_sums(folder: Path, sums: Mapping[str, str], name: str = SUMS) -> None:
     """Writes `folder/SHA256SUMS`, which ends with its own checksum in a comment.
 
     Args:
         folder: of the files.
         sums: SHA-256 by name of file, without folders.
+        name: of the file that is written.
     """
-    lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
-    write_file(folder / SUMS, f"{lines}# {_digest(lines)}\n")
+    lines = "".join(f"{sums[one]}  {one}\n" for one in sorted(sums))
+    write_file(folder / name, f"{lines}# {_digest(lines)}\n")
 
 
-def read_sums(folder: Path) -> dict[str, str]:
+def read_sums(folder: Path, name: str = SUMS) -> dict[str, str]:
     """Returns what `write_sums` wrote.
 
     Raises:
         DamagedFileError: it is missing or damaged.
     """
-    path = folder / SUMS
+    path = folder / name
     try:
         return parse_sums(path, path.read_bytes())
     except NO_FILE:
@@ -320,6 +321,24 @@ def check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
         raise DamagedFileError(f"{path} is missing") from None
     if not matches:
         raise DamagedFileError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")
+
+
+def verify(folder: Path, names: Iterable[str] | None, fault: type[Exception]) -> dict[str, str]:
+    """Verifies the SHA-256 of files, as `sha256sum -c SHA256SUMS` does, and returns all of SHA256SUMS.
+
+    Args:
+        folder: of the files and SHA256SUMS.
+        names: of the files; None for all that SHA256SUMS lists.
+        fault: raised where a file, or SHA256SUMS, is missing or damaged.
+    """
+    try:
+        sums = read_sums(folder)
+        for name in sums if names is None else names:
+            with reading_file(folder / name, fault):
+                check_sum(folder, name, sums)
+        return sums
+    except DamagedFileError as error:
+        raise fault(str(error)) from None
 
 
 def _digest(text: str) -> str:

@@ -1,8 +1,7 @@
 """Reads JSON files as values of annotated types, strictly, by msgspec."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -39,31 +38,6 @@ def decode_json(content: bytes | str, kind: type[T], path: str | Path, fault: ty
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
         raise fault(f"{path} is damaged: {_reason(error)}") from None
-
-
-def convert(tree: Any, kind: type[T], path: str | Path, fault: type[Exception] = InputError) -> T:
-    """Returns a part of a JSON file that was decoded without a type; a dataclass refuses unknown fields, too."""
-    try:
-        value = msgspec.convert(tree, kind)
-        _check_fields(tree, value)
-    except (ValueError, RecursionError) as error:
-        raise fault(f"{path} is damaged: {_reason(error)}") from None
-    return value
-
-
-def _check_fields(tree: Any, value: Any) -> None:
-    """Raises ValueError if a tree has a field that the dataclass that was made of it lacks."""
-    if isinstance(value, list | tuple):
-        for one, made in zip(tree, value, strict=True):
-            _check_fields(one, made)
-    elif isinstance(value, dict):
-        _check_fields([*tree.values()], [*value.values()])
-    elif dataclasses.is_dataclass(value):
-        known = {one.name for one in dataclasses.fields(value)}
-        for name, one in tree.items():
-            if name not in known:
-                raise ValueError(f"object contains unknown field `{name}`")
-            _check_fields(one, getattr(value, name))
 
 
 def _reason(error: Exception) -> str:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from random_tables import IMPLICIT, first_rows, load, random_row
+from synthetic_data import options, synthetic_data
 
 from jfi.baselines import run_baselines
 from jfi.baselines.features import Features
-from jfi.baselines.models import Fit, best, gradient_boosting, logistic_regression
+from jfi.baselines.models import BaselineResult, best, gradient_boosting, logistic_regression
 from jfi.baselines.samples import Samples
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import ConfigError
 from jfi.training.metrics.label_metrics import auc, user_auc
@@ -25,7 +26,7 @@ from jfi.utils.exit_codes import ExitCode
 ROOT = Path(__file__).parents[2]
 NAMES = ["item mean", "item + user mean", "popularity by time", "co-occurrence", "logistic regression"]
 NAMES += ["gradient boosting"]
-SYNTHETIC = DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=150, num_items=60))
+SYNTHETIC = synthetic_data(num_users=150, num_items=60)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_the_half_life_is_the_best_of_validation(synthetic, results):
 
 def test_the_best_fit_has_the_highest_auc_or_the_lowest_ne():
     fits = [
-        Fit({"number": i}, {"auc": a, "ne": n}, {}) for i, (a, n) in enumerate([(0.6, 0.9), (0.7, 1.1), (0.7, 1.0)])
+        BaselineResult({"number": i}, {"auc": a, "ne": n}, {})
+        for i, (a, n) in enumerate([(0.6, 0.9), (0.7, 1.1), (0.7, 1.0)])
     ]
     assert best(fits, "auc").settings == best(fits, "ndcg@10").settings == {"number": 1}
     assert best(fits, "ne").settings == {"number": 0}
@@ -141,13 +143,13 @@ def test_a_constant_of_training_says_nothing():
 
 def test_the_command_writes_its_table(tmp_path, monkeypatch, capsys, results):
     monkeypatch.chdir(tmp_path)
-    overrides = ["--data.synthetic.num_users", "150", "--data.synthetic.num_items", "60"]
+    overrides = options(num_users=150, num_items=60)
     arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), *overrides, "--training.run_dir", "out"]
     command = ["compare", *arguments, "--seeds", "0", "1", "--poolings"]
     assert commands.call(*command) == ExitCode.SUCCESS
     record = json.loads((tmp_path / "out/comparison.json").read_text())
     assert record["seeds"] == [0, 1] and list(record["summary"]) == NAMES
-    assert record["data"]["synthetic"]["num_users"] == 150
+    assert record["data"]["interactions"] == SYNTHETIC.interactions
     boosting = record["baselines"]["gradient boosting"]
     assert [run["test"] for run in boosting] == [results["gradient boosting"][0].test] * 2
     lines = capsys.readouterr().out.splitlines()

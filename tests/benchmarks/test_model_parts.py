@@ -6,10 +6,9 @@ from stand_ins import ENVIRONMENT
 
 from benchmarks import model_parts, report, table
 from benchmarks.model_parts import PARTS, Part, PartsCase, attention_share
-from jfi.data import SyntheticConfig
 
 CPU = torch.device("cpu")
-CASE = PartsCase(32, 10, 8, SyntheticConfig(num_users=20, num_items=30, mean_length=15.0))
+CASE = PartsCase(32, 10, 8, dict(num_users=20, num_items=30, mean_length=15.0))
 
 
 def test_every_part_is_a_row_beside_target_attention(tmp_path):

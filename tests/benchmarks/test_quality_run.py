@@ -1,10 +1,12 @@
 """The comparison: which trainings are done, in what order, what is kept, and the table that comes of it."""
 
+import dataclasses
 import json
 from functools import reduce
 
 import pytest
 import yaml
+from synthetic_data import synthetic_data
 
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import cost, page, run
@@ -210,9 +212,9 @@ def test_the_defaults_that_are_compared_are_the_librarys():
 
 def test_a_model_that_a_table_does_not_allow_is_left_out(tmp_path, capsys):
     table, results = TABLES["ml_latest_small_implicit"], Results(tmp_path / "t.json")
-    models = {"one": Model("ours", {"data.auxiliary_labels": ["rating >= 4"]}, [{}])}
+    models = {"one": Model("ours", {"data.negatives": 0}, [{}])}
     run.run_table(table, results, ["one"], tmp_path, Peers(), models=models)
-    assert "one: left out; data.auxiliary_labels is set, but data.label is not" in capsys.readouterr().out
+    assert "one: left out; data.negatives is 0; without a label it must be at least 1" in capsys.readouterr().out
     assert results.cells == []
 
 
@@ -236,7 +238,7 @@ def test_our_trials_are_fields_of_the_config(tmp_path):
 
 
 def test_one_of_our_models_trains(tmp_path):
-    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    section = dataclasses.asdict(synthetic_data(num_users=40, num_items=30))
     settings = {"data": section, "training": {"epochs": 2}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     task = run.Task(Table("Tiny", str(tmp_path / "config.yaml"), [{}]), 0, tmp_path, tmp_path, Peers())
@@ -246,7 +248,7 @@ def test_one_of_our_models_trains(tmp_path):
 
 
 def test_baselines_are_those_of_the_package(tmp_path):
-    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    section = dataclasses.asdict(synthetic_data(num_users=40, num_items=30))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
     table = Table("Tiny", str(tmp_path / "config.yaml"), [{}])
     names = [name for name, model in MODELS.items() if model.kind == "baseline"]

@@ -132,3 +132,13 @@ def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: quickstart.yaml: exists already; name a new file\n"
     assert commands.call("config", "copy", "quickstart", "other.yaml") == 0
     assert Path("other.yaml").read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
+
+
+def test_a_copied_config_says_what_makes_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.call("config", "copy", "quickstart") == 0
+    line = "make its table with: python (-m .* quickstart); train with: jfi (train --config quickstart.yaml)$"
+    made, trained = re.search(line, capsys.readouterr().out).groups()
+    subprocess.run([sys.executable, *made.split(), "--num_users", "30"], check=True)
+    small = ["--training.epochs", "1", "--training.device", "cpu", "--training.run_dir", "run"]
+    assert commands.call(*trained.split(), *small) == 0 and "\nrun folder run\n" in capsys.readouterr().out

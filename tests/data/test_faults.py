@@ -160,7 +160,7 @@ def test_a_message_of_any_length_keeps_its_start_and_its_end():
 def test_a_label_is_not_a_fraction(write):
     rows = ["1,1,,10", "1,1,0,20", "1,1,1.0,30", "1,1,0.9,40"]
     expected = "r.csv:5: label 'rating' is 0.9, not 0 or 1; did you mean a rule such as 'rating >= 0.9'?"
-    expected += " data.task: regression predicts numbers"
+    expected += " a label with task: regression predicts numbers"
     assert fault(write("r.csv", HEADER, *rows), label="rating") == expected
 
 

@@ -1,19 +1,26 @@
 """What a fingerprint of the data sees."""
 
+import dataclasses
+
 from data_configs import data_config
 
 from jfi.data import load_dataset
-from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.prepared.fingerprint import DATA, TIMELINES, TRAIN, fingerprint_of
+from jfi.data.prepared.prepare import prepare_dataset
 
 
-def test_a_changed_value_of_any_row_is_seen(write):
-    def of(changed: int | None) -> Fingerprint:
+def test_a_changed_value_of_any_row_is_seen(write, tmp_path):
+    def of(changed: int | None, prepared: bool = False) -> dict[str, str]:
         rows = [f"{i % 3},{i % 4},{i},{i % 2},t{(i + (i == changed)) % 2}" for i in range(40)]  # the same vocabulary
         path = write("r.csv", "user_id,item_id,timestamp,liked,tag", *rows)
         config = data_config(interactions=path, label="liked", event_categorical=["tag"])
-        return Fingerprint.of(load_dataset(config), config)
+        if prepared:
+            prepare_dataset(config, tmp_path / "out", show=False)
+            config = dataclasses.replace(config, prepared=str(tmp_path / "out"))
+        return fingerprint_of(load_dataset(config))
 
     before = of(None)
-    assert before.changes(of(None)) is None
+    assert before == of(None) == of(None, prepared=True)
     for row in (0, 1, 2, 20, 39):
-        assert before.changes(of(row)) == "the values of column 'tag' have changed"
+        now = of(row)
+        assert [name for name in (DATA, TRAIN, TIMELINES) if before[name] != now[name]] == [DATA]

@@ -13,13 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from statistics_columns import with_statistics
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.features.past_index import past_index
-from jfi.data.prepared.add_statistics import add_statistics, read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.statistics_log import read_log
 from jfi.data.schema.schema import DataSchema
 from jfi.events import co_occurrence, groups, past, point_in_time, statistics
 from jfi.events.counters import counters_of, index_of_counters
@@ -332,9 +333,9 @@ def test_similar_compares_as_many_events_as_in_training(monkeypatch, tmp_path):
     monkeypatch.undo()
     small = table.slice(0, 30)
     assert load_dataset(replace(config, interactions=small)).schema.encodings.window == 4
-    made, settings = add_statistics(small, column_settings(config), schema), column_settings(config)
-    wanted = add_statistics(small, replace(settings, max_history=3), None)
-    other = add_statistics(small, settings, None)
+    made, settings = with_statistics(small, column_settings(config), schema), column_settings(config)
+    wanted = with_statistics(small, replace(settings, max_history=3), None)
+    other = with_statistics(small, settings, None)
     assert made["past_similarity"].equals(wanted["past_similarity"])
     assert not made["past_similarity"].equals(other["past_similarity"])
 
@@ -375,12 +376,11 @@ def test_a_drawn_item_has_what_a_row_of_it_has_bit_by_bit(tmp_path, max_history)
 
 @kinds
 def test_tables_to_score_have_those_of_training(tmp_path, kind):
-    """By columns of `jfi prepare --add-statistics`, or from a history that has the rows before, or these as well."""
+    """From a history that has the rows before, or these as well."""
     table, config = log(4), replace(CONFIG, **kind)
     dataset = load_dataset(replace(config, interactions=table))
     schema, settings = dataset.schema, column_settings(replace(config, interactions=table))
     test = pa.array(np.array(table["split"].to_pylist()) == "test")
-    made = add_statistics(table, settings, schema)
     late = pa.compute.greater_equal(table["timestamp"], 40 * 700)
     before = table.filter(pa.compute.invert(late))
     names = ["user_id", "item_id", "timestamp"]
@@ -388,7 +388,6 @@ def test_tables_to_score_have_those_of_training(tmp_path, kind):
     events = dataset.arrays().events
     wanted = {(events.user[n], events.item[n], events.time[n]): stored[n] for n in numbers}
     cases = {
-        "columns": (made.filter(test), before),
         "past": (table.filter(late), before),
         "all": (table.filter(test), table),
     }

@@ -42,7 +42,6 @@ CONFIG = data_config(
     split="column",
     split_column="part",
     max_history=6,
-    max_timeline=9,
 )
 #: Options of `fit` by what they try.
 POLICIES = {

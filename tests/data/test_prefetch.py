@@ -9,8 +9,9 @@ from contextlib import closing, suppress
 
 import pytest
 import torch
+from synthetic_data import synthetic_data
 
-from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from jfi.data import Batch, InteractionDataset, load_dataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.utils.jagged import Timelines
 
@@ -19,8 +20,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @pytest.fixture(scope="module", params=["sample", "user"])
 def dataset(request) -> InteractionDataset:
-    synthetic = SyntheticConfig(num_users=40, num_items=30, mean_length=15.0)
-    return load_dataset(DataConfig(source="synthetic", synthetic=synthetic, batching=request.param))
+    return load_dataset(synthetic_data(num_users=40, num_items=30, mean_length=15.0, batching=request.param))
 
 
 def loaders() -> list[threading.Thread]:

@@ -10,15 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from data_configs import data_config, replace_data
+from data_configs import data_config, regression, replace_data
 
 from jfi.data import DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import prepare
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.store import write_prepared
 from jfi.data.schema import coded
 from jfi.data.schema.schema import DataSchema
 from jfi.events import events
@@ -188,15 +186,14 @@ def test_tables_of_users_and_items_and_text_with_dates(tmp_path, write, monkeypa
 
 
 def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads the tables, prepares them, and compares batches and, byte for byte, files."""
+    """Loads the tables, prepares them, and compares batches and, byte for byte, files of blocks of two sizes."""
     loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
     prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
     assert {path.name for path in folder.iterdir()} - before == {"prepared"}
     prepared = load_dataset(prepared_config(folder / "prepared"))
     assert_same_batches(loaded, prepared)
     assert prepared.summary == loaded.summary
-    (folder / "written").mkdir()
-    write_prepared(loaded, column_settings(config.with_absolute_paths()), folder / "written")
+    prepare_dataset(config, folder / "written", show=False)
     assert files_of(folder / "prepared") == files_of(folder / "written")
 
 
@@ -335,8 +332,7 @@ for calls in range(int(sys.argv[3]), 1000, int(sys.argv[4])):
 def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, record_property, first, step):
     config = config_of(table).with_absolute_paths()
     prepare_dataset(config, tmp_path / "whole")
-    settings = {name: value for name, value in vars(config).items() if name != "synthetic"}
-    command = [sys.executable, "-c", KILL, repr(settings), str(tmp_path / "prepared"), str(first), str(step)]
+    command = [sys.executable, "-c", KILL, repr(vars(config)), str(tmp_path / "prepared"), str(first), str(step)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     *deaths, last = [line.split() for line in run.stdout.splitlines()]
     assert last == ["0", "True"]
@@ -380,7 +376,7 @@ def test_it_starts_over_where_the_schema_has_changed(tmp_path, table, monkeypatc
             raise KeyboardInterrupt
         return rename(path, target)
 
-    config = data_config(interactions=table, label="years", task="regression", item_categorical=["genre"])
+    config = data_config(interactions=table, labels=regression("years"), item_categorical=["genre"])
     schema = load_dataset(config).schema
     monkeypatch.setattr(Path, "rename", stop_before_the_last)
     with pytest.raises(KeyboardInterrupt):
@@ -411,7 +407,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     assert own.summary.history_lengths["max"] == 2
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
-        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))
+        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared)))
     ]
     left, right = (candidates.pairs(np.arange(len(candidates))) for candidates in ranked)
     assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
@@ -425,7 +421,7 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a file of this version of jfi"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json is damaged: object missing"),
         (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
         (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
         (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),

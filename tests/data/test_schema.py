@@ -1,6 +1,5 @@
 """The schema: what it learns from, that it encodes other tables as the first, and that it survives its files."""
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,9 +7,11 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_configs import data_config, replace_data
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, DataError, DataSchema, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, DataError, DataSchema, load_dataset
 from jfi.data.schema.schema import Strings
+from jfi.utils.files import SUMS
 
 HEADER = "user_id,item_id,timestamp,clicked,seconds,tags,genre,price,title,city"
 
@@ -106,15 +107,13 @@ def test_a_saved_schema_is_the_same_schema(write, tmp_path):
     assert read.encodings.moments == schema.encodings.moments
     assert list(read.encodings.vocabularies["item_id"].values) == list(schema.encodings.vocabularies["item_id"].values)
     assert sorted(read.encodings.vocabularies["item_id"].values) == sorted(items)
-    assert {path.name for path in (tmp_path / "data").iterdir()} == {"schema.json", "vocabularies.parquet"}
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {"schema.json", "vocabularies.parquet", SUMS}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("schema") / "data"
-    load_dataset(DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=20))).schema.save(
-        folder
-    )
+    load_dataset(synthetic_data(num_users=60, num_items=20)).schema.save(folder)
     return folder
 
 
@@ -127,17 +126,21 @@ def flip(path: Path, byte: int) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("schema.json", Path.unlink, "no such file or directory"),
-        ("schema.json", lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged, it is not JSON"),
-        ("schema.json", lambda path: path.write_text("[" * 100_000), "damaged, it is not JSON"),
-        ("schema.json", lambda path: path.write_text("[1]"), "not a file of this version of jfi"),
-        ("schema.json", lambda path: path.write_text('{"format": "other"}'), "not a file of this version of jfi"),
-        ("vocabularies.parquet", Path.unlink, "no such file or directory"),
-        ("vocabularies.parquet", lambda path: path.write_bytes(b""), "damaged, it does not match the SHA-256"),
+        ("schema.json", Path.unlink, ": no such file or directory"),
+        ("schema.json", lambda path: path.write_bytes(path.read_bytes()[:200]), " is damaged: "),
+        ("schema.json", lambda path: path.write_text("[" * 100_000), " is damaged: "),
+        ("schema.json", lambda path: path.write_text("[1]"), " is damaged: expected `object`, got `array`"),
+        ("schema.json", lambda path: path.write_text('{"format": "other"}'), ": not a file of this version of jfi"),
+        ("vocabularies.parquet", Path.unlink, " is missing"),
+        (
+            "vocabularies.parquet",
+            lambda path: path.write_bytes(b""),
+            " is damaged: its SHA-256 is not the one in",
+        ),
         (
             "vocabularies.parquet",
             lambda path: pyarrow.parquet.write_table(pa.table({"value": ["a"]}), path),
-            "damaged, it does not match the SHA-256",
+            " is damaged: its SHA-256 is not the one in",
         ),
     ],
 )
@@ -147,27 +150,18 @@ def test_a_damaged_or_foreign_schema_is_refused_in_one_line(saved, tmp_path, nam
     damage(tmp_path / name)
     with pytest.raises(DataError) as fault:
         DataSchema.load(tmp_path)
-    assert str(fault.value).startswith(f"{tmp_path / name}: {message}") and "\n" not in str(fault.value)
+    assert str(fault.value).startswith(f"{tmp_path / name}{message}") and "\n" not in str(fault.value)
 
 
-@pytest.mark.parametrize("name", ["schema.json", "vocabularies.parquet"])
+@pytest.mark.parametrize("name", ["schema.json", "vocabularies.parquet", SUMS])
 def test_no_flipped_bit_is_read_in_silence(saved, tmp_path, name):
     size = (saved / name).stat().st_size
-    for byte in range(0, size, size // 40):
+    for byte in range(0, size, max(1, size // 40)):
         for path in saved.iterdir():
             (tmp_path / path.name).write_bytes(path.read_bytes())
         flip(tmp_path / name, byte)
-        if name == "schema.json" and json.loads((saved / name).read_bytes()) == parsed(tmp_path / name):
-            continue  # white space between the values
         with pytest.raises(DataError, match=name):
             DataSchema.load(tmp_path)
-
-
-def parsed(path: Path) -> object:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError:
-        return None
 
 
 def test_a_schema_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):

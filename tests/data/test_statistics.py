@@ -1,9 +1,6 @@
 """Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
 
 import functools
-import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +10,17 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from data_configs import data_config
+from data_configs import data_config, regression
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from statistics_columns import with_statistics
 
 from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.prepared.manifest import Manifest, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings, open_tables
+from jfi.data.prepared.sources import column_settings
 from jfi.events.groups import GROUPS
 from jfi.training.config_parser import parse_config
 from jfi.utils.encoding import standardize
@@ -87,17 +84,10 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
     return found
 
 
-def test_rows_without_ids_are_counted(caplog):
-    table = pa.table({"user_id": [1, None, 3], "item_id": [7, 7, 7], "timestamp": [0, 3, 5], "liked": [1, 1, 0]})
-    made = add_statistics(table, DataConfig(label="liked", statistics=["item"], null_ids="drop"))
-    assert made["past_item_count"].to_pylist() == [0.0, np.log(2)]
-    assert "left out 1 of 3 rows without a user or an item (data.null_ids: drop)" in caplog.text
-
-
 def test_means_of_numbers_are_of_the_quantiles_of_the_config():
     config = replace(CONFIG, features=[FeatureConfig("rating", "event", "number")], statistics=["event_values"])
     for count, most in ((2, 2), (16, 5)):
-        made = add_statistics(random_table(0), replace(config, num_quantiles=count))
+        made = with_statistics(random_table(0), replace(config, num_quantiles=count))
         assert most - 1 < np.max(made["past_session_mean_rating"].to_numpy()) <= most
 
 
@@ -111,7 +101,7 @@ def test_they_are_those_of_the_definition(ties):
     if not ties:  # the order of a user's newest events is then given
         times = np.random.default_rng(1).permutation(len(table))
         table = table.set_column(2, "timestamp", pa.array(times))
-    made, wanted = add_statistics(table, CONFIG), by_hand(table)
+    made, wanted = with_statistics(table, CONFIG), by_hand(table)
     for name in replace(CONFIG, statistics=BY_HAND).statistics_columns():
         expected = [one[name] for one in wanted]
         # Rows of one user and time are in the order of the items, and equal ones are alike to a sample but for labels.
@@ -146,11 +136,11 @@ def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
     dropped = changed.filter(pa.array(~later | (rng.random(len(time)) < 0.5)))
     # The half-lives of popularity are learnt from training, as means are.
     schema = learnt_schema()
-    before = columns_of(add_statistics(table, CONFIG, schema))[:, time <= now]
-    after = columns_of(add_statistics(changed, CONFIG, schema))[:, time <= now]
+    before = columns_of(with_statistics(table, CONFIG, schema))[:, time <= now]
+    after = columns_of(with_statistics(changed, CONFIG, schema))[:, time <= now]
     np.testing.assert_allclose(before, after, rtol=0, atol=1e-9)
     if (~later).sum() > 1:
-        kept = columns_of(add_statistics(dropped, CONFIG, schema))[:, dropped["timestamp"].to_numpy() < now]
+        kept = columns_of(with_statistics(dropped, CONFIG, schema))[:, dropped["timestamp"].to_numpy() < now]
         np.testing.assert_allclose(before[:, time[time <= now] < now], kept, rtol=0, atol=1e-9)
 
 
@@ -165,7 +155,7 @@ def test_they_are_dense_features_of_a_run(tmp_path):
     (batch,) = dataset.batches("test", 1000)
     # The same columns in the table itself give the same features.
     given_path = tmp_path / "given.parquet"
-    pa.parquet.write_table(add_statistics(table, config), given_path)
+    pa.parquet.write_table(with_statistics(table, config), given_path)
     other = load_dataset(data_config(interactions=str(given_path), label="rating >= 3", context_dense=names))
     (expected,) = other.batches("test", 1000)
     encodings = dataset.schema.encodings
@@ -216,12 +206,7 @@ def _scales(schema: DataSchema) -> list[tuple]:
     return [(schema.encodings.bounds[name], schema.encodings.moments[name]) for name in schema.dense_names]
 
 
-def test_those_of_synthetic_tables():
-    dataset = load_dataset(DataConfig(source="synthetic", statistics=["user_item"]))
-    assert dataset.schema.dense_names == GROUPS["user_item"][0]
-
-
-def test_a_table_to_score_needs_them(tmp_path):
+def test_a_table_to_score_has_those_of_its_history(tmp_path):
     table = random_table(0).drop_columns("kind")
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
     config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["user"])
@@ -237,44 +222,13 @@ def test_a_table_to_score_needs_them(tmp_path):
         np.testing.assert_array_equal(one.dense_features.numpy(), other.dense_features.numpy())
     (tmp_path / "rows.parquet").unlink()
     advice = (
-        r"no column 'past_user_rate' of data.statistics, and the run's own interactions are not there; give a table "
-        r"with the past of all users as the history \(`history`, --history\), or train the run with data.statistics: \["
+        r"no history is given for data.statistics, and the run's own interactions are not there; give a table with the "
+        r"past of all users as the history \(`history`, --history\), or train the run with data.statistics: \["
     )
     with pytest.raises(DataError, match=advice):
         parts(table, None)
-    part = parts(add_statistics(table, config), table)
-    (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
-    assert batch.dense_features.shape == (len(table), 5)
-
-
-def test_parts_of_several_types_are_one_table(tmp_path):
-    rows = [{"user_id": i % 3, "item_id": i % 4, "timestamp": i, "liked": i % 2} for i in range(20)]
-    for name, item in (("a", 7), ("b", "seven")):
-        lines = (json.dumps(row | {"item_id": item}) for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    config = DataConfig(interactions=str(tmp_path), label="liked", statistics=["item"])
-    table = add_statistics(open_tables(config).blocks(), config)
-    assert table["item_id"].to_pylist() == ["7"] * 20 + ["seven"] * 20
-    assert np.exp(table["past_item_count"].to_numpy()[[19, 39]]) == pytest.approx(20)
-
-
-@pytest.mark.slow
-def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path):
-    script = [sys.executable, "-m", "jfi", "prepare"]
-    synthetic = ["--data.source", "synthetic", "--data.synthetic.num_users", "20", "--data.statistics", "[item]"]
-    out = tmp_path / "out.parquet"
-    done = subprocess.run([*script, *synthetic, "--add-statistics", out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert pa.parquet.read_table(out).column_names[-2:] == GROUPS["item"][0]
-    out, rows = tmp_path / "no.parquet", tmp_path / "rows.csv"
-    rows.write_text("user_id,item_id,timestamp,liked\n1,7,0,1\n2,7,soon,0\n")
-    options = ["--data.interactions", rows, "--data.label", "liked", "--data.statistics", "[item]"]
-    done = subprocess.run([*script, *options, "--add-statistics", out], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {rows}:3: 'timestamp' is 'soon', neither a number nor a date\n"
-    options += ["--data.prepared", "x"]
-    done = subprocess.run([*script, *options, "--add-statistics", out], capture_output=True, text=True)
-    assert done.returncode == 2 and "data.prepared must be null" in done.stderr
+    with pytest.raises(DataError, match=r"has a column 'past_user_rate', which data.statistics makes; rename it"):
+        parts(with_statistics(table, config), table)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +262,6 @@ def test_a_prepared_dataset_has_them(tmp_path):
         assert one.dense_features.tolist() == other.dense_features.tolist()
 
 
-def test_statistics_need_names():
-    with pytest.raises(DataError, match=r"data.statistics has no groups"):
-        add_statistics(random_table(0), DataConfig(label="rating >= 3", statistics=[]))
-
-
 IMPLICIT = ["item", "user", "popularity", "age", "user_category", "session"]
 TWO = [LabelConfig("like", "rating >= 3"), LabelConfig("stars", "rating", "regression")]
 GENRE = FeatureConfig("genre", "item")
@@ -326,9 +275,8 @@ GENRE = FeatureConfig("genre", "item")
         ({"labels": TWO}, ALL),
         ({}, IMPLICIT),
         ({"features": [GENRE], "negatives": 1}, IMPLICIT),
-        ({"label": "rating", "task": "regression"}, []),
+        ({"label": None, "labels": regression("rating")}, []),
         ({"labels": TWO[::-1]}, []),
-        ({"source": "synthetic"}, []),
         ({"label": "rating >= 3", "statistics": ["similar"]}, ["similar"]),
         # The table has a column of that name, so that a list would be refused.
         ({"label": "rating >= 3", "features": [FeatureConfig("past_item_rate", "context", "number")]}, []),
@@ -345,9 +293,8 @@ def test_the_groups_of_auto(settings, groups):
     made = config.statistics_columns()
     assert bool(made) == bool(groups) and len(set(made)) == len(made)
     assert made == config.with_statistics().statistics_columns() == column_settings(config).statistics_columns()
-    if config.source == "table":
-        known = column_settings(config).names("context", "number")
-        assert [name for name in known if name not in made] == config.names("context", "number")
+    known = column_settings(config).names("context", "number")
+    assert [name for name in known if name not in made] == config.names("context", "number")
 
 
 def test_auto_is_the_default_and_no_other_text_is_known():

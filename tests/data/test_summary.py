@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from data_configs import data_config
+from data_configs import data_config, regression
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
@@ -140,7 +140,7 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
         (1, 60, "01", {"history": "tag == buy", "statistics": ["user", "item"]}, False),
         (1, 60, "01", {"history": "tag == buy", "statistics": ["user_item"]}, True),  # they read its label
         (1, 60, "01", {"history": "tag == view"}, True),
-        (1, 60, "01", {"task": "regression"}, False),
+        (1, 60, "01", {"label": None, "labels": regression("liked")}, False),
         (1, 60, "01", {"label": None}, False),
     ],
 )

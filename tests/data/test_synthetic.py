@@ -1,11 +1,12 @@
 import torch
+from synthetic_data import synthetic_data
 from torchmetrics.functional.classification import binary_auroc
 
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import load_dataset
 
 
 def test_the_taste_is_in_the_events_of_the_targets_category_and_not_in_their_mean():
-    dataset = load_dataset(DataConfig(source="synthetic"))
+    dataset = load_dataset(synthetic_data())
     batch = dataset.batches("test", dataset.num_samples("test"))[0]
     sparse = batch.sparse_features
     lengths = sparse["history_rating"].lengths()
@@ -24,7 +25,7 @@ def test_the_taste_is_in_the_events_of_the_targets_category_and_not_in_their_mea
 
 
 def test_histories_and_items_are_long_tailed():
-    dataset = load_dataset(DataConfig(source="synthetic", max_history=10_000))
+    dataset = load_dataset(synthetic_data(max_history=10_000))
     batch = dataset.batches("train", dataset.num_samples("train"))[0]
     lengths = batch.sparse_features["history_item"].lengths()
     assert (lengths == 0).sum() > 100
@@ -35,8 +36,7 @@ def test_histories_and_items_are_long_tailed():
 
 def test_it_depends_on_its_seed_alone():
     def values(seed: int) -> torch.Tensor:
-        synthetic = SyntheticConfig(num_users=50, seed=seed)
-        dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
+        dataset = load_dataset(synthetic_data(num_users=50, seed=seed))
         return dataset.batches("train", 500)[0].sparse_features.values()
 
     assert torch.equal(values(1), values(1))

@@ -2,26 +2,27 @@
 
 import numpy as np
 import pytest
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.features import synthetic_dwell
+from examples import synthetic_tables
+from jfi.data import load_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import fit
 
-SYNTHETIC = SyntheticConfig(kind="dwell", num_users=400, num_items=60, num_categories=6, mean_length=80, labeled=20)
+SYNTHETIC = {"num_users": 400, "num_items": 60, "num_categories": 6, "mean_length": 80, "labeled": 20}
 
 
 @pytest.fixture(scope="module")
 def log() -> dict[str, np.ndarray]:
     """The columns, and the category of each event."""
-    interactions, items = (table.data for table in synthetic_dwell.make_tables(SYNTHETIC))
+    interactions, items = synthetic_tables.dwell(**SYNTHETIC)
     columns = {name: interactions[name].to_numpy(zero_copy_only=False) for name in interactions.column_names}
     return columns | {"category": items["category"].to_numpy()[columns["item"]]}
 
 
 def counted(log: dict[str, np.ndarray], horizon: int) -> np.ndarray:
     """`[E]`, the long events of the same category among the user's `horizon` events before each."""
-    matters = (log["active"] == 1) & (log["surface"] != "autoplay") & (log["dwell"] > synthetic_dwell.LONG)
+    matters = (log["active"] == 1) & (log["surface"] != "autoplay") & (log["dwell"] > synthetic_tables.LONG)
     found = np.zeros(len(matters), int)
     for row in range(len(matters)):
         low = max(np.searchsorted(log["user"], log["user"][row]), row - horizon)
@@ -30,7 +31,7 @@ def counted(log: dict[str, np.ndarray], horizon: int) -> np.ndarray:
 
 
 def test_an_event_is_long_from_halfway_between_both_medians_in_log_dwell():
-    assert pytest.approx(np.sqrt(4 * 40), abs=0.1) == synthetic_dwell.LONG
+    assert pytest.approx(np.sqrt(4 * 40), abs=0.1) == synthetic_tables.LONG
 
 
 def test_a_dwell_time_has_at_most_two_decimals(log):
@@ -45,8 +46,9 @@ def test_the_long_events_of_active_users_are_counted(log):
 
 
 def test_an_event_counts_no_more_after_the_horizon():
-    config = SyntheticConfig(kind="dwell", num_users=60, num_items=20, num_categories=3, mean_length=60, horizon=7)
-    interactions, items = (table.data for table in synthetic_dwell.make_tables(config))
+    interactions, items = synthetic_tables.dwell(
+        num_users=60, num_items=20, num_categories=3, mean_length=60, horizon=7
+    )
     columns = {name: interactions[name].to_numpy(zero_copy_only=False) for name in interactions.column_names}
     columns["category"] = items["category"].to_numpy()[columns["item"]]
     assert np.array_equal(counted(columns, 7), columns["counted"])
@@ -69,7 +71,7 @@ def test_conversions_follow_the_count_for_the_active_alone(log):
 def test_labels_are_the_newest_conversions_but_for_autoplay(log):
     last = np.append(log["user"][1:] != log["user"][:-1], True)
     ends = np.flatnonzero(last)[log["user"]]
-    newest = ends - np.arange(len(ends)) < SYNTHETIC.labeled
+    newest = ends - np.arange(len(ends)) < SYNTHETIC["labeled"]
     labeled = ~np.isnan(log["label"].astype(float))
     assert np.array_equal(labeled, newest & (log["surface"] != "autoplay"))
     assert np.array_equal(log["label"][labeled], log["converted"][labeled])
@@ -84,7 +86,7 @@ def test_times_and_sessions_go_on(log):
 
 
 def test_a_policy_finds_the_events_that_say_nothing():
-    config = DataConfig(source="synthetic", synthetic=SYNTHETIC)
+    config = synthetic_data("dwell", **SYNTHETIC)
     policy = fit(*training_log(config), remove=0.5)
     keep = {(one.segment, one.surface): one.keep for one in policy.surface_reports}
     short, long = slice(0, 5), slice(-3, -1)
@@ -94,15 +96,12 @@ def test_a_policy_finds_the_events_that_say_nothing():
 
 
 def test_it_depends_on_its_seed_alone():
-    first, again, other = (
-        synthetic_dwell.make_tables(SyntheticConfig(kind="dwell", num_users=20, seed=seed))[0].data
-        for seed in (1, 1, 2)
-    )
+    first, again, other = (synthetic_tables.dwell(num_users=20, seed=seed)[0] for seed in (1, 1, 2))
     assert first.equals(again)
     assert not first.equals(other)
 
 
 def test_the_truth_is_no_input():
-    dataset = load_dataset(DataConfig(source="synthetic", synthetic=SYNTHETIC))
+    dataset = load_dataset(synthetic_data("dwell", **SYNTHETIC))
     assert {spec.column for spec in dataset.features} == {"item", "category", "surface", "dwell", "timestamp"}
     assert dataset.schema.dense_names == []

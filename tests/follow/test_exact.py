@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, load_dataset
+from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, LabelConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.training_log import training_log
@@ -25,12 +25,14 @@ from .followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, mak
 
 #: The parts begin within a visit.
 BEGIN, BATCH = START + 6 * VISIT + VISIT // 2, 16
+LABELS = [LabelConfig("label", "rating >= 4"), LabelConfig("three", "rating >= 3", auxiliary=True)]
+LABELS += [LabelConfig("five", "rating >= 5", weight=0.5, auxiliary=True)]
 CASES = {
     "plain": {},
     "statistics": {"statistics": list(GROUPS), "max_history": 6},
     "auto": {"statistics": "auto"},
     "history": {"statistics": list(GROUPS), "history": "rating >= 3"},
-    "labels": {"weight": "weight", "auxiliary_labels": ["rating >= 3", "rating >= 5"]},
+    "labels": {"weight": "weight", "label": None, "labels": LABELS},
     "session": {"statistics": ["session", "user"], "session": "visit"},
     "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},
     "policy": {"dwell": "price", "surface": "brand", "session": "visit"},

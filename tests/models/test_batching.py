@@ -49,7 +49,6 @@ def config(tmp_path) -> DataConfig:
         context_dense=["hour"],
         separators={"tags": "|"},
         max_history=10,
-        max_timeline=25,
         fractions=[0.6, 0.2, 0.2],
     )
 
@@ -138,7 +137,7 @@ def test_impressions_are_of_the_row_in_both_ways(config):
 
 
 def test_an_encoder_where_no_window_cuts(config):
-    dataset = load_dataset(replace(config, max_history=200, max_timeline=None))
+    dataset = load_dataset(replace(config, max_history=200))
     encoder = EncoderConfig(num_layers=2, num_heads=2, causal=True, relative_bias="distance")
     check_equal(model_of(dataset, encoder, bias="history_age"), dataset)
 
@@ -204,7 +203,7 @@ def test_attention_weights_of_timelines(config):
 
 
 def test_a_timeline_is_looked_up_once(config):
-    dataset = load_dataset(replace(config, max_history=200, max_timeline=None))
+    dataset = load_dataset(replace(config, max_history=200))
     (shared,), (alone,) = (dataset.batches("train", 10_000, batching=way) for way in ("user", "sample"))
     assert len(shared.labels) == len(alone.labels)
     events = [one.sparse_features["history_item_id"].values().numel() for one in (shared, alone)]

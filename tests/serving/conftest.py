@@ -13,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock  # torch requires it
 
+from examples import synthetic_tables
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
@@ -23,7 +24,6 @@ from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-    *["--data.synthetic.num_users", "80", "--data.synthetic.num_items", "60", "--data.synthetic.mean_length", "20"],
     *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2"],
     *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.num_layers", "1", "--encoder.num_heads", "2"],
     *["--encoder.bias", "position", "--encoder.causal", "true", "--encoder.relative_bias", "distance"],
@@ -81,8 +81,10 @@ def published(exported, tmp_path_factory, worker_id):
 
 
 def export_tiny(folder: Path) -> None:
-    overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
-    train(parse_config(overrides, "")[0])
+    synthetic_tables.write(folder / "tables", synthetic_tables.taste(num_users=80, num_items=60, mean_length=20))
+    tables = [f"--data.{name}={folder}/tables/{name}.parquet" for name in ("interactions", "items")]
+    overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *tables, *TINY]
+    train(parse_config([*overrides, "--training.run_dir", str(folder / "run")], "")[0])
     commands.run("export", "--run", folder / "run")
 
 

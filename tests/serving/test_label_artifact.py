@@ -9,10 +9,10 @@ import pyarrow.csv
 import pytest
 import torch
 from data_configs import data_config
+from statistics_columns import with_statistics
 
 import jfi
 from jfi.data.config import LabelConfig
-from jfi.data.prepared.add_statistics import add_statistics
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -64,8 +64,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
         user="user",
         item="item",
         timestamp="time",
-        labels=LABELS,
-        auxiliary_labels=["seconds >= 25"],
+        labels=[*LABELS, LabelConfig("long", "seconds >= 25", auxiliary=True)],
         user_categorical=["region"],
         item_categorical=["genre"],
         event_categorical=["action"],
@@ -84,7 +83,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     table = pa.Table.from_pylist(rows)
     wanted = run.predict(table)
 
-    rows = add_statistics(table, run.config.data, run.schema).to_pylist()
+    rows = with_statistics(table, run.config.data, run.schema).to_pylist()
     rows = [{name: None if value != value else value for name, value in one.items()} for one in rows]  # NaN is no JSON
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
     export(tmp_path / "artifact", run.model, schema, Limits(10, 6), device=DEVICE)

@@ -18,10 +18,11 @@ import pytest
 import torch
 from data_configs import replace_data
 from msgspec import structs
+from synthetic_data import files, synthetic_data
 
 import jfi
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.data.features import synthetic_dwell
+from examples import synthetic_tables
+from jfi.data import DataError, load_dataset
 from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import Policy, fit
 from jfi.models import SequenceDLRM
@@ -37,6 +38,7 @@ from jfi.serving.scorer import Scorer, _limits, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, resume, train
 from jfi.training.model.build_model import build_model
+from jfi.utils.files import read_sums, sha256_of, write_sums
 
 from .conftest import logits
 
@@ -47,20 +49,12 @@ MAX_HISTORY = 24
 def folder(tmp_path_factory):
     """The tables of the synthetic log as files, and a run on them; its policy's file is gone."""
     folder = tmp_path_factory.mktemp("policy")
-    kind = SyntheticConfig(kind="dwell", num_users=30, num_items=12, num_categories=3, mean_length=40, labeled=10)
-    log, items = (table.data for table in synthetic_dwell.make_tables(kind))
+    table = {"num_users": 30, "num_items": 12, "num_categories": 3, "mean_length": 40, "labeled": 10}
+    log, items = synthetic_tables.dwell(**table)
     milliseconds = pa.compute.multiply(log["dwell"], 1000.0)
     log = log.set_column(log.column_names.index("dwell"), "dwell", milliseconds)
-    pa.parquet.write_table(log, folder / "log.parquet")
-    pa.parquet.write_table(items, folder / "items.parquet")
-    columns = {**synthetic_dwell.COLUMNS, "dwell_unit": "ms"}
-    data = DataConfig(
-        interactions=str(folder / "log.parquet"),
-        items=str(folder / "items.parquet"),
-        max_history=MAX_HISTORY,
-        statistics=[],
-        **columns,
-    )
+    synthetic_tables.write(folder, (log, items))
+    data = synthetic_data("dwell", max_history=MAX_HISTORY, dwell_unit="ms", **files(folder))
     data = replace_data(data, event_dense=[])
     policy = fit(*training_log(data), remove=0.5, newest=2, caps={"active": 15})
     policy.save(folder / "policy.json")
@@ -89,21 +83,20 @@ def dataset(folder, run):
 def test_a_run_keeps_its_policy(folder, run):
     assert run.policy == Policy.load(folder / "moved.json")
     assert not run.policy.keeps_all
-    assert json.loads((folder / "run/data/fingerprint.json").read_text())["content"]["policy"] == run.policy.fingerprint
 
 
 def test_prediction_reads_the_events_that_training_reads(folder, run, dataset):
-    scores = run.predict(str(folder / "log.parquet"))["score"].to_numpy()
+    scores = run.predict(str(folder / "interactions.parquet"))["score"].to_numpy()
     arrays = dataset.arrays()
     order = np.lexsort((arrays.events.item, arrays.events.time, arrays.events.user))
     assert np.array_equal(order, np.arange(len(order)))
-    log = pa.parquet.read_table(folder / "log.parquet")
+    log = pa.parquet.read_table(folder / "interactions.parquet")
     place = np.lexsort((log["item"].to_numpy(), log["timestamp"].to_numpy(), log["user"].to_numpy()))
     batch = dataset.batches("test", 10_000)[0]
     with torch.no_grad():
         wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).numpy()
     np.testing.assert_allclose(scores[place[arrays.samples["test"]]], wanted, atol=1e-5)
-    plain = replace(run, policy=None).predict(str(folder / "log.parquet"))["score"].to_numpy()
+    plain = replace(run, policy=None).predict(str(folder / "interactions.parquet"))["score"].to_numpy()
     assert np.abs(plain - scores).max() > 1e-3
 
 
@@ -127,7 +120,7 @@ def log(folder) -> list[dict]:
     """The rows of the table in the order of the dataset's, with the categories of their items."""
     items = pa.parquet.read_table(folder / "items.parquet").to_pylist()
     categories = {one["item"]: one["category"] for one in items}
-    log = pa.parquet.read_table(folder / "log.parquet").to_pylist()
+    log = pa.parquet.read_table(folder / "interactions.parquet").to_pylist()
     log = [one | {"category": categories[one["item"]]} for one in log]
     return sorted(log, key=lambda one: (one["user"], one["timestamp"], one["item"]))
 
@@ -182,7 +175,7 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
     structs.replace(run.policy, newest=3).save(path)
     warm = run.config.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"), rows_after=None)
     warm = replace(warm, data=replace(warm.data, policy=str(folder / "moved.json")))
-    given, log = ["--run", tmp_path / "run"], folder / "log.parquet"
+    given, log = ["--run", tmp_path / "run"], folder / "interactions.parquet"
     for command in (
         lambda: resume(tmp_path / "run"),
         lambda: resume(tmp_path / "run", data_changed="accept"),
@@ -192,10 +185,15 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
         lambda: commands.run("export", *given, "--out", tmp_path / "out"),
         lambda: commands.run("prepare", *given, "--out", tmp_path / "out"),
     ):
-        with pytest.raises(ConfigError, match=f"{path} has changed since the checkpoint; restore it"):
+        with pytest.raises(DataError, match=f"{path} is damaged"):
             command()
+    sums = read_sums(path.parent)
+    write_sums(path.parent, sums | {path.name: sha256_of(path)})
+    with pytest.raises(ConfigError, match=f"{path} has changed since the checkpoint; restore it"):
+        jfi.load_run(tmp_path / "run")
+    write_sums(path.parent, sums)
     path.unlink()
-    with pytest.raises(ConfigError, match=f"{path} is missing; restore it"):
+    with pytest.raises(DataError, match=f"{path} is missing"):
         jfi.load_run(tmp_path / "run")
     assert {one.name for one in tmp_path.iterdir()} == {"run"}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import commands
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from jfi.data import load_dataset
-from jfi.data.features.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
@@ -35,7 +35,7 @@ def samples(exported):
     """Of 1,000 training and test samples with a history: raw requests of one candidate, and the model's logits."""
     run = load_run(exported.run)
     model, config, dataset = run.model, run.config, load_dataset(run.config.data, run.schema)
-    interactions, items = (table.data for table in make_tables(config.data.synthetic))
+    interactions, items = (pq.read_table(path) for path in (config.data.interactions, config.data.items))
     columns = {name: interactions.column(name).to_numpy() for name in interactions.column_names}
     category = items.column("category").to_numpy()
     order = np.lexsort((columns["item"], columns["timestamp"], columns["user"]))

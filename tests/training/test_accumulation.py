@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import load_dataset
 from jfi.training import (
     Config,
     ConfigError,
@@ -26,9 +27,8 @@ _WORLD = World(device=torch.device("cpu"))
 
 
 def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = None, **training: object) -> Config:
-    synthetic = SyntheticConfig(num_users=40, num_items=30, mean_length=12.0)
     return Config(
-        data=DataConfig(source="synthetic", synthetic=synthetic, **(data or {})),
+        data=synthetic_data(num_users=40, num_items=30, mean_length=12.0, **(data or {})),
         model=ModelConfig(
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
         ),

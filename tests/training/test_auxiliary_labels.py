@@ -11,9 +11,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataError, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.prepared.manifest import prepared_config, resolve
+from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.schema.schema import LabelSpec
 from jfi.models import Heads
@@ -27,6 +27,11 @@ from jfi.training.run.recorder import read_metrics
 RULES = ["seconds >= 15", "seconds >= 35"]
 
 
+def labels(rules: list[str] = RULES, label: str = "seconds >= 25") -> list[LabelConfig]:
+    others = [LabelConfig(f"other_{number}", rule, weight=0.5, auxiliary=True) for number, rule in enumerate(rules)]
+    return [LabelConfig("label", label), *others]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("auxiliary")
@@ -34,9 +39,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def config(folder, name: str, rules: list[str] = RULES, **data: object) -> Config:
+def config(folder, name: str, rules: list[str] = RULES, *, data: dict | None = None, **labeled: str) -> Config:
     made = config_of(folder / "table.csv", folder / name)
-    inputs = {"event_dense": [], "label": "seconds >= 25", "auxiliary_labels": rules, **data}
+    inputs = {"event_dense": [], "label": None, "labels": labels(rules, **labeled), **(data or {})}
     return dataclasses.replace(made, data=replace_data(made.data, **inputs))
 
 
@@ -54,7 +59,7 @@ def test_a_batch_has_them_behind_the_label(folder, tmp_path, batching, source):
     if source == "prepared":
         prepare_dataset(data, tmp_path / "prepared", show=False)
         data = dataclasses.replace(prepared_config(tmp_path / "prepared"), batching=batching)
-        assert data.auxiliary_labels == RULES
+        assert [one.label for one in data.auxiliary_labels()] == RULES
     dataset = load_dataset(data)
     assert dataset.schema.num_auxiliary == 2 and len(dataset.schema.labels) == 1
     seconds = pyarrow.csv.read_csv(folder / "table.csv")["seconds"].to_numpy()
@@ -64,12 +69,6 @@ def test_a_batch_has_them_behind_the_label(folder, tmp_path, batching, source):
     for batch in dataset.batches("train", 17):
         own = torch.tensor([by_time[events.time[rows[sample]]] for sample in batch.samples])
         torch.testing.assert_close(batch.labels, torch.stack([(own >= least).float() for least in (25, 15, 35)], 1))
-
-
-def test_a_run_on_a_prepared_dataset_has_its_own_weight_of_them(folder, tmp_path):
-    prepare_dataset(config(folder, "none").data, tmp_path / "prepared", show=False)
-    data = resolve(DataConfig(prepared=str(tmp_path / "prepared"), auxiliary_weight=0.2))
-    assert data.auxiliary_labels == RULES and [one.weight for one in data.trained_labels()] == [1.0, 0.2, 0.2]
 
 
 def test_the_loss_has_them_and_the_model_predicts_one_label(folder, run):
@@ -120,9 +119,9 @@ def test_a_warm_start_needs_the_same_labels_and_auxiliary_labels(folder, run):
     two = [LabelConfig("label", "seconds >= 25"), LabelConfig("clicked", "clicked")]
     warm = {"run_dir": str(folder / "warm"), "warm_start": str(folder / "run"), "rows_after": None, "epochs": 1}
     for name, rules, data, more, message in (
-        ("fewer", RULES[:1], {}, {}, r"data.auxiliary_labels is \['seconds >= 15'\], in .* it is \['seconds >= 15', "),
+        ("fewer", RULES[:1], {}, {}, r"auxiliary ones .* are \['seconds >= 15'\], in .* \['seconds >= 15', "),
         ("swapped", RULES[::-1], {}, {}, "use the same, in the same order"),
-        ("none", [], {}, {}, r"data.auxiliary_labels is \[\], in"),
+        ("none", [], {}, {}, r"auxiliary ones of data.labels are \[\], in"),
         (
             "promoted",
             RULES[:1],
@@ -131,7 +130,7 @@ def test_a_warm_start_needs_the_same_labels_and_auxiliary_labels(folder, run):
             r"predicts label \(binary\), clicked \(binary\), .* label \(binary\);",
         ),
     ):
-        made = config(folder, name, rules, **data).with_training(**warm, **more)
+        made = config(folder, name, rules, data=data).with_training(**warm, **more)
         with pytest.raises(ConfigError, match=f"^training.warm_start: .*{message}"):
             train(made)
         assert not (folder / "warm").exists()
@@ -180,24 +179,21 @@ def test_outputs_in_training_alone(experts):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": None}, "data.auxiliary_labels is set, but data.label is not"),
+        ({"labels": labels()[1:]}, "data.labels has auxiliary ones alone"),
+        ({"label": "clicked", "labels": labels()}, "data.label and data.labels are both set"),
+        ({"labels": labels(["seconds >= 25"])}, r"data.labels\[0\] and data.labels\[1\] are both 'seconds >= 25'"),
+        ({"labels": labels(["'seconds'  >=  25"])}, r"data.labels\[0\] and data.labels\[1\] are both"),
+        ({"labels": labels(["a > 1", "a > 1"])}, r"data.labels\[1\] and data.labels\[2\] are both 'a > 1'"),
         (
-            {"auxiliary_labels": ["seconds >= 25"]},
-            r"data.label and data.auxiliary_labels\[0\] are both 'seconds >= 25'",
+            {"labels": [*labels(), LabelConfig("x", "seconds", "regression", auxiliary=True)]},
+            r"data.labels\[3\] is auxiliary and of task regression; an auxiliary label must be binary",
         ),
-        ({"auxiliary_labels": ["'seconds'  >=  25"]}, r"data.label and data.auxiliary_labels\[0\] are both"),
-        (
-            {"auxiliary_labels": ["a > 1", "a > 1"]},
-            r"data.auxiliary_labels\[0\] and data.auxiliary_labels\[1\] are both 'a > 1'",
-        ),
-        ({"auxiliary_weight": 0.0}, "data.auxiliary_weight: got 0.0, must be a number above 0 and finite"),
-        ({"auxiliary_labels": ["seconds >="]}, "rule 'seconds >='"),
-        ({"auxiliary_labels": ["user_id"]}, "data.user and data.auxiliary_labels\\[0\\] are both 'user_id'"),
-        ({"auxiliary_labels": ["absent >= 3"]}, "absent"),
-        ({"auxiliary_labels": ["seconds >= 1000"]}, "'seconds >= 1000'.*none of the 300 rows is positive"),
+        ({"labels": labels(["seconds >="])}, "rule 'seconds >='"),
+        ({"labels": labels(["user_id"])}, r"data.user and data.labels\[1\] are both 'user_id'"),
+        ({"labels": labels(["absent >= 3"])}, "absent"),
+        ({"labels": labels(["seconds >= 1000"])}, "'seconds >= 1000'.*none of the 300 rows is positive"),
     ],
 )
 def test_wrong_settings_are_refused(folder, settings, message):
-    data = {"interactions": str(folder / "table.csv"), "label": "seconds >= 25", "auxiliary_labels": RULES}
     with pytest.raises(DataError, match=message):
-        load_dataset(data_config(**{**data, **settings}))
+        load_dataset(data_config(interactions=str(folder / "table.csv"), **settings))

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from synthetic_data import synthetic_data
 from torchrec import EmbeddingConfig
 
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import load_dataset
 from jfi.modules import PositionBias, TimeBias, WeightBias, stacked_attention
 from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 from jfi.training.model import build_model as build
@@ -14,8 +15,7 @@ from jfi.training.model import build_model as build
 
 @pytest.mark.parametrize("num_layers", [0, 1])
 def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_layers, monkeypatch):
-    synthetic = SyntheticConfig(num_users=20, num_items=10)
-    dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic, max_history=7))
+    dataset = load_dataset(synthetic_data(num_users=20, num_items=10, max_history=7))
     batch = dataset.batches("train", dataset.num_samples("train"))[0]
     assert batch.sparse_features["history_item"].lengths().max() == 7  # the data has longer histories and cuts them
     model = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset.schema)
@@ -33,8 +33,7 @@ def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_l
 
 
 def test_every_option_of_the_model_reaches_it():
-    synthetic = SyntheticConfig(num_users=20, num_items=10)
-    schema = load_dataset(DataConfig(source="synthetic", synthetic=synthetic)).schema
+    schema = load_dataset(synthetic_data(num_users=20, num_items=10)).schema
     ages = next(spec.num_embeddings for spec in schema.features if spec.key == "history_age")
     for bias, expected in (
         (None, None),
@@ -100,7 +99,7 @@ def test_the_weight_decay_of_each_group_reaches_its_parameters(name, shrinks):
 
     Adam and Adagrad divide the penalty of a row by the scale of its gradients, and have none without any.
     """
-    dataset = load_dataset(DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=20, num_items=10)))
+    dataset = load_dataset(synthetic_data(num_users=20, num_items=10))
     batch = dataset.batches("train", 8)[0]
     for tables, dense in ((0.5, 0.0), (0.0, 0.5)):
         config = OptimizerConfig(OptimizerGroup(name, 0.1, dense), OptimizerGroup(name, 0.1, tables))

@@ -61,17 +61,17 @@ def test_the_configs_that_come_along_are_read(path):
 
 def test_every_section_overrides():
     config = parse(
-        *["--data.synthetic.num_users", "7", "--data.fractions", "[0.5,0.25,0.25]"],
+        *["--data.max_history", "7", "--data.fractions", "[0.5,0.25,0.25]"],
         *["--encoder.num_layers", "2", "--encoder.causal", "true", "--training.seed", "3"],
     )
     assert (config.encoder.num_layers, config.encoder.causal, config.encoder.bias) == (2, True, None)
-    assert config.data.synthetic.num_users == 7
+    assert config.data.max_history == 7
     assert config.data.fractions == [0.5, 0.25, 0.25]
     assert config.training.seed == 3
 
 
 def test_saved_config_is_the_same_config(tmp_path):
-    config = parse("--model.bias", "history_age", "--data.source", "synthetic", "--training.patience", "null")
+    config = parse("--model.bias", "history_age", "--data.interactions", "a.csv", "--training.patience", "null")
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
 
@@ -89,7 +89,7 @@ def config_of_texts(shift: int) -> Config:
     data = {name: next(texts) for name in names if name not in ("encoding", "prepared")}
     features = [FeatureConfig(next(texts), "item", separator=next(texts), default=next(texts)) for _ in range(2)]
     data |= {"features": [*features, FeatureConfig(next(texts), "event", cross=[next(texts)])]}
-    data |= {"labels": [LabelConfig(next(texts), next(texts))], "auxiliary_labels": [next(texts), next(texts)]}
+    data |= {"labels": [LabelConfig(next(texts), next(texts))]}
     data |= {"missing_values": [*itertools.islice(texts, 9)], "header": {"items": [next(texts), next(texts)]}}
     pretrained = {next(texts): PretrainedConfig(next(texts), next(texts))}
     own = {"logger": "wandb", "logger_options": {"name": next(texts), "project": next(texts)}, "run_dir": next(texts)}
@@ -114,13 +114,13 @@ def test_a_text_of_an_option_may_look_like_yaml(text, tmp_path):
 @pytest.mark.parametrize("text", ["1e3", "12e45678", "nan", "inf", "1970-01-01", "a\x85b", "0x1f", "yes", "~", ""])
 def test_a_text_is_read_as_it_was_saved(text, tmp_path, yaml_file):
     training = TrainingConfig(logger="wandb", logger_options={"id": text})
-    config = Config(DataConfig(source="synthetic", missing_values=[text]), training=training)
+    config = Config(DataConfig(interactions="a.csv", missing_values=[text]), training=training)
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
 
 
 def test_an_unquoted_date_is_a_text(yaml_file):
-    path = yaml_file("data: {source: synthetic, missing_values: [1970-01-01]}\ntraining: {run_dir: 2026-11-29}")
+    path = yaml_file("data: {interactions: a.csv, missing_values: [1970-01-01]}\ntraining: {run_dir: 2026-11-29}")
     config = parse("--config", path)
     assert (config.data.missing_values, config.training.run_dir) == (["1970-01-01"], "2026-11-29")
 
@@ -133,13 +133,13 @@ def test_a_wrong_merge_key_is_one_line(text, yaml_file):
 def test_a_setting_with_a_space_is_no_value_of_the_option_before_it():
     parser = OptionParser()
     parser.add_argument("--seeds", nargs="+", type=int)
-    arguments = ["--data.source", "synthetic", "--seeds", "0", "1", "--data.title=a b"]
+    arguments = ["--data.interactions", "a.csv", "--seeds", "0", "1", "--data.title=a b"]
     config, own = parse_config(arguments, "", parser)
     assert (config.data.title, own.seeds) == ("a b", [0, 1])
 
 
 def test_numbers_of_numpy_are_saved(tmp_path):
-    config = Config(DataConfig(source="synthetic"), training=TrainingConfig(positive_weight=np.float64(2.5)))
+    config = Config(DataConfig("a.csv"), training=TrainingConfig(positive_weight=np.float64(2.5)))
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml").training.positive_weight == 2.5
 
@@ -193,7 +193,7 @@ def test_unknown_option_names_the_nearest(arguments, unknown, nearest):
     [
         ("modle:\n  num_heads: 2\n", "modle", "model"),
         ("model:\n  num_head: 2\n", "model.num_head", "model.num_heads"),
-        ("data:\n  synthetic:\n    user: 2\n", "data.synthetic.user", "data.synthetic.num_users"),
+        ("data:\n  users_table: 2\n", "data.users_table", "data.users"),
         ("encoder:\n  num_layer: 2\n", "encoder.num_layer", "encoder.num_layers"),
         ("optimizer:\n  embeddings:\n    lr: 2\n", "optimizer.embeddings.lr", "optimizer.embeddings.learning_rate"),
     ],

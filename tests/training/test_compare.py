@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pytest
+from data_configs import regression
+from synthetic_data import options
 from worker import without_pictures
 
 from jfi.cli.compare import compare, summarize, table, write_record
@@ -31,7 +33,7 @@ class Run(NamedTuple):
 def test_compare_pooling(tmp_path):
     arguments = [
         *["--config", ROOT / "configs/quickstart.yaml", "--seeds", "0", "1", "--training.run_dir", "out"],
-        *["--data.synthetic.num_users", "60", "--training.epochs", "1", "--training.batch_size", "256"],
+        *[*options(num_users=60), "--training.epochs", "1", "--training.batch_size", "256"],
     ]
     done = subprocess.run(
         [sys.executable, "-m", "jfi", "compare", *map(str, arguments)],
@@ -77,7 +79,7 @@ def test_the_table_is_of_the_first_label_and_its_task(tmp_path, capsys, task):
     columns = {"user_id": rng.integers(0, 20, size), "item_id": rng.integers(0, 9, size), "timestamp": np.arange(size)}
     columns |= {"like": rng.integers(0, 2, size), "share": rng.integers(0, 2, size), "dwell": rng.random(size)}
     labels = {"labels": [LabelConfig("share", "share"), LabelConfig("like", "like")], "label": None}
-    given = labels if task == "several labels" else {"label": "dwell", "task": "regression"}
+    given = labels if task == "several labels" else {"label": None, "labels": regression("dwell")}
     data = DataConfig(interactions=pa.table(columns), features=[], statistics=[], **given)
     training = TrainingConfig(run_dir=str(tmp_path / "out"), epochs=1, device="cpu", batch_size=128)
     with without_pictures():

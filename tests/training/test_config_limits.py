@@ -5,7 +5,7 @@ import math
 import pytest
 from data_configs import data_config
 
-from jfi.data import DataConfig, DataError, FeatureConfig, SyntheticConfig
+from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
@@ -33,7 +33,7 @@ LIMITS = [
     ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
     ("sharding.group_size", [None, 1], [0, -1]),
     ("sharding.sync_every", [1], [0, 2]),  # more than 1 goes with groups
-    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k")),
+    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every")),
     *((f"training.{name}", [None, 1], [0]) for name in ("patience", "ranking_positives")),
     ("training.checkpoint_every", [0, 1], [-1]),
     ("training.seed", [0, 2**32 - 1], [-1, 2**32]),
@@ -113,12 +113,10 @@ def test_options_that_must_go_together():
 #: Option of `data` with the settings that it needs, accepted values, refused values.
 DATA_LIMITS = [
     *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots", "num_quantiles")),
-    ("max_timeline", {"max_history": 9}, [None, 9, MANY], [8, MANY + 1]),
     ("negatives", {"label": None}, [1, MANY], [0, MANY + 1]),
     ("negatives", {"label": "liked"}, [0], [MANY + 1]),
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
     ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
-    ("eval_negatives", {}, [1], [0]),
     *((name, {}, [{"a": 1}], [{"a": 0}]) for name in ("min_count", "hash_buckets")),
     (
         "features",
@@ -157,16 +155,6 @@ def test_heads_by_recency_are_several(kind, section):
     assert kind(bias="recency", num_heads=2).num_heads == 2
     with pytest.raises(ConfigError, match=rf"^{section}\.num_heads: got 1, must be at least 2 with {section}\.bias"):
         kind(bias="recency", num_heads=1)
-
-
-@pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
-def test_limits_of_synthetic_data(name):
-    for value in (1, MANY):
-        check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
-    for value in (0, MANY + 1):
-        with pytest.raises(DataError, match=rf"^data\.synthetic\.{name}: got "):
-            check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})))
-    check_data_config(DataConfig(source="synthetic", synthetic=SyntheticConfig(seed=0)))
 
 
 def test_a_value_or_a_section_of_a_config_may_be_an_alias(tmp_path):

@@ -173,20 +173,20 @@ def test_a_run_whose_scores_would_change_with_its_config_is_refused_with_the_fie
 
 
 def test_the_vocabularies_of_another_run_are_refused_by_every_command(runs, tmp_path, capfd):
-    """Whole files with right checksums of their own, whose values have other ids."""
+    """Whole files with right checksums, whose values have other ids."""
     run = tmp_path / "run"
     shutil.copytree(runs[0], run)
     schema = DataSchema.load(run / "data")
     values = {name: Vocabulary(list(one.values)[::-1]) for name, one in schema.encodings.vocabularies.items()}
     other = replace(schema, encodings=replace(schema.encodings, vocabularies=values))
     other.save(tmp_path / "other")
-    for name in ("schema.json", "vocabularies.parquet"):
+    for name in ("schema.json", "vocabularies.parquet", SUMS):
         (tmp_path / "other" / name).replace(run / "data" / name)
     assert values and DataSchema.load(run / "data").encodings.vocabularies.keys() == values.keys()
     warm = tiny(tmp_path / "warm", warm_start=str(run), rows_after=None)
     for command in (resume, lambda run: resume(run, data_changed="accept"), load_run, lambda _: train(warm)):
         assert run_command(lambda command=command: command(run) and None) == 2
-        line = f"error: {run}/data/schema.json has changed since the checkpoint; restore it\n"
+        line = f"error: {run}/data/vocabularies.parquet has changed since the checkpoint; restore it\n"
         assert capfd.readouterr().err == line
     assert not (tmp_path / "warm").exists()
 

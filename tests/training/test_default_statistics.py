@@ -7,6 +7,7 @@ from pathlib import Path
 import commands
 import pandas as pd
 import pytest
+from data_configs import regression
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from worker import without_pictures
 
@@ -62,7 +63,9 @@ def test_the_log_and_the_config_name_the_groups(tmp_path, capsys):
     config = load_config(tmp_path / "run/config.yaml")
     assert config.data.statistics == list(GROUPS)
     assert jfi.load_run(tmp_path / "run").schema.dense_names == ["price", *config.data.statistics_columns()]
-    train(default_run(tmp_path, "regression", {"label": "seconds", "task": "regression", "features": []}, epochs=1))
+    train(
+        default_run(tmp_path, "regression", {"label": None, "labels": regression("seconds"), "features": []}, epochs=1)
+    )
     assert "defaults: data.statistics: []" in capsys.readouterr().out
     assert jfi.load_run(tmp_path / "regression").schema.dense_names == []
 
@@ -98,7 +101,7 @@ def test_files_that_moved_cannot_be_the_history(tmp_path):
     moved, few = (tmp_path / "all.csv").rename(tmp_path / "moved.csv"), tmp_path / "few.csv"
     write_table(few, ROWS[TEST:])
     advice = (
-        rf"{few}: no column 'past_item_rate' of data.statistics, and the run's own interactions are not there; give a "
+        r"no history is given for data.statistics, and the run's own interactions are not there; give a "
         r"table with the past of all users as the history \(`history`, --history\), or train the run with "
         r"data.statistics: \[\]"
     )
@@ -178,21 +181,6 @@ def test_a_log_that_statistics_are_made_of_has_the_label(trained, tmp_path):
     label = run.config.data.label_columns()[0]
     with pytest.raises(DataError, match=f"no column '{label}'"):
         run.predict(str(folder / "test.csv"), history=log.drop(columns=label))
-
-
-def test_a_table_with_the_statistics_has_the_histories_of_the_runs_own_interactions(trained, tmp_path, caplog):
-    folder, _ = trained
-    run = jfi.load_run(folder / "run")
-    every = tmp_path / "every.parquet"
-    arguments = ("--run", folder / "run", "--data.interactions", folder / "all.csv", "--add-statistics")
-    commands.run("prepare", *arguments, every)
-    rows = pd.read_parquet(every).iloc[TEST:]
-    scores = run.predict(rows)["score"]
-    assert "histories are of the run's own interactions" in caplog.text
-    wanted = run.predict(str(folder / "test.csv"))["score"].to_numpy()
-    assert scores.to_numpy() == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(ConfigError, match=r"every.csv must end in .parquet"):
-        commands.run("prepare", *arguments, tmp_path / "every.csv")
 
 
 def test_prepare_names_the_groups_of_auto(trained, tmp_path, capsys):

@@ -128,7 +128,7 @@ def slow_run(tmp_path_factory):
         for name in ("draw_curves", "draw_attention"):
             patched.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         dataset, run = load_dataset(config.data), RunFolder.create(config)
-        save_data(run, dataset, config)
+        save_data(run, dataset)
         trainer = Trainer(config, dataset, World(), clock=lambda: next(seconds))
         trainer.fit(run)
     return path, err.getvalue()

@@ -83,9 +83,7 @@ def alone(folder):
 def by_user(folder: Path, name: str, **training: object) -> Config:
     """With timelines, cut at eight events, whose batches are about as large."""
     config = tiny(folder, name, "rowwise_adagrad", "row_wise", **training)
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, batching="user", max_history=6, max_timeline=8)
-    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, batching="user", max_history=2))
 
 
 def scheduled(folder: Path, name: str) -> Config:
@@ -335,7 +333,7 @@ def train_pipelined(config: Config) -> set[str]:
     """The names of the modules that the train pipeline has found."""
     with join_world("cpu") as world:
         dataset, run = load_dataset(config.data), RunFolder.create(config)
-        save_data(run, dataset, config)
+        save_data(run, dataset)
         trainer = Trainer(config, dataset, world)
         trainer.pipeline = trainer._make_pipeline()
         with without_pictures():

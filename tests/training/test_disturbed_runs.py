@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRuns, forked_runs
-from test_run import assert_same_run, tiny
+from test_run import assert_same_run, tiny, tiny_data
 
 from jfi.training.config_parser import save_config
 from jfi.training.distributed.processes import World
@@ -28,7 +28,7 @@ def server():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     config = tiny(None, epochs=2, checkpoint_every=4)
-    config.data.synthetic.num_users = 40
+    config.data = tiny_data(num_users=40)
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     save_config(config, path)
     return path

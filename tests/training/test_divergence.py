@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_run import assert_same_run, saved_tensors, tiny
+from test_run import assert_same_run, saved_tensors, tiny, tiny_data
 
 from jfi.training import resume, train
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
@@ -14,7 +14,7 @@ from jfi.utils.exit_codes import run_command
 
 def small(run, **training):
     config = tiny(run, epochs=1, log_every=1000, checkpoint_every=1, **training)
-    config.data.synthetic.num_users = 30
+    config.data = tiny_data(num_users=30)
     return config
 
 

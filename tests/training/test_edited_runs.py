@@ -25,7 +25,7 @@ FIELDS = {
     "num_quantiles: 4": "num_quantiles: 5",
     "label: clicked": "label: seconds > 20",
     "num_heads: 2": "num_heads: 4",
-    "ranking_k: 10": "ranking_k: 5",
+    "ranking_positives: 1000": "ranking_positives: 5",
     "epochs: 2": "epochs: 3",
 }
 

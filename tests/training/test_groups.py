@@ -142,7 +142,7 @@ def test_ids_of_owner_ranks_are_pipelined(folder, alone, one_launched):
         with pytest.MonkeyPatch.context() as patch, without_pictures():
             patch.setattr("jfi.data.Batch.pin_memory", lambda batch: batch)
             run = RunFolder.create(config)
-            save_data(run, dataset, config)
+            save_data(run, dataset)
             trainer.fit(run)
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
         pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}

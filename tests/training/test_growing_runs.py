@@ -13,13 +13,12 @@ import torch
 from data_configs import replace_data
 from launched import assert_same_metrics, free_port, in_two_processes, job, tiny, write_tables
 from own_table import config_of, row, write_table
+from synthetic_data import synthetic_data
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataConfig, FeatureConfig
-from jfi.data.config import SyntheticConfig
-from jfi.data.features.synthetic import make_tables
+from jfi.data import FeatureConfig
 from jfi.training import (
     Config,
     ConfigError,
@@ -239,22 +238,14 @@ def test_two_processes_train_what_one_does(tmp_path):
 @pytest.mark.parametrize(("capacity", "batch_size", "max_history", "rate"), [(600, 512, 50, 0.1), (250, 64, 8, 0.02)])
 def test_tables_that_grow_learn_what_a_vocabulary_learns(tmp_path, capacity, batch_size, max_history, rate):
     """The synthetic table of 500 items by Zipf's law: with a row for each of them, and for half of them."""
-    for name, part in zip(("log", "items"), make_tables(SyntheticConfig(num_users=1000)), strict=True):
-        pa.parquet.write_table(part.data, tmp_path / f"{name}.parquet")
     found = {}
     for name, (items, categories) in {"vocabulary": (None, None), "growing": (capacity, 20)}.items():
-        data = DataConfig(
-            interactions=str(tmp_path / "log.parquet"),
-            items=str(tmp_path / "items.parquet"),
-            user="user",
-            item="item",
-            label="rating >= 4",
+        data = synthetic_data(
             features=[
                 FeatureConfig("item", "item", capacity=items),
                 FeatureConfig("category", "item", capacity=categories),
                 FeatureConfig("rating", "event"),
             ],
-            statistics=[],
             max_history=max_history,
         )
         groups = {"dense": OptimizerGroup(learning_rate=rate / 10), "embeddings": OptimizerGroup(learning_rate=rate)}

@@ -25,7 +25,6 @@ from jfi.data.io.blocks import read_table
 from jfi.data.prepared.manifest import Manifest
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.training_log import training_log
-from jfi.data.schema.checked_json import checked_json
 from jfi.history_policies import Policy, fit
 from jfi.semantic_ids import Codec, DiscretePCA
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
@@ -35,7 +34,7 @@ from jfi.training.config_parser import load_config
 from jfi.training.loop.trainer import Trainer
 from jfi.training.run.run_data import learnt_files, load_schema
 from jfi.training.run.run_folder import RunFolder
-from jfi.utils.files import SUMS, sha256_of, write_sums
+from jfi.utils.files import SUMS, read_sums, sha256_of, write_sums
 
 #: Random places of a file, and with the slow tests many or all of them.
 FEW = [pytest.param(5, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)]
@@ -125,6 +124,8 @@ def commands(made, run, monkeypatch) -> list[Callable]:
 
 def seal(run: Path) -> None:
     """Writes the checksums of a run as whoever wrote its files would."""
+    data = run / "data"
+    write_sums(data, {name: sha256_of(data / name) for name in read_sums(data)})
     for folder in (run / "checkpoints").iterdir():
         path = folder / "progress.json"
         tree = json.loads(path.read_text())
@@ -169,7 +170,7 @@ def test_no_value_of_config_yaml_runs_code(run, record_property, marker, command
         ("model", {"pretrained": {"genre": {"class_path": f"{MODULE}.Marker"}}}),
         ("model", {"pretrained": {"class_path": f"{MODULE}.Marker", "init_args": {}}}),
         ("data", {"labels": [{"class_path": f"{MODULE}.Marker"}]}),
-        ("data", {"synthetic": f"{MODULE}.Marker"}),
+        ("data", {"header": f"{MODULE}.Marker"}),
     ],
 )
 def test_a_config_that_names_code_is_refused_by_every_command(run, marker, commands, section, changes):
@@ -271,14 +272,12 @@ def test_a_tag_of_yaml_makes_no_object(run, marker, commands, tag):
         marker.check(tag)
 
 
-def checked(path: Path) -> tuple[dict, Callable[[dict], object]]:
-    tree = json.loads(path.read_text())
-    write = lambda content: path.write_text(checked_json(tree["format"], content))  # noqa: E731
-    return tree["content"], write
-
-
 def plain(path: Path) -> tuple[dict, Callable[[dict], object]]:
     return json.loads(path.read_text()), lambda tree: path.write_text(json.dumps(tree))
+
+
+def sums(path: Path) -> tuple[dict, Callable[[dict], object]]:
+    return read_sums(path.parent, path.name), lambda tree: write_sums(path.parent, tree, path.name)
 
 
 def lines(path: Path) -> tuple[list, Callable[[list], object]]:
@@ -293,8 +292,8 @@ def codec_of(path: Path) -> tuple[dict, Callable[[dict], object]]:
 
 
 FILES = {
-    "data/schema.json": checked,
-    "data/fingerprint.json": checked,
+    "data/schema.json": plain,
+    "data/fingerprint.sha256": sums,
     "data/policy.json": plain,
     "data/codec.safetensors": codec_of,
     "checkpoints/*/progress.json": plain,
@@ -322,12 +321,12 @@ def test_no_value_of_a_file_of_a_run_runs_code(run, record_property, marker, com
 
 @pytest.mark.parametrize("few", FEW)
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "schema.json", "fingerprint.json", "summary.json", "codec.safetensors"]
+    "name", ["manifest.json", "schema.json", "fingerprint.sha256", "summary.json", "codec.safetensors"]
 )
 def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, record_property, marker, name, few):
     folder = tmp_path / "prepared"
     shutil.copytree(made / "prepared", folder)
-    kind = {"summary.json": plain, "codec.safetensors": codec_of}.get(name, checked)
+    kind = {"fingerprint.sha256": sums, "codec.safetensors": codec_of}.get(name, plain)
     tree, write = kind(folder / name)
 
     def seal_prepared(tree: dict) -> None:
@@ -336,7 +335,7 @@ def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, record_propert
             path.name: path.stat().st_size for path in folder.iterdir() if path.name not in (SUMS, "manifest.json")
         }
         if name != "manifest.json":
-            manifest, write_manifest = checked(folder / "manifest.json")
+            manifest, write_manifest = plain(folder / "manifest.json")
             write_manifest(manifest | {"sizes": sizes})
         write_sums(folder, {path: sha256_of(folder / path) for path in (*sizes, "manifest.json")})
 

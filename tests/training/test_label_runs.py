@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.csv
 import pytest
 import torch
-from data_configs import replace_data
+from data_configs import regression, replace_data
 from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from worker import without_pictures
@@ -159,7 +159,7 @@ def test_a_served_model_names_its_labels(folder, several):
 
 def test_a_run_of_real_numbers(folder):
     """Predictions are on the label's scale, the best epoch has the highest R², and the loss does not know the unit."""
-    made = config(folder, "numbers", {"label": "seconds", "task": "regression"})
+    made = config(folder, "numbers", {"label": None, "labels": regression("seconds")})
     with without_pictures():
         result = train(made)
     assert made.monitor == "r2" and {"loss", "rmse", "mae", "r2"} == result.test.keys()
@@ -177,7 +177,9 @@ def test_a_run_of_real_numbers(folder):
 def test_a_regression_finds_a_number_that_follows_from_the_item(tmp_path):
     rows = [row(i) for i in range(200)]
     write_table(tmp_path / "table.csv", [[*line[:7], 100 + 50 * (int(line[1][1:]) % 3)] for line in rows])
-    made = config(tmp_path, "run", {"label": "seconds", "task": "regression"}, epochs=8, patience=None, batch_size=16)
+    made = config(
+        tmp_path, "run", {"label": None, "labels": regression("seconds")}, epochs=8, patience=None, batch_size=16
+    )
     made.optimizer.dense.learning_rate = 0.03
     with without_pictures():
         result = train(made)
@@ -253,7 +255,7 @@ def test_settings_that_do_not_fit(folder):
     made.model.experts = 2
     with pytest.raises(ConfigError, match=r"model.experts: got 2, must be 0 with a single label; see data.labels"):
         Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
-    numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), label="seconds", task="regression"))
+    numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), labels=regression("seconds")))
     with pytest.raises(ConfigError, match=r"baselines predict a binary label, got a regression; .*--baselines false"):
         run_baselines(numbers)
 
@@ -265,7 +267,7 @@ def test_a_config_with_labels_is_written_and_read(folder, tmp_path):
     text = '[{"name": "a", "label": "x > 1"}, {"name": "b", "label": "y", "task": "regression"}]'
     read, _ = parse_config(["--data.interactions", "r.csv", "--data.labels", text], "")
     assert read.data.labels == [LabelConfig("a", "x > 1"), LabelConfig("b", "y", "regression")]
-    assert (read.data.label, read.monitor) == ("x > 1", "auc")
+    assert (read.data.task, read.monitor) == ("binary", "auc")
     with pytest.raises(ConfigError, match=r"unknown key data\.labels\[0\]\.nam"):
         (tmp_path / "wrong.yaml").write_text("data: {labels: [{nam: a, label: x}]}")
         parse_config(["--config", str(tmp_path / "wrong.yaml")], "")

@@ -76,7 +76,7 @@ def assert_scores(found: pa.Table, wanted: dict[tuple, float]) -> None:
 
 def test_rows_of_a_user_share_a_timeline(run, folder, wanted, tmp_path):
     """A run by user scores by user: shuffled rows, a part of them history, a few to a batch."""
-    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batching="user", max_timeline=9))
+    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batching="user"))
     shutil.copytree(folder / "run", tmp_path / "run")
     save_config(config, tmp_path / "run" / "config.yaml")  # scores do not depend on it, so the change is no fault
     run = jfi.load_run(tmp_path / "run")

@@ -19,6 +19,7 @@ import jfi
 from jfi.cli import evaluate
 from jfi.data import Batch
 from jfi.data.batches.dataset import Batches
+from jfi.data.io import blocks
 from jfi.data.schema import coded
 from jfi.training import ConfigError, train
 from jfi.training.run.scores import check_results
@@ -226,3 +227,14 @@ def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypat
     assert code == 3 and errors.count("\n") == 1 and "File too large" in errors
     assert errors.startswith(f"error: {tmp_path}/"), errors
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_each_table_is_looked_for_once(folder, tmp_path, monkeypatch):
+    """A glob on another machine is a listing."""
+    looked, find = [], blocks.find_files
+    monkeypatch.setattr(blocks, "find_files", lambda *arguments: looked.append(arguments[1]) or find(*arguments))
+    commands.run(
+        *("predict", "--run", folder / "run", "--interactions", folder / "table.csv"),
+        *("--history", folder / "table.csv", "--out", tmp_path / "scores.csv"),
+    )
+    assert sorted(looked) == ["--history", "--interactions"]

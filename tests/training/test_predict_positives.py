@@ -17,7 +17,6 @@ import jfi
 from jfi.data import DataError
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
-from jfi.data.prepared.add_statistics import add_statistics
 from jfi.data.schema import coded
 from jfi.events.groups import GROUPS
 from jfi.training import Config, ModelConfig, TrainingConfig, train
@@ -50,13 +49,12 @@ def run_on(folder: Path, **changes: object) -> tuple[SavedRun, dict[str, float]]
         interactions=str(write(folder / "all.csv", rows())),
         item_categorical=["kind"],
         negatives=NEGATIVES,
-        eval_negatives=20,
         max_history=8,
         **changes,
     )
     write(folder / "log.csv", rows()[:TEST])
     write(folder / "test.csv", rows()[TEST:])
-    training = TrainingConfig(str(folder / "run"), epochs=1, batch_size=64, device="cpu", ranking="full", ranking_k=5)
+    training = TrainingConfig(str(folder / "run"), epochs=1, batch_size=64, device="cpu", ranking="full")
     config = Config(data, ModelConfig(8, dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0), training=training)
     config.optimizer.embeddings.learning_rate = 0.02  # so small a table is soon learned by heart
     with without_pictures():
@@ -82,24 +80,17 @@ def test_the_test_split_as_a_table_has_the_metrics_that_training_reports(trained
     assert (metrics["rows"], metrics["labeled"]) == (90, 87)
     overall = metrics["overall"]
     assert (overall["samples"], overall["ranked"]) == (87 * (1 + NEGATIVES), 87)
-    for name in ("loss", "ne", "auc", "user_auc", "hr@5_full", "ndcg@5_full"):
+    for name in ("loss", "ne", "auc", "user_auc", "hr@10_full", "ndcg@10_full"):
         assert overall[name] == pytest.approx(test[name], abs=1e-5), name
     assert overall["mean_label"] == 1 / (1 + NEGATIVES)
-    assert 0 < test["hr@5"] < 1
-    for name in ("hr@5", "ndcg@5"):
+    assert 0 < test["hr@10"] < 1
+    for name in ("hr@10", "ndcg@10"):
         assert overall[name] == pytest.approx(test[name], abs=0.15), name
     assert sum(tenth["samples"] for tenth in metrics["deciles"]) == overall["samples"]
     if statistics:
-        add = add_statistics(pa.csv.read_csv(folder / "all.csv"), run.config.data, run.schema)
         (folder / "all.csv").unlink()
-        with pytest.raises(
-            DataError, match="no statistics of sampled negatives, and the run's own interactions are not there; give a"
-        ):
-            run.evaluate(add.slice(TEST))
-        # As columns of the table, or made of the history.
-        tables = add.slice(TEST), folder / "test.csv"
-        one, other = (run.predict(table, history=folder / "log.csv")[-1].to_pylist() for table in tables)
-        assert one == pytest.approx(other, abs=1e-5)
+        with pytest.raises(DataError, match=r"no history is given .* own interactions are not there; give a"):
+            run.evaluate(folder / "test.csv")
 
 
 def test_blocks_and_batches_do_not_change_the_metrics(trained, monkeypatch):
@@ -133,9 +124,9 @@ def test_a_loop_over_the_rows_gives_the_same_ranks(trained):
         before = write(folder / "before.csv", [line for line in rows() if line[2] < time])
         score = run.predict(table.append_column("kind", kinds), history=before).column("score").to_numpy()
         own = score[candidates.index(item)]
-        hits += (score > own).sum() + ((score == own).sum() - 1) / 2 < 5
+        hits += (score > own).sum() + ((score == own).sum() - 1) / 2 < 10
     assert found["overall"]["ranked"] == 4
-    assert found["overall"]["hr@5_full"] == hits / 4
+    assert found["overall"]["hr@10_full"] == hits / 4
 
 
 def test_negatives_are_in_the_group_of_their_positive(trained):
@@ -146,7 +137,7 @@ def test_negatives_are_in_the_group_of_their_positive(trained):
     counts = {group["value"]: (group["samples"], group["ranked"]) for group in groups}
     assert counts == {name: (known.count(name) * (1 + NEGATIVES), known.count(name)) for name in "ab"}
     assert {group["mean_label"] for group in groups} == {1 / (1 + NEGATIVES)}
-    for name in ("hr@5", "ndcg@5_full"):
+    for name in ("hr@10", "ndcg@10_full"):
         mean = sum(group[name] * group["ranked"] for group in groups) / overall["ranked"]
         assert overall[name] == pytest.approx(mean), name
 
@@ -158,9 +149,9 @@ def test_a_group_has_the_ranks_of_its_rows_alone(trained, tmp_path):
         mine = [line for line in rows()[TEST:] if "ab"[line[2] // 60 % 5 == 0] == group["value"]]
         others = write(tmp_path / "others.csv", [line for line in rows() if line not in mine])
         alone = run.evaluate(write(tmp_path / "mine.csv", mine), history=others)["overall"]
-        for name in ("hr@5_full", "ndcg@5_full"):
+        for name in ("hr@10_full", "ndcg@10_full"):
             assert group[name] == pytest.approx(alone[name], abs=1e-6)
-    assert groups[0]["ndcg@5_full"] != groups[1]["ndcg@5_full"]
+    assert groups[0]["ndcg@10_full"] != groups[1]["ndcg@10_full"]
 
 
 @pytest.mark.parametrize(("is_table", "wanted"), [(False, ["5", "13"]), (True, [str(i) for i in range(ITEMS)])])
@@ -176,7 +167,7 @@ def test_a_group_without_ranked_positives_has_no_ranking_metrics(trained):
     training = dataclasses.replace(run.config.training, ranking_positives=1)
     limited = dataclasses.replace(run, config=dataclasses.replace(run.config, training=training))
     groups = limited.evaluate(folder / "test.csv", by="device")["by"]["device"]
-    assert sorted((group["ranked"], group["hr@5"] is None) for group in groups) == [(0, True), (1, False)]
+    assert sorted((group["ranked"], group["hr@10"] is None) for group in groups) == [(0, True), (1, False)]
     training = dataclasses.replace(training, ranking="none")
     none = dataclasses.replace(run, config=dataclasses.replace(run.config, training=training))
     overall = none.evaluate(folder / "test.csv")["overall"]
@@ -215,8 +206,8 @@ def test_the_command_prints_and_writes_them(trained, tmp_path, monkeypatch, caps
     paths = ["--run", folder / "run", "--interactions", folder / "test.csv", "--history", folder / "log.csv"]
     commands.run("evaluate", *paths, "--out", out, "--scores", scores, "--by", "device")
     first, line = capsys.readouterr().out.splitlines()[:2]
-    assert first.split()[-4:] == ["hr@5", "ndcg@5", "hr@5_full", "ndcg@5_full"]
+    assert first.split()[-4:] == ["hr@10", "ndcg@10", "hr@10_full", "ndcg@10_full"]
     overall = json.loads(out.read_text())["overall"]
-    assert line.split()[-1] == f"{overall['ndcg@5_full']:.4f}"
+    assert line.split()[-1] == f"{overall['ndcg@10_full']:.4f}"
     wanted = run.predict(folder / "test.csv", history=folder / "log.csv")
     assert pa.parquet.read_table(scores).select(wanted.column_names).equals(wanted)

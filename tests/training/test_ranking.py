@@ -22,7 +22,7 @@ def dataset(tmp_path_factory):
     path = tmp_path_factory.mktemp("implicit") / "r.csv"
     rows = [f"{t % 6},{(t * t + t // 6) % ITEMS},{t}" for t in range(300)]
     path.write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
-    return load_dataset(DataConfig(interactions=str(path), eval_negatives=5))
+    return load_dataset(DataConfig(interactions=str(path)))
 
 
 def by_loop(dataset, split: str, score, limit: int, sampled: int | None) -> list[float]:
@@ -96,7 +96,7 @@ def test_candidates_share_the_history_of_their_positive(dataset, kind, monkeypat
 
 def config_of(dataset_path: str, run_dir, **training: object) -> Config:
     return Config(
-        data=DataConfig(interactions=dataset_path, eval_negatives=20),
+        data=DataConfig(interactions=dataset_path),
         model=ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0),
         training=TrainingConfig(run_dir=str(run_dir), epochs=1, batch_size=64, device="cpu", **training),
     )
@@ -108,9 +108,9 @@ def test_a_run_on_implicit_feedback_reports_them(tmp_path, monkeypatch):
     # Every user takes the items in a fixed order, so that what comes next is easy.
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(900)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
-    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_k=3, ranking_positives=30)
+    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_positives=30)
     test = train(config).test
-    names = ["hr@3", "ndcg@3", "hr@3_full", "ndcg@3_full"]
+    names = ["hr@10", "ndcg@10", "hr@10_full", "ndcg@10_full"]
     assert list(test)[-4:] == names and all(0 <= test[name] <= 1 for name in names)
     validation = next(r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "validation")
     assert set(names) <= validation.keys()
@@ -133,11 +133,11 @@ def test_two_processes_share_every_batch(dataset):
     assert joined == list(range(len(candidates)))
 
 
-@pytest.mark.parametrize(("monitor", "best"), [("ndcg@3", 2), ("hr@3_full", 1), ("auc", 3)])
+@pytest.mark.parametrize(("monitor", "best"), [("ndcg@10", 2), ("hr@10_full", 1), ("auc", 3)])
 def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, monitor, best):
     for name in ("draw_curves", "draw_attention"):
         monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
-    given = {"ndcg@3": iter([0.1, 0.3, 0.2, 0]), "hr@3_full": iter([0.5, 0.5, 0.4, 0])}
+    given = {"ndcg@10": iter([0.1, 0.3, 0.2, 0]), "hr@10_full": iter([0.5, 0.5, 0.4, 0])}
     monkeypatch.setattr(
         "jfi.training.loop.trainer.rank_split", lambda *_: {name: next(one) for name, one in given.items()}
     )
@@ -145,7 +145,7 @@ def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, mo
     monkeypatch.setattr("jfi.training.metrics.label_metrics.auc", lambda *_: next(areas))
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(300)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
-    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_k=3)
+    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full")
     config = config.with_training(monitor=monitor, epochs=3, patience=None)
     assert train(config).best_epoch == best
 
@@ -156,12 +156,12 @@ def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, mo
         (
             None,
             {"monitor": "hr@10_full"},
-            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
+            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking",
         ),
         (
             None,
             {"monitor": "ndcg@5"},
-            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
+            "must be auc, ne, user_auc, hr@10 or ndcg@10; see training.ranking",
         ),
         (
             None,
@@ -175,4 +175,4 @@ def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, mo
 def test_a_metric_that_is_not_computed_is_no_monitor(label, training, expected):
     with pytest.raises(ConfigError, match=re.escape(expected) + "$"):
         Config(data=DataConfig(interactions="r.csv", label=label), training=TrainingConfig(**training))
-    Config(data=DataConfig(interactions="r.csv"), training=TrainingConfig(monitor="ndcg@5", ranking_k=5))
+    Config(data=DataConfig(interactions="r.csv"), training=TrainingConfig(monitor="ndcg@10"))

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from ops.unchecked import as_on_a_gpu
-from test_run import tiny
+from test_run import tiny, tiny_data
 
 from jfi.data import InteractionDataset
 from jfi.data.batches.dataset import Batches
@@ -41,7 +41,7 @@ def far(monkeypatch) -> None:
 
 def config(run, device):
     found = tiny(run, epochs=1, batch_size=32, log_every=2, checkpoint_every=0, device=device.type)
-    found.data.synthetic.num_users = 30
+    found.data = tiny_data(num_users=30)
     return found
 
 

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import torch
 from data_configs import data_config
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, load_dataset
+from jfi.events.groups import GROUPS
 from jfi.training import (
     Config,
     ConfigError,
@@ -51,13 +53,13 @@ def read_results(path: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != SPEED} for line in read_metrics(path)]
 
 
+def tiny_data(num_users: int = 60) -> DataConfig:
+    return synthetic_data(num_users=num_users, num_items=40, mean_length=20.0)
+
+
 def tiny(run_dir: Path | None, **training: object) -> Config:
     return Config(
-        data=DataConfig(
-            source="synthetic",
-            synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0),
-            statistics=[],
-        ),
+        data=tiny_data(),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
         optimizer=OptimizerConfig(
             dense=OptimizerGroup(learning_rate=3e-3),
@@ -164,7 +166,7 @@ def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypat
 
 
 def by_user(config: Config) -> Config:
-    data = dataclasses.replace(config.data, batching="user", max_history=15, max_timeline=20)
+    data = dataclasses.replace(config.data, batching="user", max_history=5)
     return dataclasses.replace(config, data=data)
 
 
@@ -227,7 +229,7 @@ def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
         )
         config = tiny(tmp_path / name, epochs=2, batch_size=32, checkpoint_every=10)
         config = dataclasses.replace(config, encoder=encoder)
-        config.data.synthetic.num_users = 30
+        config.data = tiny_data(num_users=30)
         return config
 
     train(encoded("whole"))
@@ -509,7 +511,7 @@ def test_settings_that_are_left_open_follow_from_the_table_and_are_written(tmp_p
     config.model = dataclasses.replace(config.model, bias="auto")
     config.optimizer = OptimizerConfig(dense=config.optimizer.dense)
     train(config.with_training(batch_size=None))
-    chosen = "data.statistics: [], model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
+    chosen = f"data.statistics: {list(GROUPS)}, model.bias: ['history_age', 'recency'], optimizer.ema_decay: 0.98"
     chosen += ", optimizer.embeddings.weight_decay: 0.0224, training.batch_size: 512"
     assert f"defaults: {chosen}" in capsys.readouterr().out.splitlines()
     run, saved = RunFolder.open(tmp_path / "run")

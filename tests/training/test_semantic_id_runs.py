@@ -21,6 +21,7 @@ from jfi import SemanticIDEmbedding
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config_checks import check_data_config
 from jfi.data.features.semantic_ids import codec_folder, write_sids
+from jfi.data.prepared.fingerprint import NAME
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.serving.dataset_schema import schema_of
@@ -213,7 +214,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
 )
 def test_batches_by_user_give_the_logits_of_batches_by_sample(folder, model):
     made = config(folder, "x", model)
-    dataset = load_dataset(dataclasses.replace(made.data, max_timeline=40))
+    dataset = load_dataset(made.data)
     trained = build_model(made.model, made.encoder, dataset.schema).eval()
     for parameter in trained.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -287,7 +288,7 @@ def test_resume_notices_other_ids_of_the_same_codec(copied):
     write_sids(copied / "sids.parquet", "item_id", known["item_id"].combine_chunks(), sids, codec)
     run = load_config(copied / "run/config.yaml")
     save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
-    with pytest.raises(ConfigError, match="the values of column 'sid' have changed"):
+    with pytest.raises(ConfigError, match=r"has changed; restore it"):
         resume(copied / "run")
 
 
@@ -295,14 +296,14 @@ def test_a_run_whose_codec_was_replaced_is_refused(copied):
     """Its schema and its data agree, but the parameters are of the codec before."""
     rebuild_ids(copied, "8", seed="1")
     schema = load_dataset(config(copied, "run").data).schema
-    shutil.copy(copied / "run/data/fingerprint.json", copied)
+    shutil.copy(copied / f"run/data/{NAME}", copied)
     shutil.rmtree(copied / "run/data")
     schema.save(copied / "run/data")
-    shutil.copy(copied / "fingerprint.json", copied / "run/data")
+    shutil.copy(copied / NAME, copied / "run/data")
     run = load_config(copied / "run/config.yaml")
     save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
     for command in (jfi.load_run, lambda path: resume(path, data_changed="accept")):
-        with pytest.raises(ConfigError, match=f"^{copied}/run/data/schema.json has changed since the checkpoint"):
+        with pytest.raises(ConfigError, match=f"^{copied}/run/data/codec.safetensors has changed since the checkpoint"):
             command(copied / "run")
 
 

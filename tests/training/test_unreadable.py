@@ -9,8 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from synthetic_data import synthetic_data
 
-from jfi.data import DataConfig, DataSchema, SyntheticConfig, load_dataset
+from jfi.data import DataConfig, DataSchema, load_dataset
 from jfi.data.io.blocks import read_blocks, read_table
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import train
@@ -38,7 +39,7 @@ def without_override() -> Iterator[None]:
         assert not libc.capset(header, before)
 
 
-SYNTHETIC = DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=30, num_items=20, mean_length=20))
+SYNTHETIC = synthetic_data(num_users=30, num_items=20, mean_length=20)
 
 
 def write_csv(path: Path) -> None:

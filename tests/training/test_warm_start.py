@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_configs import replace_data
+from data_configs import regression, replace_data
 from own_table import config_of, new_row, row, write_table
 from worker import without_pictures
 
@@ -238,7 +238,7 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(o
 
 @pytest.mark.parametrize(
     ("section", "name", "value"),
-    [("model", "embedding_dim", 16), ("encoder", "num_layers", 1), ("data", "task", "regression")],
+    [("model", "embedding_dim", 16), ("encoder", "num_layers", 1), ("data", "labels", regression("clicked"))],
 )
 def test_another_model_is_refused_before_the_tables_are_read(old, tmp_path, section, name, value):
     config = config_of(tmp_path / "no table", tmp_path / "run", warm_start=str(old))

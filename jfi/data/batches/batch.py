@@ -26,7 +26,7 @@ class Batch(Pipelineable):
             the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
             `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
         labels: `[B]` float32, 0 or 1, or any number of a regression. Of L labels `[B, L]`, NaN where a further one is
-            missing. Those of `data.auxiliary_labels` are the last ones, in all splits; a model has outputs for them in
+            missing. Auxiliary ones are the last ones, in all splits; a model has outputs for them in
             training mode alone.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
         samples: `[B]` int64, the samples by their place in the split.

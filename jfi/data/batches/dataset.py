@@ -165,11 +165,13 @@ class InteractionDataset:
 
         Example::
 
+            >>> import pyarrow as pa
             >>> from jfi.data import DataConfig, load_dataset
-            >>> dataset = load_dataset(DataConfig(source="synthetic"))
+            >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)]}
+            >>> dataset = load_dataset(DataConfig(interactions=pa.table(rows), negatives=1))
             >>> batch = dataset.batches("train", 32, shuffle=True)[0]
-            >>> batch.labels.shape, batch.sparse_features.keys()[:2]
-            (torch.Size([32]), ['item', 'category'])
+            >>> batch.labels.shape, batch.sparse_features.keys()
+            (torch.Size([32]), ['item_id', 'history_item_id', 'history_age'])
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")

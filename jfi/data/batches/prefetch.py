@@ -37,12 +37,8 @@ def prefetch(
         num_threads: number of threads, see `loader_threads`.
 
     Example:
-        >>> from jfi.data import DataConfig, load_dataset
-        >>> dataset = load_dataset(DataConfig(source="synthetic"))
-        >>> batches = dataset.batches("train", 512, shuffle=True)
-        >>> loaded = prefetch(batches.__getitem__, range(len(batches)))
-        >>> sum(len(batch.labels) for batch in loaded) == dataset.num_samples("train")
-        True
+        >>> list(prefetch(lambda number: 10 * number, range(4)))
+        [0, 10, 20, 30]
     """
     batches = _assembled(assemble, items, num_threads)
     return batches if device is None or device.type == "cpu" else _copied(batches, device)

@@ -1,1 +1,1 @@
-"""Columns that are computed: statistics of the past, semantic IDs, synthetic tables."""
+"""Columns that are computed: statistics of the past, semantic IDs."""

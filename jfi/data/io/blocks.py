@@ -47,7 +47,8 @@ def read_blocks(
     lists does so in all tables where it has a value. Memory does not grow with the files.
 
     Args:
-        paths: what `find_files` takes: a file, a folder, a glob, a URL, a table in memory, or a list of these.
+        paths: what `find_files` takes: a file, a folder, a glob, a URL, a table in memory, or a list of these; or the
+            files that `find_table` has found.
         wanted: the names of the columns to read.
         config: says how files are read, by its encoding, delimiter and the like; None for the defaults.
         setting: the config's field that gave `paths`, for messages.
@@ -63,10 +64,17 @@ def read_blocks(
         [['7', '8']]
     """
     config = DataConfig() if config is None else config
-    return (table for _, table in _read(_find(paths, setting, config), wanted, config))
+    return (table for _, table in _read(find_table(paths, setting, config), wanted, config))
 
 
-def _find(paths: Any, setting: str, config: DataConfig) -> list[File]:
+def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
+    """Returns the files of `find_files` as the config says that they are read; those that are found stay.
+
+    Raises:
+        DataError: nothing is there, or a file's kind is unknown.
+    """
+    if isinstance(paths, list) and paths and all(isinstance(one, File) for one in paths):
+        return paths
     files = find_files(paths, setting, config.delimiter)
     return [replace(file, layout=_with_settings(file.layout, config, setting)) for file in files]
 
@@ -81,7 +89,7 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
         return layout
     delimiter = config.delimiter or layout.delimiter
     quote = layout.quote if len(delimiter.encode()) == 1 else None
-    name = setting.removeprefix("data.")
+    name = setting.removeprefix("data.").removeprefix("--")
     name = "interactions" if name in ("validation", "test", "history") else name
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
 
@@ -106,14 +114,15 @@ def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Ite
                     rounded[name] += count_rounded(part.data.column(name))
                 yield file, part.with_ids(_id_columns(file, config)) if config.null_ids == "drop" else part
 
-    source = files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
     for name, count in sorted((+rounded).items()):
         what = "as floats from 2^53 on, to which ids are rounded, so that several may have become one"
-        _log.warning("%s: column '%s' has %s values %s; write integers or texts", source, name, f"{count:,}", what)
+        _log.warning(
+            "%s: column '%s' has %s values %s; write integers or texts", name_files(files), name, f"{count:,}", what
+        )
 
 
 def _id_columns(file: File, config: DataConfig) -> list[str]:
-    of = file.setting.removeprefix("data.")
+    of = file.setting.removeprefix("data.").removeprefix("--")
     return {"users": [config.user], "items": [config.item]}.get(of, [config.user, config.item])
 
 
@@ -168,15 +177,15 @@ def identify_files(config: DataConfig) -> list[tuple[str, object]]:
     return [(file.path, identify_file(file.path)) for file in files if file.table is None]
 
 
-def existing_interactions(config: DataConfig) -> list[str]:
-    """Returns the paths of the interactions that a config names, of all splits; none if a file of them is not there."""
+def existing_interactions(config: DataConfig) -> list[File]:
+    """Returns the files of the interactions that a config names, of all splits; none if one of them is not there."""
     given = [getattr(config, name) for name in _interactions(config)]
     paths = list(dict.fromkeys(path for one in given for path in (one if isinstance(one, list) else [one])))
     try:
-        files = find_files(paths, delimiter=config.delimiter)
+        files = find_table(paths, "data.interactions", config)
     except DataError:
         return []
-    return paths if all(is_url(file.path) or os.path.exists(file.path) for file in files) else []
+    return files if all(is_url(file.path) or os.path.exists(file.path) for file in files) else []
 
 
 def count_rows(config: DataConfig) -> int | None:
@@ -211,7 +220,11 @@ def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:
 
 def name_of(config: DataConfig) -> str:
     """Returns how messages name the table of interactions: its file, or the first and the last one."""
-    files = _files(config, _interactions(config))
+    return name_files(_files(config, _interactions(config)))
+
+
+def name_files(files: list[File]) -> str:
+    """Returns how messages name a table of some files: by one, or by the first and the last one."""
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
 
 
@@ -220,4 +233,4 @@ def _interactions(config: DataConfig) -> list[str]:
 
 
 def _files(config: DataConfig, names: list[str]) -> list[File]:
-    return [file for name in names for file in _find(getattr(config, name), f"data.{name}", config)]
+    return [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]

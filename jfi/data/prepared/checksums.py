@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jfi.data.errors import DataError
-from jfi.utils.files import DamagedFileError, check_sum, read_sums, reading_file
+from jfi.utils.files import verify
 
 #: Files up to this size are verified before `open_checked` returns.
 SMALL = 1 << 24
@@ -41,7 +41,7 @@ class Verification:
 
     def _run(self, folder: Path, names: Sequence[str]) -> None:
         try:
-            verify(folder, names)
+            verify(folder, names, DataError)
         except Exception as fault:
             self._fault = fault
 
@@ -77,25 +77,6 @@ def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
     Raises:
         DataError: a file, or SHA256SUMS, is missing or damaged.
     """
-    verify(folder, [name for name, size in sizes.items() if size <= SMALL])
+    verify(folder, [name for name, size in sizes.items() if size <= SMALL], DataError)
     large = [name for name, size in sizes.items() if size > SMALL]
     return Verification(folder, large) if large and os.environ.get("LOCAL_RANK", "0") == "0" else None
-
-
-def verify(folder: Path, names: Sequence[str]) -> None:
-    """Verifies the SHA-256 of files, as `sha256sum -c SHA256SUMS` does.
-
-    Args:
-        folder: of the files and SHA256SUMS.
-        names: of the files.
-
-    Raises:
-        DataError: a file, or SHA256SUMS, is missing or damaged.
-    """
-    try:
-        sums = read_sums(folder)
-        for name in names:
-            with reading_file(folder / name, DataError):
-                check_sum(folder, name, sums)
-    except DamagedFileError as fault:
-        raise DataError(str(fault)) from None

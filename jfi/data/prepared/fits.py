@@ -36,7 +36,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("features with default", schema.encodings.defaults, config.defaults()),
         ("max_history", schema.max_history, config.max_history),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
-        ("auxiliary_labels", schema.num_auxiliary, len(config.auxiliary_labels)),
+        ("labels, auxiliary ones", schema.num_auxiliary, len(config.auxiliary_labels())),
     ):
         if learnt != wanted:
             learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))

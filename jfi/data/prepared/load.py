@@ -40,11 +40,14 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
 
     Example::
 
+        >>> import pyarrow as pa
         >>> from jfi.data import DataConfig, load_dataset
-        >>> dataset = load_dataset(DataConfig(source="synthetic"))
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+        >>> config = DataConfig(interactions=pa.table(rows), label="like")
+        >>> dataset = load_dataset(config)
         >>> [spec.key for spec in dataset.features]
-        ['item', 'category', 'history_item', 'history_category', 'history_rating', 'history_age']
-        >>> load_dataset(DataConfig(source="synthetic"), dataset.schema).schema is dataset.schema
+        ['item_id', 'history_item_id', 'history_age']
+        >>> load_dataset(config, dataset.schema).schema is dataset.schema
         True
     """
     if config.prepared is not None:
@@ -71,6 +74,6 @@ def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = N
 def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset of `prepare_into`, which is left when its files are removed."""
     config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
-    dataset = open_prepared(config, verify=False, schema=schema)
+    dataset = open_prepared(config, verified=False, schema=schema)
     dataset.folder = None
     return dataset

@@ -1,18 +1,19 @@
 """The manifest: what a prepared dataset was made with, and the config of a run on it."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from jfi.data.config import FILES, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
 from jfi.data.io.paths import unnamed_urls
-from jfi.data.schema.checked_json import checked_json, read_checked_json
+from jfi.data.schema.versioned_json import read_versioned
 
-FORMAT = "jfi prepared dataset 5"
+FORMAT = "jfi prepared dataset 6"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "policy", "auxiliary_weight")
+CHOICES = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,21 @@ class Manifest:
         """Writes the file into the folder of a dataset."""
         data = dataclasses.asdict(self.data.without_tables())
         del data["prepared"]
-        (folder / MANIFEST).write_text(checked_json(FORMAT, {"sizes": self.sizes, "data": data}), encoding="utf-8")
+        tree = {"format": FORMAT, "sizes": self.sizes, "data": data}
+        (folder / MANIFEST).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Manifest":
         """The manifest of a prepared dataset.
 
         Raises:
-            DataError: `folder` is none, or one of another version, or the file is damaged.
+            DataError: `folder` is none, or one of another version, or the file is damaged or missing in SHA256SUMS.
         """
         path = Path(folder) / MANIFEST
         if not path.is_file():
             what = "it is no folder" if Path(folder).is_file() else f"{MANIFEST} is missing"
             raise DataError(f"{folder}: not a prepared dataset, {what}")
-        made = read_checked_json(path, FORMAT, cls)
+        made = read_versioned(path, cls, FORMAT, "prepare the tables again")
         tables = {name: unnamed_urls(getattr(made.data, name)) for name in FILES}
         return dataclasses.replace(made, data=dataclasses.replace(made.data, **tables))
 

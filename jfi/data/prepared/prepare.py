@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
-from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
@@ -27,7 +26,14 @@ from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.samples import choose_samples
 from jfi.data.prepared.sources import Tables, column_settings, open_tables
-from jfi.data.prepared.stages.column_files import ColumnWriter, read_columns, remove_columns, write_true_rows
+from jfi.data.prepared.stages.column_files import (
+    ColumnWriter,
+    map_to_write,
+    read_columns,
+    remove_columns,
+    write_arrow,
+    write_true_rows,
+)
 from jfi.data.prepared.stages.columns import SCRATCH, Columns
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items
 from jfi.data.prepared.stages.engagement import read_engagement
@@ -38,12 +44,13 @@ from jfi.data.prepared.stages.sort import order_and_split, read_order_and_split,
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.stages.summarize import summarize
-from jfi.data.prepared.store import write_prepared
+from jfi.data.prepared.store import BY_ITEM, EVENTS, write_files
+from jfi.data.prepared.tables import event_table
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import Events, index_type, order_by_item
 from jfi.utils.display import Display
-from jfi.utils.files import locking_folder, naming, sha256_of, sync, temporary_folder
+from jfi.utils.files import SUMS, locking_folder, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
 #: Says what the stages of a folder are of, and that it is one of stages.
@@ -114,8 +121,7 @@ def make_dataset(
     read_and_sort(given, work, stages, memory)
     with stages.run("result", None, "encode and write") as advance:
         if advance is not None:
-            dataset = _encode(given, schema, work)
-            write_prepared(dataset, given.config, work / "result", stages.durable)
+            write_prepared(given, schema, work, stages.durable)
 
 
 def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
@@ -158,12 +164,14 @@ def sorted_events(
     return Events(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
 
 
-def _encode(given: Tables, schema: DataSchema | None, work: Path) -> InteractionDataset:
-    """The dataset of the sorted rows, whose arrays map files of the stages."""
-    config = given.config
+def write_prepared(given: Tables, schema: DataSchema | None, work: Path, durable: bool) -> None:
+    """Writes the dataset of the sorted rows into the folder `result` of the stages, each column once, in its place."""
+    config, out = given.config, work / "result"
     events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]
     columns = Columns(given, work, events)
     schema = schema or learn_schema(columns)
+    write_arrow(out / EVENTS, event_table(columns, schema))
+    columns.written = map_to_write(out / EVENTS)
     ids, engagement = encode_features(columns, schema), read_engagement(columns)
     items = known_items(schema, ids, events)
     known = np.zeros(columns.count("item"), bool)
@@ -172,17 +180,18 @@ def _encode(given: Tables, schema: DataSchema | None, work: Path) -> Interaction
     writer, negatives = ColumnWriter(folder, dict.fromkeys(SPLITS, index_type(len(order)))), None
     choose_samples(events, order, known, config, writer.append)
     writer.close()
-    if config.label is None:
-        by_item = order_by_item(events, columns.new("by_item", index_type(len(order)), len(order)))
+    if config.is_implicit:
+        write_arrow(out / BY_ITEM, {"event": np.zeros(len(order), index_type(len(order)))})
+        by_item = order_by_item(events, map_to_write(out / BY_ITEM)["event"])
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     statistics = compute_statistics(columns, schema, ids, negatives) if config.statistics_groups() else None
     dense, samples = encode_dense(columns, schema), read_columns(folder)
-    dataset = InteractionDataset(Arrays(events, ids, dense, samples, negatives, engagement, statistics), schema)
-    dataset.summary = summarize(dataset, columns)
-    dataset.summary.warnings.extend(read_warnings(work / "read"))
+    arrays = Arrays(events, ids, dense, samples, negatives, engagement, statistics)
+    summary = summarize(arrays, schema, columns)
+    summary.warnings.extend(read_warnings(work / "read"))
     for table in [one for one in (given.users, given.items) if one is not None]:
-        dataset.summary.warnings.extend(describe_left_out(table.name, len(table), table.left_out))
-    return dataset
+        summary.warnings.extend(describe_left_out(table.name, len(table), table.left_out))
+    write_files(out, arrays, schema, summary, config, durable)
 
 
 class Stages:
@@ -235,7 +244,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {
         "config": dataclasses.asdict(config.without_tables()),
-        "inputs": [] if config.source == "synthetic" else identify_files(config),
+        "inputs": identify_files(config),
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)
@@ -269,5 +278,5 @@ def _keeping(work: Path) -> Iterator[None]:
 
 def _digest(schema: DataSchema) -> str:
     with temporary_folder("jfi-schema-") as folder:
-        schema.write(folder)
-        return sha256_of(folder / "schema.json")  # which has the SHA-256 of the values
+        schema.save(folder / "schema")
+        return sha256_of(folder / "schema" / SUMS)

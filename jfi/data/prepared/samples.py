@@ -46,7 +46,7 @@ def choose_samples(
         for i, name in enumerate(SPLITS):
             chosen = rows[(split == i) & ~np.isnan(label)]
             labeled[name] += len(chosen)
-            if config.label is None:
+            if config.is_implicit:
                 chosen = chosen[known_items[events.item[chosen]]]
             if len(chosen):
                 seen[name] += len(chosen)
@@ -56,11 +56,11 @@ def choose_samples(
                 put(name, chosen)
     total = sum(labeled.values())
     if not total:
-        raise DataError(f"label '{config.label}' is empty in every row")
+        raise DataError(f"label '{config.targets()[0].label}' is empty in every row")
     for name in SPLITS:
         if not labeled[name]:
             raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}")
-        if config.label is None:
+        if config.is_implicit:
             dropped = f"dropped {labeled[name] - seen[name]} of {labeled[name]} positives of the {name} split"
             least = config.feature(config.item).min_count
             where = "in the training split" if least == 1 else f"in {least} rows of the training split"

@@ -16,7 +16,15 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
-from jfi.data.io.blocks import describe_left_out, existing_interactions, read_blocks, read_table
+from jfi.data.io.blocks import (
+    describe_left_out,
+    existing_interactions,
+    find_table,
+    name_files,
+    read_blocks,
+    read_table,
+)
+from jfi.data.io.paths import File
 from jfi.data.io.table import Table
 from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.sources import Tables
@@ -30,18 +38,19 @@ from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
-from jfi.data.schema.rules import parse_rule
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.events.events import first_rows, order_by_item, user_blocks
-from jfi.events.groups import SESSIONS, Group
+from jfi.events.groups import SESSIONS
 from jfi.history_policies import Policy
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
 
 _log = logging.getLogger(__name__)
 
-#: Files as `read_table` takes them, or a table in memory.
-Source = str | list[str] | pa.Table
+#: Files as `read_table` takes them, a table in memory, or what `find_table` has found.
+Source = str | list[str] | pa.Table | list[File]
+#: The number of the history's rows; those to score have the next one.
+HISTORY = 0
 #: Makes the columns `[E]` of statistics, by name, of the raw columns, the result of `encode_features`, the rows to
 #: score `[N]`, and their indices in the table.
 Past = Callable[[Columns, list[Categorical], np.ndarray, np.ndarray], dict[str, np.ndarray]]
@@ -53,17 +62,40 @@ class Sources:
 
     Args:
         interactions: the rows to score: a file, or an Arrow table.
-        history: rows before them, which are only part of histories, or None. Where statistics have to be made of it,
-            None stands for the run's own interactions.
+        history: rows before them, which are only part of histories, or None, which stands for the run's own
+            interactions where statistics are made of it.
         users, items: tables of users and of items, or None.
         semantic_ids: file of the items' semantic IDs, or None.
     """
 
     interactions: Source
     history: Source | None = None
-    users: str | list[str] | None = None
-    items: str | list[str] | None = None
+    users: Source | None = None
+    items: Source | None = None
     semantic_ids: str | None = None
+
+    def find(self, config: DataConfig) -> "Sources":
+        """Returns the sources as files; each is looked for once, and what has been found stays.
+
+        Raises:
+            DataError: a table is missing, or nothing has the past of all users where statistics are made of it.
+        """
+        found = {
+            name: find_table(source, f"--{name}", config)
+            for name in ("interactions", "history", "users", "items")
+            if (source := getattr(self, name)) is not None
+        }
+        if "history" not in found and config.statistics_groups():
+            found["history"] = existing_interactions(config)
+            if not found["history"]:
+                raise DataError(
+                    "no history is given for data.statistics, and the run's own interactions are not there; give a "
+                    "table with the past of all users as the history (`history`, --history), or train the run with "
+                    "data.statistics: []"
+                )
+            what = "statistics are made of the run's own interactions, since no history is given"
+            _log.warning("%s: %s", what, name_files(found["history"]))
+        return replace(self, **found)
 
 
 class ScoringRows:
@@ -80,7 +112,7 @@ class ScoringRows:
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
-        past: makes the statistics of the rows, which the rows lack, in the place of the history; or None.
+        past: makes the statistics of the rows in the place of the history; or None.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -98,35 +130,34 @@ class ScoringRows:
         trains: bool = False,
         past: Past | None = None,
     ) -> None:
-        sources, statistics = _with_history(sources, config, positives)
+        sources = sources.find(config)
         #: Whether a log is there of what happened before the rows, given or the run's own.
         self.has_history = sources.history is not None
-        config = replace(config, request_id=None, title=None, split="time", statistics=statistics)
+        config = replace(config, request_id=None, title=None, split="files", split_column=None)
         if not trains:
-            config = replace(config, weight=None, auxiliary_labels=[])
+            config = replace(config, weight=None, labels=config.targets() if config.labels else [])
         self._past = past
         if policy is None:  # nothing else reads these columns
-            session = config.session if {*SESSIONS} & {*statistics} else None
+            session = config.session if {*SESSIONS} & {*config.statistics_groups()} else None
             config = replace(config, dwell=None, surface=None, session=session)
-        self._made = set(config.statistics_columns())
-        self._config = replace(config, source="table", users=sources.users, items=sources.items)
+        made = set(config.statistics_columns())
+        wanted = config.columns() - made
+        users, items = (
+            None if files is None else read_table(files, wanted, config, f"{of}s")
+            for of, files in (("user", sources.users), ("item", sources.items))
+        )
+        self._config = config = replace(config, users=sources.users, items=sources.items)
+        self._wanted = config.columns(of_interactions=True) - made
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
         #: Why rows have no label, where a file lacks a column of it.
         self.no_label: str | None = None
         #: The rows to score that the history has too.
         self._repeated = np.zeros(0, np.int64)
-        #: By table the rows that `data.null_ids` has left out.
-        self._left_out = {"the history": 0, "the rows to score": 0}
         #: The number of rows to score.
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        wanted = config.columns() - self._made
-        users, items = (
-            None if paths is None else read_table(paths, wanted, config, f"{of}s")
-            for of, paths in (("user", sources.users), ("item", sources.items))
-        )
         self._tables = Tables(None, users, items, self._read_sids(sources), self._config)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
@@ -139,23 +170,16 @@ class ScoringRows:
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
         stages = Stages(folder, durable=False)
         with stages.run("read", None) as advance:
-            try:
-                reader = read_rows(self._interactions(sources, wanted), self._config, folder / "read", advance, lists)
-            finally:
-                self._close_keys()
-        num_history = 0 if reader is None else reader.rows - self.num_rows
-        for (name, left_out), rows in zip(self._left_out.items(), (num_history, self.num_rows), strict=True):
-            for line in describe_left_out(name, rows, left_out):
-                _log.warning("%s", line)
+            reader = read_rows(self._interactions(sources), config, folder / "read", advance, lists)
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
             try:
-                sort_rows(folder / "read", folder / "rows", self._config, "1GB", folder / SCRATCH, advance)
+                sort_rows(folder / "read", folder / "rows", config, "1GB", folder / SCRATCH, advance)
             except MemoryLimitError as error:
                 raise MemoryLimitError("sorting the rows needs more memory than 1GB; give fewer at a time") from error
         remove_columns(folder / "read")
-        self._open(reader.rows - self.num_rows, positives)
+        self._open(positives)
 
     def key_batches(self) -> Iterator[pa.RecordBatch]:
         """The ids, the times and the columns `by` of the rows to score, as the table has them, in its order."""
@@ -169,26 +193,24 @@ class ScoringRows:
         if not self.num_rows:
             yield pa.RecordBatch.from_pylist([], schema)
 
-    def _open(self, num_history: int, positives: bool) -> None:
-        """Maps the sorted rows, of which the first `num_history` of the tables are the history."""
+    def _open(self, positives: bool) -> None:
+        """Maps the sorted rows."""
         config, schema, folder = self._config, self._schema, self._folder
-        row, item_ids, candidates = read_columns(folder / "rows")[ROW], read_ids(folder / "rows", "item"), None
+        columns, item_ids, candidates = read_columns(folder / "rows"), read_ids(folder / "rows", "item"), None
+        first = len(columns[ROW]) - self.num_rows  # the rows to score are the last ones that were read
         if positives:
             item_ids, candidates, known = _with_candidates(item_ids, schema, self._tables.items is not None)
-        split = np.broadcast_to(np.int8(0), len(row))
-        events = sorted_events(config, folder, split, self._events_of_histories(num_history))
+        split = np.broadcast_to(np.int8(0), len(columns[ROW]))
+        events = sorted_events(config, folder, split, self._events_of_histories(columns))
         raw = Columns(self._tables, folder, events, item_ids)
         ids, engagement, statistics = encode_features(raw, schema), None, None
         if self._policy is not None and (engagement := read_engagement(raw)) is not None:
             # Of an event on a surface that the policy does not know nothing is known, as of any unseen value.
             engagement = engagement.on_surfaces(self._policy.surfaces)
-        is_scored = raw.new("is_scored", bool, len(row))
-        for begin, end in blocks(len(row)):
-            is_scored[begin:end] = row[begin:end] >= num_history
-        samples = write_true_rows(folder / SCRATCH / "samples", is_scored)
+        samples = write_true_rows(folder / SCRATCH / "samples", columns["split"])
         if self._past is not None:
-            raw.computed |= self._past(raw, ids, samples, row[samples] - num_history)
-        elif self._made:
+            raw.computed |= self._past(raw, ids, samples, columns[ROW][samples] - first)
+        elif config.statistics_groups():
             statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
         arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
         self.dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, self._policy)
@@ -197,9 +219,9 @@ class ScoringRows:
         labels = labels_of(config, events.label, events.targets)[: len(config.targets())]
         for begin, end in blocks(len(samples)):
             chosen = samples[begin:end]
-            self.rows[begin:end] = row[chosen] - num_history
+            self.rows[begin:end] = columns[ROW][chosen] - first
             found = np.squeeze(np.stack([one[chosen] for one in labels], axis=1), axis=() if len(labels) > 1 else 1)
-            if config.label is None:
+            if config.is_implicit:
                 is_known = False if candidates is None else known[events.item[chosen]]
                 found = np.where(is_known, found, np.float32(np.nan))
             self.labels[self.rows[begin:end]] = found
@@ -211,17 +233,16 @@ class ScoringRows:
                 what = f"have an item without a semantic ID in {self._tables.sids.path}, which counts as unknown"
                 _log.warning("%s rows to score %s", f"{without:,}", what)
 
-    def _events_of_histories(self, num_history: int) -> np.ndarray | None:
+    def _events_of_histories(self, columns: dict[str, np.ndarray]) -> np.ndarray | None:
         """The rows that histories consist of: a row of the history that is scored too counts once; None without one."""
-        if not num_history:
+        if self.num_rows == len(columns[ROW]):
             return None
-        columns = read_columns(self._folder / "rows")
         event = new_map(self._folder / SCRATCH / "is_event.npy", np.int8, len(columns["user"]))
         event[:] = 1 if self._config.history is None else columns["event"]
         repeated = []
         for begin, end in user_blocks(first_rows(columns["user"])):
             keys = [columns[name][begin:end] for name in ("user", "time", "item")]
-            again = _find_repeated(keys, columns[ROW][begin:end] < num_history)
+            again = _find_repeated(keys, columns["split"][begin:end] == HISTORY)
             event[begin:end][again] = 0
             repeated.append(begin + np.flatnonzero(again))
         self._repeated = np.concatenate(repeated)
@@ -239,49 +260,44 @@ class ScoringRows:
         sids.check_codec(self._schema.codec, "the run", "semantic_ids")
         return sids
 
-    def _interactions(self, sources: Sources, wanted: set[str]) -> Iterator[tuple[int, Table]]:
-        """The rows of the history, then those to score, whose keys are written."""
-        if sources.history is not None:
-            for table in read_blocks(sources.history, wanted, self._config, "history"):
-                self._left_out["the history"] += table.left_out
-                yield 0, self._fill(table, scored=False)
-        for table in read_blocks(sources.interactions, wanted | set(self._by), self._config, "interactions"):
-            self._left_out["the rows to score"] += table.left_out
-            self._write_keys(table)
-            self.num_rows += len(table)
-            yield 0, self._fill(table, scored=True)
+    def _interactions(self, sources: Sources) -> Iterator[tuple[int, Table]]:
+        """The rows of the history, then those to score, whose keys are written; each after the number of its file."""
+        for number, files in enumerate((sources.history, sources.interactions)):
+            left_out, rows, by = 0, 0, self._by if number != HISTORY else []
+            for table in () if files is None else read_blocks(files, self._wanted.union(by), self._config):
+                left_out, rows = left_out + table.left_out, rows + len(table)
+                if number != HISTORY:
+                    self._write_keys(table)
+                    self.num_rows = rows
+                yield number, self._with_missing(table, number)
+            for line in describe_left_out(("the history", "the rows to score")[number], rows, left_out):
+                _log.warning("%s", line)
 
-    def _fill(self, table: Table, scored: bool) -> Table:
-        """The table with empty columns in place of those that it may lack.
+    def _with_missing(self, table: Table, number: int) -> Table:
+        """The table with empty columns in place of those that its file may lack.
 
         They are the label's, but for a history that statistics are made of; in a table to score all that tell what
         happened, which is an input of later rows alone; and in the history those of contexts, which are inputs of the
         rows to score alone.
         """
-        config, optional = self._config, set(self._config.label_columns())
-        optional |= set() if config.weight is None else {config.weight}
+        config, label = self._config, {*self._config.label_columns(), self._config.weight}
         for name in (config.user, config.item, config.timestamp):  # before columns that the file lacks are known too
             table.require(name)
-        if scored and (lacking := next((name for name in sorted(optional) if name not in table.known), None)):
-            self.no_label = self.no_label or f"{table.name}: no column '{lacking}', which the label needs"
-        needed = {config.user, config.item, config.timestamp}
-        needed |= set() if config.users is not None else {*config.names("user")}
-        needed |= set() if config.items is not None else {*config.names("item")}
-        of_contexts = {*config.names("context")} - self._made
-        if scored:
-            needed |= of_contexts
-            rule = [] if config.history is None else parse_rule(config.history).columns
-            happened = {*config.names("event"), *config.engagement_columns(), *rule}
-            happened -= needed | optional
-            optional |= happened
-            if lacking := sorted(happened - set(table.known) - self._warned):
-                self._warned.update(lacking)
-                names = ", ".join(f"'{name}'" for name in lacking)
-                _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
+        optional = self._wanted - {config.user, config.item, config.timestamp}
+        optional -= {name for of in ("user", "item") if getattr(config, f"{of}s") is None for name in config.names(of)}
+        if number != HISTORY:
+            optional -= {*config.names("context")}
         else:
-            needed |= optional if self._made and self._past is None else set()
-            optional |= of_contexts - {*config.names("event", "category")}
-        for name in sorted(optional - needed - set(table.known)):
+            optional &= {*config.names("context")} - {*config.names("event", "category")} | label
+            optional -= label if config.statistics_groups() and self._past is None else set()
+        lacking = sorted(optional - {*table.known})
+        if number != HISTORY and (first := next((name for name in lacking if name in label), None)):
+            self.no_label = self.no_label or f"{table.name}: no column '{first}', which the label needs"
+        if number != HISTORY and (happened := [name for name in lacking if name not in label | self._warned]):
+            self._warned.update(happened)
+            names = ", ".join(f"'{name}'" for name in happened)
+            _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
+        for name in lacking:
             table = table.with_column(name, None)
         return table
 
@@ -300,51 +316,9 @@ class ScoringRows:
             keys = pa.table(
                 [_as_before(*pair) for pair in zip(map(table.column, names), kinds, strict=True)], list(names)
             )
-        if not self._keys or keys.schema != self._keys[-1]:
-            self._close_keys()
-            self._keys_file = pa.ipc.new_file(self._folder / f"keys-{len(self._keys)}", keys.schema)
-            self._keys.append(keys.schema)
-        self._keys_file.write_table(keys)
-
-    def _close_keys(self) -> None:
-        if self._keys:
-            self._keys_file.close()
-
-
-def own_history(config: DataConfig) -> list[str]:
-    """Returns the paths of a run's own interactions, of all splits, if it has statistics and the files are there."""
-    return existing_interactions(config) if config.statistics_groups() and config.source == "table" else []
-
-
-def _with_history(sources: Sources, config: DataConfig, positives: bool) -> tuple[Sources, list[Group]]:
-    """Returns the sources with the history that statistics are made of, and the groups to make.
-
-    There are none where the rows to score have the columns.
-
-    Raises:
-        DataError: the statistics are no columns, and nothing has the past of all users.
-    """
-    groups = config.statistics_groups()
-    if not groups:
-        return sources, []
-    first = next(read_blocks(sources.interactions, config.columns(), config, "interactions"))
-    lacking = next((name for name in config.statistics_columns() if name not in first.known), None)
-    made = groups if lacking is not None or positives else []
-    if sources.history is not None:
-        return sources, made
-    own = own_history(config)
-    if not own and not made:
-        _log.warning("%s: histories are of its own rows alone; give the log of their users as the history", first.name)
-        return sources, []
-    if not own:
-        lack = "statistics of sampled negatives" if lacking is None else f"column '{lacking}' of data.statistics"
-        raise DataError(
-            f"{first.name}: no {lack}, and the run's own interactions are not there; give a table with the past of all "
-            "users as the history (`history`, --history), or train the run with data.statistics: []"
-        )
-    what = "statistics are made" if made else "histories are"
-    _log.warning("%s of the run's own interactions, since no history is given: %s", what, ", ".join(own))
-    return replace(sources, history=own), made
+        with pa.ipc.new_file(self._folder / f"keys-{len(self._keys)}", keys.schema) as file:
+            file.write_table(keys)
+        self._keys.append(keys.schema)
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

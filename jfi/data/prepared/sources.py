@@ -1,17 +1,13 @@
-"""The tables that a config names, or generates."""
+"""The tables that a config names."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jfi.data.config import DataConfig
-from jfi.data.features import synthetic, synthetic_dwell
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.blocks import iterate_tables, name_of, read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.manifest import with_statistics_features
-
-#: By `data.synthetic.kind` what makes the tables.
-_SYNTHETIC = {"taste": synthetic, "dwell": synthetic_dwell}
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,6 @@ def open_tables(config: DataConfig) -> Tables:
     """
     settings = column_settings(config)
     sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, settings.item)
-    if config.source == "synthetic":
-        interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
-        return Tables(interactions.name, None, items, sids, settings, [interactions])
     wanted = config.columns()
     users, items = (
         None if paths is None else read_table(paths, wanted, config, f"data.{of}")
@@ -62,12 +55,6 @@ def open_tables(config: DataConfig) -> Tables:
 
 
 def column_settings(config: DataConfig) -> DataConfig:
-    """The config with the meaning of the columns that the tables have.
-
-    Those of the synthetic tables are fixed. The statistics are features of the context once they are made; their groups
-    take the place of "auto".
-    """
-    if config.source == "synthetic":
-        config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
+    """The config with the groups that `statistics: auto` stands for, and their columns as features of the context."""
     config = config.with_statistics()
     return with_statistics_features(config, config.statistics_columns())

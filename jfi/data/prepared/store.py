@@ -14,23 +14,24 @@ from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.features.past_index import dense_statistics, past_index
-from jfi.data.prepared.checksums import open_checked, verify
+from jfi.data.prepared.checksums import open_checked
 from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
-from jfi.data.prepared.fingerprint import Fingerprint
+from jfi.data.prepared.fingerprint import fingerprint_of
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
-from jfi.data.prepared.stages.encode_columns import known_items
+from jfi.data.prepared.stages.encode_columns import column_name, known_items
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.prepared.summary import Summary
-from jfi.data.prepared.tables import column_name, dense_names, table_of
+from jfi.data.prepared.tables import dense_names, table_of
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import Events, index_type
 from jfi.events.statistics import Statistics
-from jfi.utils.files import is_storage_fault, naming, sha256_of, write_sums
+from jfi.utils.files import is_storage_fault, naming, sha256_of, verify, write_sums
 
+EVENTS, BY_ITEM = "events.arrow", "by_item.arrow"
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 _PAST = "past.arrow"
 _FILES = [
@@ -39,25 +40,25 @@ _FILES = [
 ]
 
 
-def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, durable: bool = True) -> None:
-    """Writes all files of a prepared dataset into an existing folder.
-
-    The arrays of the dataset may be maps of files, and no column of events is held in memory.
+def write_files(
+    folder: Path, arrays: Arrays, schema: DataSchema, summary: Summary, config: DataConfig, durable: bool
+) -> None:
+    """Writes what a prepared dataset has beside its events and `by_item`.
 
     Args:
-        dataset: the dataset.
-        config: that it was made with, with the meaning of its columns.
         folder: to write to; the caller flushes the files to the disk, and then gives it its name.
-        durable: False for files that a process leaves to itself: neither a fingerprint nor checksums are written then.
+        arrays: of the dataset; they may be maps of files.
+        schema: of the dataset.
+        summary: of the dataset.
+        config: that it was made with, with the meaning of its columns.
+        durable: False for files that a process leaves to itself: they have no manifest, fingerprint or checksums.
     """
-    arrays, kind = dataset.arrays(), index_type(len(dataset.arrays().events))
-    for of in ("event", "user", "item"):
-        write_arrow(folder / f"{of}s.arrow", table_of(dataset, config, of))
+    kind = index_type(len(arrays.events))
+    for of in ("user", "item"):
+        write_arrow(folder / f"{of}s.arrow", table_of(arrays, schema, config, of))
     lengths, counts = count_lengths(arrays.events, arrays.samples)
     write_arrow(folder / _LENGTHS, {"length": lengths, "samples": counts})
-    events = {**arrays.samples, "histories": arrays.events.rows}
-    events["by_item"] = None if arrays.negatives is None else arrays.negatives.by_item
-    for name, rows in events.items():
+    for name, rows in {**arrays.samples, "histories": arrays.events.rows}.items():
         if rows is not None:
             write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
     if arrays.engagement is not None:
@@ -65,31 +66,31 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
     if arrays.statistics is not None and arrays.negatives is not None:
         kept = arrays.statistics.statistics.index.stored_arrays()
         write_arrow(folder / _PAST, {name: _in_one_row(values) for name, values in kept.items()})
-    dataset.schema.write(folder)
-    dataset.summary.save(folder / _SUMMARY)
-    if durable:
-        Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
+    schema.write(folder)
+    summary.save(folder / _SUMMARY)
+    if not durable:
+        return
+    opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, schema)
+    write_sums(folder, fingerprint_of(opened), FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
     Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
-    if durable:
-        write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
+    write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
 
-def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | None = None) -> InteractionDataset:
+def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
 
     Args:
         config: the result of `resolve`.
-        verify: whether to verify the checksums of the files, those above 16 MiB in the background.
+        verified: whether to verify the checksums of the files, those above 16 MiB in the background.
         schema: of the dataset, where it is known already.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
-    sizes = _check_sizes(folder)
-    verification = open_checked(folder, sizes) if verify else None
-    schema = schema or dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
+    verification = open_checked(folder, _check_sizes(folder)) if verified else None
+    schema = schema or dataclasses.replace(DataSchema.load(folder, verified), max_history=config.max_history)
     tables = {of: _read(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     columns = tables["event"]
     histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
@@ -97,7 +98,7 @@ def open_prepared(config: DataConfig, verify: bool = True, schema: DataSchema | 
     events = Events(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
     ids = _features(schema, tables)
     negatives = None
-    if config.label is None:
+    if config.is_implicit:
         by_item = _numpy(_read(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, ids, events), config.negatives)
     engagement = None
@@ -135,7 +136,7 @@ def verify_dataset(folder: Path) -> None:
     Raises:
         DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
     """
-    verify(folder, list(_check_sizes(folder)))
+    verify(folder, list(_check_sizes(folder)), DataError)
 
 
 def _check_sizes(folder: Path) -> dict[str, int]:

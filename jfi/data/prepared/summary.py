@@ -44,6 +44,18 @@ class Summary:
     vocabulary_sizes: dict[str, int]
     warnings: list[str] = field(default_factory=list)
 
+    def changes_since(self, path: Path) -> str:
+        """Returns which numbers of rows or samples differ from an earlier summary's, a file; "" if none does."""
+        try:
+            was = Summary.load(path)
+        except DataError:  # nothing but this line depends on it
+            return ""
+        if self.rows != was.rows:
+            difference = f"{abs(self.rows - was.rows)} {'more' if self.rows > was.rows else 'fewer'}"
+            return f"it has {self.rows} rows, {difference} than the run was started with"
+        pairs = [(name, self.samples[name], count) for name, count in was.samples.items()]
+        return ", ".join(f"{name} has {now} samples instead of {count}" for name, now, count in pairs if now != count)
+
     @classmethod
     def load(cls, path: Path) -> "Summary":
         """The summary that `save` wrote.

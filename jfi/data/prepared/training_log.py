@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jfi.data.config import DataConfig
+from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
@@ -21,18 +21,19 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
     """The events of the training rows, and whether each is a conversion `[N]` bool: what a policy is fitted to.
 
     They are the rows of histories (`data.history`) in the training split, whether they have a label or not. A
-    conversion is what `data.conversion` says, or `data.label` where it is not set; a row that leaves it open is none.
+    conversion is what `data.conversion` says, or the label where it is not set; a row that leaves it open is none.
 
     Raises:
         DataError: a fault in the config or the tables, as one line that names it; or the config names neither dwell nor
             surface, or neither a conversion nor a label.
 
     Example:
-        >>> from jfi.data import DataConfig, SyntheticConfig
-        >>> config = DataConfig(source="synthetic", synthetic=SyntheticConfig(kind="dwell", num_users=50))
-        >>> log, conversion = training_log(config)
+        >>> import pyarrow as pa
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+        >>> rows |= {"page": ["feed", "search", "feed", "feed"] * 10}
+        >>> log, conversion = training_log(DataConfig(interactions=pa.table(rows), label="like", surface="page"))
         >>> log.surfaces, len(log) == len(conversion)
-        (['autoplay', 'feed', 'search'], True)
+        (['feed', 'search'], True)
     """
     check_data_config(config)
     if config.prepared is not None:
@@ -41,12 +42,12 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
     settings = column_settings(config)
     if settings.dwell is None and settings.surface is None:
         raise DataError("neither data.dwell nor data.surface is set; a policy needs one of them")
-    rule = settings.conversion or (settings.label if settings.task == "binary" else None)
+    rule = settings.conversion or (settings.targets()[0].label if settings.task == "binary" else None)
     if rule is None:
-        raise DataError("data.conversion is not set, and there is no data.label; it must say which events are to count")
+        raise DataError("data.conversion is not set, and there is no binary label; it must say which events count")
     # The conversion is read like a further label.
-    given = open_tables(config)
-    given = replace(given, config=replace(given.config, auxiliary_labels=[rule]))
+    conversion = LabelConfig("-conversion", rule, auxiliary=True)
+    given = open_tables(replace(config, labels=[*config.labels, conversion]))
     config = given.config
     with temporary_folder("jfi-log-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False), check=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jfi.data.config import DataConfig, LabelConfig, Task
+from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.errors import DataError
 from jfi.data.io.table import Table
 from jfi.data.schema.rules import describe_values, only_column, parse_rule
@@ -15,17 +15,18 @@ WEIGHT = "weight"
 LABEL = "label_"
 
 
-def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.ndarray:
+def read_labels(table: Table, one: LabelConfig) -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
         table: the interactions.
-        label: None (every row is a positive), a column of 0 and 1, or a rule as `jfi.data.schema.rules` defines it.
-        task: with "regression" the label is a column of finite numbers.
+        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
+            regression, or a rule as `jfi.data.schema.rules` defines it.
 
     Raises:
         DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
     """
+    label, task = one.label, one.task
     if label is None:
         return np.ones(len(table), np.float32)
     column = only_column(label)
@@ -39,7 +40,7 @@ def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.nd
         wrong = ~((values == 0) | (values == 1) | np.isnan(values))
     if wrong.any():
         row = int(wrong.argmax())
-        value, advice = f"{values[row]:g}", "data.task: regression predicts numbers"
+        value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
         must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
         must = "a finite number of float32" if task == "regression" else must
         raise table.fault(row, f"label '{label}' is {value}, not {must}")
@@ -72,7 +73,7 @@ def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[st
             raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
         found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
     for name, one in _further_labels(config).items():
-        found[name] = read_labels(table, one.label, one.task)
+        found[name] = read_labels(table, one)
     return found
 
 

@@ -2,9 +2,10 @@
 
 A folder of a schema holds
 
-schema.json          keys, quantile edges, means and deviations, and the SHA-256 of both files' contents
+schema.json          keys, quantile edges, means and deviations
 vocabularies.parquet the known values of all columns and the items' titles: `column` and `value`, in the order of ids
 codec.safetensors    with semantic IDs, the codec that gave them
+SHA256SUMS           the checksum of each of these files
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,15 @@ import pyarrow.parquet
 
 from jfi.data.config import Task
 from jfi.data.errors import DataError
-from jfi.data.schema.checked_json import checked_json, read_checked_json
+from jfi.data.schema.versioned_json import read_versioned
 from jfi.semantic_ids.codec import Codec
 from jfi.utils.encoding import HashBuckets, HashedIds, Vocabulary
-from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
+from jfi.utils.files import DamagedFileError, reading_file, sha256_of, verify, write_sums, writing_folder
 
 Role = Literal["user", "item", "context", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
 
-_FORMAT = "jfi data schema 3"
+_FORMAT = "jfi data schema 4"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in the folder next to a file of IDs.
 CODEC = "codec.safetensors"
@@ -166,8 +167,9 @@ class Encodings:
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of schema.json; `sha256` is that of the Parquet file, and `values` how many values a column has."""
+    """The content of schema.json; `values` is how many values of the Parquet file a column has."""
 
+    format: str
     features: list[FeatureSpec]
     dense_names: list[str]
     item_key: str
@@ -177,7 +179,6 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     buckets: dict[str, int]
     defaults: dict[str, str | float]
     values: dict[str, int]
-    sha256: str
     labels: list[LabelSpec]
     half_lives: list[float] = []
     window: int | None = None
@@ -205,8 +206,10 @@ class DataSchema:
     Example::
 
         >>> import tempfile
+        >>> import pyarrow as pa
         >>> from jfi.data import DataConfig, load_dataset
-        >>> schema = load_dataset(DataConfig(source="synthetic")).schema
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)]}
+        >>> schema = load_dataset(DataConfig(interactions=pa.table(rows))).schema
         >>> folder = Path(tempfile.mkdtemp()) / "data"
         >>> schema.save(folder)
         >>> DataSchema.load(folder).features == schema.features
@@ -232,6 +235,7 @@ class DataSchema:
         """
         with writing_folder(Path(folder)) as unfinished:
             self.write(unfinished)
+            write_sums(unfinished, {path.name: sha256_of(path) for path in unfinished.iterdir()})
 
     def write(self, folder: Path) -> None:
         """Writes the files into an existing folder, to be renamed by the caller when all its files are there."""
@@ -246,6 +250,7 @@ class DataSchema:
         if self.codec is not None:
             self.codec.save(folder / CODEC)
         content = _Content(
+            format=_FORMAT,
             features=self.features,
             dense_names=self.dense_names,
             item_key=self.item_key,
@@ -257,24 +262,30 @@ class DataSchema:
             half_lives=self.encodings.half_lives,
             window=self.encodings.window,
             values={name: len(values) for name, values in columns.items()},
-            sha256=sha256_of(folder / _LARGE),
             labels=self.labels,
             num_auxiliary=self.num_auxiliary,
             codec=None if self.codec is None else self.codec.fingerprint,
             capacities=self.encodings.capacities,
             bounds=self.encodings.bounds,
         )
-        (folder / _SMALL).write_text(checked_json(_FORMAT, msgspec.to_builtins(content)), encoding="utf-8")
+        (folder / _SMALL).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
 
     @classmethod
-    def load(cls, folder: str | Path) -> "DataSchema":
+    def load(cls, folder: str | Path, verified: bool = True) -> "DataSchema":
         """The schema that `save` wrote.
+
+        Args:
+            folder: of the files.
+            verified: whether SHA256SUMS has their checksums.
 
         Raises:
             DataError: a file is missing, damaged or of another kind, as one line that names it.
         """
         small, large = Path(folder) / _SMALL, Path(folder) / _LARGE
-        content = read_checked_json(small, _FORMAT, _Content)
+        advice = "prepare the dataset, or train the run, again"
+        content = read_versioned(small, _Content, _FORMAT, advice, verified)
+        if verified:
+            verify(large.parent, [_LARGE], DataError)
         columns = _read_large(large, content)
         titles = columns.pop(_TITLES, None)
         return cls(
@@ -312,8 +323,6 @@ def _read_codec(path: Path, fingerprint: str) -> Codec:
 
 def _read_large(path: Path, content: _Content) -> dict[str, Strings]:
     with reading_file(path, DataError):
-        if sha256_of(path) != content.sha256:
-            raise DataError(f"{path}: damaged, it does not match the SHA-256 in {_SMALL}")
         values = pyarrow.parquet.read_table(path, columns=["value"]).column("value")
     columns, start = {}, 0
     for name, count in content.values.items():

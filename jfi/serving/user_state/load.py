@@ -71,11 +71,10 @@ def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
     features = [one for one in config.features if one.of in ("item", "event") and one.name in own | crossed]
     return replace(
         config,
-        source="table",
         features=features,
         users=None,
         label=None,
-        auxiliary_labels=[],
+        labels=[],
         weight=None,
         request_id=None,
         title=None,

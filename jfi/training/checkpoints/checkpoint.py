@@ -15,7 +15,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -38,9 +40,11 @@ from jfi.utils.files import (
     read_sums,
     sha256_of,
     unfinished_name,
+    verify,
     write_sums,
 )
 
+T = TypeVar("T")
 PROGRESS = "progress.json"
 ALONE = World()
 _NAME = re.compile(r"epoch-\d+-batch-\d+")
@@ -95,22 +99,17 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(_complete(folder), key=by_number, default=None)
 
 
-def read_progress(path: Path) -> dict:
-    """The `progress` given to `save_checkpoint`.
+def read_progress(path: Path, kind: type[T] = dict) -> T:
+    """The `progress` given to `save_checkpoint`, as a value of a type.
 
     Raises:
         DamagedCheckpointError: the file is missing or damaged.
     """
-    try:
-        check_sum(path, PROGRESS, read_sums(path))
-        progress = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
-    except DamagedFileError as fault:
-        raise DamagedCheckpointError(str(fault)) from None
-    except (ValueError, RecursionError):
-        progress = None
-    if not isinstance(progress, dict):
-        raise DamagedCheckpointError(f"{path / PROGRESS} is damaged: it is not a JSON object")
-    return progress
+    verify(path, [PROGRESS], DamagedCheckpointError)
+    try:  # with Infinity, which msgspec's JSON lacks
+        return msgspec.convert(json.loads((path / PROGRESS).read_text(encoding="utf-8")), kind)
+    except (ValueError, RecursionError) as fault:
+        raise DamagedCheckpointError(f"{path / PROGRESS} is damaged: {fault}") from None
 
 
 def verify_checkpoint(path: Path, world: World = ALONE) -> None:

@@ -44,9 +44,9 @@ class Objective:
     @classmethod
     def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
         """The loss of a run with the section `data` and the labels of its schema; auxiliary labels are binary."""
-        labels = [*labels, *(LabelSpec(one) for one in data.auxiliary_labels)]
+        others = [LabelSpec(one.name) for one in data.auxiliary_labels()]
         weights = [one.weight for one in data.trained_labels()]
-        return cls(labels, weights, positive_weight, len(data.auxiliary_labels))
+        return cls([*labels, *others], weights, positive_weight, len(others))
 
     def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sums over samples: of the loss of the batch, and of the labels' losses with no other weights than theirs.

@@ -196,8 +196,8 @@ class Steps(RunState):
         return loss, output
 
     def _predicted(self, labels: Tensor) -> Tensor:
-        """Without those of `data.auxiliary_labels`, for which a model has no outputs in evaluation mode."""
-        if not self.config.data.auxiliary_labels:
+        """Without auxiliary ones, for which a model has no outputs in evaluation mode."""
+        if not self.config.data.auxiliary_labels():
             return labels
         return labels[:, 0] if len(self._labels) == 1 else labels[:, : len(self._labels)]
 

@@ -30,7 +30,7 @@ class Positives:
     def __init__(self, rows: ScoringRows, folder: Path, config: DataConfig, training: TrainingConfig) -> None:
         #: `[M]` int64, their rows in the table.
         self.rows = np.flatnonzero(~np.isnan(rows.labels))
-        self.per_positive, self._num_sampled = config.negatives, config.eval_negatives
+        self.per_positive, self._num_sampled = config.negatives, training.ranking_samples
         count, limit = len(self.rows), training.ranking_positives
         #: `[M * per_positive]` float32, the logits of the negatives, by positive.
         self.negatives = new_map(folder / "negatives.npy", np.float32, count * config.negatives)
@@ -39,7 +39,7 @@ class Positives:
         self.ranked = np.arange(chosen) * count // chosen
         self._k, self._kinds = training.ranking_k, training.ranking_kinds()
         self._ranks = {kind: torch.zeros(chosen, dtype=torch.float64) for kind in self._kinds}
-        sizes = {"sampled": config.eval_negatives, "full": len(rows.negatives.candidates)}
+        sizes = {"sampled": training.ranking_samples, "full": len(rows.negatives.candidates)}
         per_ranked = sum(1 + sizes[kind] for kind in self._kinds)
         #: The number of samples that `score` scores.
         self.num_samples = len(self.negatives) + chosen * per_ranked

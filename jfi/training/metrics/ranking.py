@@ -54,7 +54,7 @@ def rank_split(
     """
     training, metrics = config.training, {}
     for kind, suffix in training.ranking_kinds().items():
-        candidates = dataset.candidates(split, kind, training.ranking_positives, config.data.eval_negatives)
+        candidates = dataset.candidates(split, kind, training.ranking_positives, training.ranking_samples)
         with display(f"{split}, ranking ({kind})", len(candidates.rows) + len(candidates), 0) as bar:
 
             def shown(

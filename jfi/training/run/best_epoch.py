@@ -22,7 +22,7 @@ from jfi.training.run.run_position import describe_changes, load_progress
 
 #: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.ema_decay", "training.ranking")
-_NOT_SCORES = ("data.batching", "data.max_timeline")
+_NOT_SCORES = ("data.batching",)
 
 
 def _matters(field: str) -> bool:

@@ -1,46 +1,44 @@
 """Stores what a run has learnt from its data, and on which data: the folder `data` of the run folder.
 
 schema.json, vocabularies.parquet    the schema, see `jfi.data.schema.schema`
-fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.prepared.fingerprint`
 policy.json                          with `data.policy` a copy of that file, which the run goes on with
+SHA256SUMS                           the checksums of these files, which stay as they are from the start of a run on
+fingerprint.sha256                   the fingerprint of the data, see `jfi.data.prepared.fingerprint`: it follows data
+                                     that is accepted, and has a checksum of its own
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
 from jfi.data.config import FILES
-from jfi.data.prepared.fingerprint import NAME, Fingerprint
+from jfi.data.prepared.fingerprint import DATA, NAME, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
 from jfi.data.prepared.manifest import CHOICES, resolve
 from jfi.data.prepared.sources import column_settings
-from jfi.data.schema.rules import parse_rule
-from jfi.data.schema.schema import FILES as SCHEMA_FILES
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import load_progress
 from jfi.training.run.shared_data import load_shared
-from jfi.utils.files import sha256_of, writing_folder
+from jfi.utils.files import sha256_of, verify, write_sums, writing_folder
 
 _POLICY = "policy.json"
-#: The files that stay as they are from the start of a run on; the fingerprint follows data that is accepted.
-_LEARNT = (*SCHEMA_FILES, _POLICY)
 #: What to do where the data of a run has changed.
 DataChanged = Literal["refuse", "accept"]
 
 
-def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> None:
+def save_data(run: RunFolder, dataset: InteractionDataset) -> None:
     """Writes the summary and the folder, each completely or not at all."""
     _save_summary(run, dataset)
-    fingerprint = Fingerprint.of(dataset, config.data)
+    fingerprint = fingerprint_of(dataset)
     with writing_folder(run.data) as unfinished:
         dataset.schema.write(unfinished)
-        fingerprint.save(unfinished / NAME)
         if dataset.policy is not None:
             dataset.policy.save(unfinished / _POLICY)
+        write_sums(unfinished, {path.name: sha256_of(path) for path in unfinished.iterdir()})
+        write_sums(unfinished, fingerprint, NAME)
 
 
 def own_policy(run: RunFolder, config: Config) -> Config:
@@ -51,8 +49,12 @@ def own_policy(run: RunFolder, config: Config) -> Config:
 
 
 def learnt_files(run: RunFolder) -> dict[str, str]:
-    """SHA-256 by name of the files of `run.data` that a run never changes; each checkpoint has them."""
-    return {name: sha256_of(run.data / name) for name in _LEARNT if (run.data / name).is_file()}
+    """SHA-256 by name of the files of `run.data` that a run never changes; each checkpoint has them.
+
+    Raises:
+        DataError: one of them is missing or damaged.
+    """
+    return verify(run.data, None, DataError)
 
 
 def load_schema(run: RunFolder) -> DataSchema:
@@ -60,15 +62,14 @@ def load_schema(run: RunFolder) -> DataSchema:
 
     Raises:
         ConfigError: a file is not what it was at the last checkpoint.
-        DataError: a file of the schema is missing or damaged.
+        DataError: a file is missing or damaged.
     """
-    schema, last = DataSchema.load(run.data), latest_checkpoint(run.checkpoints)
+    schema, found, last = DataSchema.load(run.data), learnt_files(run), latest_checkpoint(run.checkpoints)
     if last is not None:
-        known, found = load_progress(last).files, learnt_files(run)
-        for name in _LEARNT:
+        known = load_progress(last).files
+        for name in sorted({*known, *found}):
             if found.get(name) != known.get(name):
-                what = "is missing" if name not in found else "has changed since the checkpoint"
-                raise ConfigError(f"{run.data / name} {what}; restore it")
+                raise ConfigError(f"{run.data / name} has changed since the checkpoint; restore it")
     return schema
 
 
@@ -90,7 +91,7 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
     """
     if world.on_first(lambda: not run.data.exists() and latest_checkpoint(run.checkpoints) is None):
         dataset = load_shared(config.data, world)
-        world.on_first(lambda: save_data(run, dataset, config))
+        world.on_first(lambda: save_data(run, dataset))
         return dataset
     schema = load_schema(run)
     try:
@@ -119,37 +120,30 @@ def check_tables(run: RunFolder, config: Config, advice: str) -> None:
     _compare(run, dataclasses.replace(config, data=data), dataset, "refuse", advice)
 
 
-def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
+def describe_batches(run: RunFolder, config: Config, dataset: InteractionDataset) -> dict[str, object]:
     """Returns what determines the batches of an epoch, besides its number: where it is equal, so are they.
 
     Raises:
         DataError: the run's fingerprint is missing or damaged.
     """
-    known, training = Fingerprint.load(run.data / NAME), config.training
+    known, training, timelines = read_fingerprint(run.data), config.training, {}
+    if config.data.batching == "user":
+        timelines = {"the longest timeline": config.data.longest_timeline}
+        timelines["the SHA-256 of the events' users and times"] = known[TIMELINES]
     return {
-        "the number of training samples": known.samples["train"],
-        "the SHA-256 of the training samples": known.splits["train"],
+        "the number of training samples": dataset.num_samples("train"),
+        "the SHA-256 of the training samples": known[TRAIN],
         "training.batch_size": training.batch_size,
         "data.batching": config.data.batching,
-        **(_describe_timelines(known, config.data) if config.data.batching == "user" else {}),
+        **timelines,
         "training.seed": training.seed,
         **({} if training.rows_after in (None, "auto") else {"training.rows_after": training.rows_after}),
-        **({"the fingerprint of data.policy": known.policy} if known.policy else {}),
     }
-
-
-def _describe_timelines(known: Fingerprint, config: DataConfig) -> dict[str, object]:
-    """Returns what a user's events are cut into timelines by, those that are no samples included."""
-    settings = column_settings(config)
-    rule = [] if settings.history is None else parse_rule(settings.history).columns
-    names = sorted({settings.user, settings.timestamp, *rule})
-    digest = hashlib.sha256("".join(known.columns[name] for name in names).encode()).hexdigest()
-    return {"data.max_timeline": config.longest_timeline, "the SHA-256 of the events' users and times": digest}
 
 
 def name_data(run: RunFolder) -> str:
     """A short name of the data that the run goes on with: other data has another name."""
-    return hashlib.sha256((run.data / NAME).read_bytes()).hexdigest()[:8]
+    return read_fingerprint(run.data)[DATA][:8]
 
 
 def _check_prepared(run: RunFolder, config: Config) -> None:
@@ -186,18 +180,17 @@ def _compare(
     changed: DataChanged,
     advice: str = "restore it, or go on with --data-changed accept",
 ) -> None:
-    path = run.data / NAME
-    now = Fingerprint.of(dataset, config.data)
-    changes = Fingerprint.load(path).changes(now)
-    if changes is None:
+    now = fingerprint_of(dataset)
+    if read_fingerprint(run.data) == now:
         return
     if changed != "accept":
-        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        named = config.data.prepared or config.data.interactions
         data = f"the data {named}" if named else "the data"
-        raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
+        what = dataset.summary.changes_since(run.summary)
+        raise ConfigError(f"--resume {run.path}: {data} has changed{what and f': {what}'}; {advice}")
     # The fingerprint last: killed before, the run asks again.
     _save_summary(run, dataset)
-    now.save(path)
+    write_sums(run.data, now, NAME)
     if dataset.summary is not None:
         print(dataset.summary, flush=True)
 

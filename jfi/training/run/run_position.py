@@ -25,7 +25,6 @@ from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.label_metrics import LESS_IS_BETTER
 from jfi.training.run.recorder import DATA, parse_metrics
 from jfi.training.run.run_folder import RunFolder
-from jfi.utils.json_files import convert
 
 #: Above this AUC of explicit labels an input usually reveals the label.
 _LARGEST_AUC = 0.98
@@ -345,11 +344,10 @@ def load_progress(checkpoint: Path) -> Progress:
     Raises:
         DamagedCheckpointError: progress.json is missing or damaged, or the folder has the name of another checkpoint.
     """
-    path = checkpoint / PROGRESS
-    progress = convert(read_progress(checkpoint), Progress, path, DamagedCheckpointError)
+    progress = read_progress(checkpoint, Progress)
     is_named = checkpoint_name(progress.epoch, progress.batch) == checkpoint.name
     if not is_named or not 0 <= progress.best_epoch < progress.epoch + 1:
-        raise DamagedCheckpointError(f"{path} is damaged: it is not of a checkpoint of this name")
+        raise DamagedCheckpointError(f"{checkpoint / PROGRESS} is damaged: it is not of a checkpoint of this name")
     return progress
 
 

@@ -13,7 +13,7 @@ import torch
 from jfi.data import DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
-from jfi.data.prepared.scoring import ScoringRows, Sources, own_history
+from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.sources import column_settings
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
@@ -64,7 +64,7 @@ class SavedRun:
         return "\n".join(
             [
                 f"SavedRun({str(self.path)!r})",
-                f"  data: {data.prepared or data.without_tables().interactions or data.source}",
+                f"  data: {data.prepared or data.without_tables().interactions}",
                 f"  inputs: {', '.join(spec.key for spec in schema.features)}; numbers {schema.dense_names}",
                 f"  labels: {', '.join(f'{one.name} ({one.task})' for one in schema.labels)}",
                 f"  model: {parameters:,} parameters, width {model.embedding_dim}, {model.pooling} over at most "
@@ -93,7 +93,7 @@ class SavedRun:
         Args:
             interactions: the rows, a file, an Arrow table or a DataFrame with the columns of the run's interactions.
             history: the log before them; its rows are only part of histories. A run with statistics takes its own
-                interactions if there is none, the rows lack the columns of statistics, and the files are there.
+                interactions if there is none and the files are there.
             users: table of users; by default that of the run's config.
             items: table of items; by default that of the run's config.
             semantic_ids: file of the items' semantic IDs, of the run's codec; by default that of the run's config.
@@ -258,21 +258,18 @@ class SavedRun:
         self.check_output(output)
         config, sources = column_settings(self.config.data), self._sources(tables)
         folder = None if out is None else out.parent
-        read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
-        if sources.history is None:
-            read["data.interactions"] = own_history(config) or None
-        check_results({"--out": out}, read)
+        check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
         options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         options["calibration"] = self.calibration if output == "calibrated" else None
         options |= {"policy": self.policy, "expected": self.unknown}
         return scored(self.model, sources, self.schema, config, **options)
 
     def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
-        """Returns the tables, which are in the order of the fields, or those of the run's config."""
+        """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""
         config = column_settings(self.config.data)
         named = (None, None, config.users, config.items, config.semantic_ids)
         paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
-        return Sources(*paths)
+        return Sources(*paths).find(config)
 
 
 def _as_given(table: pa.Table, given: Any) -> Any:
@@ -282,7 +279,7 @@ def _as_given(table: pa.Table, given: Any) -> Any:
 
 def _source(given: Any, own: str | list[str] | None) -> str | list[str] | pa.Table | None:
     """The files or the table that a caller gives, or else those of the config; DataFrames become tables."""
-    if given is None or (isinstance(given, str | list | tuple) and not given):
+    if given is None:
         return own
     if isinstance(given, list | tuple):
         return [_source(one, own) for one in given]

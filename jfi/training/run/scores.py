@@ -18,7 +18,8 @@ import torch
 
 from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
-from jfi.data.io.paths import find_files
+from jfi.data.io.blocks import find_table
+from jfi.data.io.paths import is_configured
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
@@ -140,7 +141,7 @@ def scored(
         config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
         evaluate: the section `training` of the run, if the rows are to be evaluated: some must have a label then, which
-            is checked before any is scored. Without `config.label` they are positives, and negatives are scored too.
+            is checked before any is scored. Without a label they are positives, and negatives are scored too.
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
         policy: which events of a history stay, or None for all.
@@ -154,7 +155,7 @@ def scored(
         if name in [own for label in schema.labels for own in result_names(label, len(schema.labels) > 1)]:
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
-    implicit = evaluate is not None and config.label is None
+    implicit = evaluate is not None and config.is_implicit
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
             rows = ScoringRows(sources, files, schema, config, by, implicit, policy)
@@ -226,8 +227,9 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
     for option, source in read.items():
         if source is not None and not isinstance(source, pa.Table):
             # With a delimiter files of any name are listed: which are read, the config of the run says.
-            files = [file.path for file in find_files(source, option, delimiter=",") if file.table is None]
-            names |= {os.path.realpath(path): option for path in files}
+            files = find_table(source, option, DataConfig(delimiter=","))
+            for file in [one for one in files if one.table is None]:
+                names[os.path.realpath(file.path)] = file.setting if is_configured(file.setting) else option
     for option, path in written.items():
         if path is None:
             continue
@@ -252,10 +254,10 @@ def labeled_rows(rows: ScoringRows, config: DataConfig) -> np.ndarray:
     """
     labels = rows.labels
     found = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
-    if not len(found) and config.label is None:
+    if not len(found) and config.is_implicit:
         raise DataError("no row to evaluate has an item that training knows")
     if not len(found):
-        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.label}'")
+        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.targets()[0].label}'")
     for place, one in enumerate(config.targets()[1:], 1):
         if np.isnan(labels[found, place]).all():
             raise DataError(rows.no_label or f"no row to evaluate has a label: label '{one.label}'")

@@ -153,12 +153,10 @@ def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[s
             f"training.warm_start: this run predicts {', '.join(outputs)}, {path} {', '.join(there)}; use the same "
             "data.labels"
         )
-    rules = data.auxiliary_labels
-    if rules != other.auxiliary_labels:
-        raise ConfigError(
-            f"training.warm_start: data.auxiliary_labels is {rules}, in {path} it is {other.auxiliary_labels}; use the "
-            "same, in the same order"
-        )
+    rules, known = ([one.label for one in section.auxiliary_labels()] for section in (data, other))
+    if rules != known:
+        what = f"the auxiliary ones of data.labels are {rules}, in {path} {known}; use the same, in the same order"
+        raise ConfigError(f"training.warm_start: {what}")
     pairs = zip(data.targets(), other.targets(), strict=True)
     return [
         f"training.warm_start: {now.name} is '{now.label}', in {path} it is '{was.label}'"

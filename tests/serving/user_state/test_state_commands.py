@@ -12,13 +12,6 @@ from jfi.training.config_parser import parse_config
 from ..conftest import TINY
 
 
-def test_a_run_of_a_synthetic_table_has_no_log_to_load(exported, tmp_path):
-    why = "the run has no file of interactions; name a log by --interactions FILE, or none"
-    with pytest.raises(StateError, match=why):
-        commands.run("state", "load", "--run", exported.run, "--state", tmp_path / "users")
-    assert not (tmp_path / "users").exists()
-
-
 def test_a_run_whose_log_has_moved_says_how_to_name_another(tmp_path, capsys):
     rows = {"user": ["u", "v"] * 10, "item": list("abcd") * 5, "time": [*range(20)], "like": [0, 1, 1, 0] * 5}
     log, state = tmp_path / "log.parquet", tmp_path / "users"
@@ -26,7 +19,7 @@ def test_a_run_whose_log_has_moved_says_how_to_name_another(tmp_path, capsys):
     own = {"interactions": log, "user": "user", "item": "item", "timestamp": "time", "label": "like"}
     names = [word for name, value in own.items() for word in (f"--data.{name}", str(value))]
     run = tmp_path / "run"
-    train(parse_config([*TINY[6:], *names, "--encoder.num_layers", "0", "--training.run_dir", str(run)], "")[0])
+    train(parse_config([*TINY, *names, "--encoder.num_layers", "0", "--training.run_dir", str(run)], "")[0])
     commands.run("state", "load", "--run", run, "--state", state)
     assert "20 events of 2 users" in capsys.readouterr().out
     log.rename(moved := tmp_path / "moved.parquet")

@@ -107,6 +107,18 @@ def write_arrow(path: Path, columns: Mapping[str, np.ndarray | pa.Array]) -> Non
         writer.write_batch(batch)
 
 
+def map_to_write(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a file of `write_arrow`, as maps that write to it; of a column of lists its values."""
+    with pa.memory_map(str(path)) as file:
+        content = file.read_buffer()
+    batch, found = pa.ipc.open_file(content).get_batch(0), {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        values = column.values if pa.types.is_large_list(column.type) else column
+        kind, place = values.type.to_pandas_dtype(), values.buffers()[1].address - content.address
+        found[name] = np.memmap(path, kind, "r+", place, (len(values),)) if len(values) else np.empty(0, kind)
+    return found
+
+
 def map_arrow(path: Path) -> dict[str, pa.Array]:
     """The columns of a file of one record batch, as maps of it.
 

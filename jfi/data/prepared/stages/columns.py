@@ -50,6 +50,8 @@ class Columns:
         self.config, self.events, self.sids = given.config, events, given.sids
         self._name, self._tables = given.name, {"user": given.users, "item": given.items}
         self._read, self._scratch, self._columns = work / "read", work / SCRATCH, read_columns(work / "rows")
+        #: Columns of the file of events that is being written, by name.
+        self.written: dict[str, np.ndarray] = {}
         #: Further columns of numbers `[E]`, by name.
         self.computed: dict[str, np.ndarray] = {}
         #: Lines for the summary.
@@ -66,8 +68,10 @@ class Columns:
             for of, (key, ids) in self._keys.items()
         }
 
-    def new(self, name: str, kind: type, count: int | tuple[int, ...]) -> np.ndarray:
-        """An array `[count]`, or of that shape, to write to, the map of a file of this name."""
+    def new(self, name: str, kind: type, count: int | tuple[int, ...], column: str | None = None) -> np.ndarray:
+        """An array `[count]`, or of that shape, to write to: the column of `written`, or the map of a scratch file."""
+        if column in self.written:
+            return self.written[column]
         return new_map(self._scratch / f"{name}.npy", kind, count)
 
     def temporary(self, count: int, kind: np.dtype | type) -> np.ndarray:

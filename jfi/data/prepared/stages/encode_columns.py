@@ -11,10 +11,20 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import count_training
 from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import Categorical, cut, encode
-from jfi.data.schema.schema import DataSchema
+from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.events.events import Events
 from jfi.utils.encoding import UNKNOWN, standardize
 from jfi.utils.jagged import blocks
+
+#: Before the names of the columns of contexts, which could be those of other columns of events.
+CONTEXT = "context_"
+
+
+def column_name(spec: FeatureSpec) -> str:
+    """The column of a key in a file: its own for events and contexts, else one for all keys of a column."""
+    if spec.role == "context":
+        return CONTEXT + spec.column
+    return spec.key if spec.of == "event" else spec.column
 
 
 def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
@@ -31,10 +41,9 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
         if spec.semantic:
             found.append(Categorical(columns.item_sids()))
         elif spec.of == "event":
-            name, kind = f"key-{number}", id_type(spec.num_ids)
 
-            def new_array(count: int, name: str = name, kind: type = kind) -> np.ndarray:
-                return columns.new(name, kind, count)
+            def new_array(count: int, number: int = number, spec: FeatureSpec = spec) -> np.ndarray:
+                return columns.new(f"key-{number}", id_type(spec.num_ids), count, column_name(spec))
 
             if spec.column in known.edges:
                 numbers = columns.numbers(spec.column, "event")
@@ -64,7 +73,7 @@ def encode_dense(columns: Columns, schema: DataSchema) -> Dense:
     contexts = []
     for i, name in enumerate(columns.config.names("context", "number")):
         numbers = columns.numbers(name, "event")
-        contexts.append(columns.new(f"dense-{i}", np.float32, len(numbers)))
+        contexts.append(columns.new(f"dense-{i}", np.float32, len(numbers), CONTEXT + name))
         for begin, end in blocks(len(numbers)):
             contexts[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *schema.encodings.scale(name))
     return stack("user"), stack("item"), contexts

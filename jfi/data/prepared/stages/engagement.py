@@ -23,7 +23,9 @@ def read_engagement(columns: Columns) -> Engagement | None:
     config, count = columns.config, columns.count("event")
     if not config.engagement_columns():
         return None
-    dwell, surface = columns.new("dwell", np.float32, count), columns.new("surface", np.int32, count)
+    dwell, surface = (
+        columns.new(name, kind, count, name) for name, kind in (("dwell", np.float32), ("surface", np.int32))
+    )
     numbers = None if config.dwell is None else columns.numbers(config.dwell, "event")
     for begin, end in blocks(count):
         part = np.nan if numbers is None else np.asarray(numbers[begin:end]) * SECONDS[config.dwell_unit]
@@ -39,7 +41,7 @@ def read_sessions(columns: Columns) -> np.ndarray | None:
     config, count = columns.config, columns.count("event")
     if config.session is None:
         return None
-    session = columns.new("session", np.int64, count)
+    session = columns.new("session", np.int64, count, "session")
     _fill_codes(columns, config.session, "session", session)
     for begin, end in blocks(count):
         alone = begin + np.flatnonzero(session[begin:end] < 0)

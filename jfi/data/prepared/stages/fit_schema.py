@@ -78,7 +78,7 @@ def learn_schema(columns: Columns) -> DataSchema:
         titles=None if config.title is None else _titles(columns, encodings),
         codec=None if columns.sids is None else columns.sids.codec,
         labels=_learn_labels(columns, samples),
-        num_auxiliary=len(config.auxiliary_labels),
+        num_auxiliary=len(config.auxiliary_labels()),
     )
 
 

@@ -60,7 +60,7 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
     if config.users is None:
         categories += [name for name in config.names("user", "category") if name != config.user]
         numbers += config.names("user", "number")
-    if config.items is None and config.source == "table":
+    if config.items is None:
         categories += [name for name in config.names("item", "category") if name != config.item]
         numbers += config.names("item", "number")
         categories += [] if config.title is None else [config.title]
@@ -143,11 +143,6 @@ class RowReader:
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
-        if made := next((name for name in config.statistics_columns() if name in first.known), None):
-            raise DataError(
-                f"{first.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
-                "group out, or all of them by data.statistics: []"
-            )
         for setting in ("user", "item", "timestamp"):
             first.require(getattr(config, setting), f" (data.{setting})")
         if config.items is None:
@@ -173,10 +168,15 @@ class RowReader:
     def append(self, table: Table, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
+        if made := next((name for name in config.statistics_columns() if name in table.known), None):
+            raise DataError(
+                f"{table.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
+                "group out, or all of them by data.statistics: []"
+            )
         self._dictionaries["user"].add(table.ids(config.user, DROP))
         self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
-        labels = read_labels(table, config.label, config.task)
+        labels = read_labels(table, config.targets()[0])
         put("label", labels)
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
@@ -260,7 +260,7 @@ class RowReader:
 
 def _rules(config: DataConfig) -> list[tuple[str, str]]:
     """The settings `label` and `history` that are rules, each with its rule."""
-    labels = [] if config.label is None else config.trained_labels()
+    labels = [] if config.is_implicit else config.trained_labels()
     rules = [("label", one.label) for one in labels if only_column(one.label) is None]
     return rules if config.history is None else [*rules, ("history", config.history)]
 

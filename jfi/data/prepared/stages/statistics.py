@@ -59,7 +59,7 @@ def compute_statistics(
         label[repeated] = np.nan
         events = replace(events, label=label)
     session = read_sessions(columns) if {*SESSIONS} & {*config.statistics_groups()} else None
-    index = past_index(events, schema, ids, config.label is None, session, new=columns.temporary)
+    index = past_index(events, schema, ids, config.is_implicit, session, new=columns.temporary)
     categories, encodings = config.names("item", "category"), schema.encodings
     made = config.statistics_groups(), categories, encodings.window, encodings.half_lives
     statistics = Statistics(index, *made, *config.event_values())

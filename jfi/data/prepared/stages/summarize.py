@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
-from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.config import DataConfig
 from jfi.data.features.past_index import past_index
 from jfi.data.prepared.stages.columns import Columns
@@ -38,13 +37,13 @@ _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _HELD_OUT = [name for name in SPLITS if name != "train"]
 
 
-def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
+def summarize(arrays: Arrays, schema: DataSchema, columns: Columns) -> Summary:
     """The summary of a dataset, whose arrays may be maps of files, and its raw columns."""
-    config, arrays, encodings = columns.config, dataset.arrays(), dataset.schema.encodings
+    config, encodings = columns.config, schema.encodings
     events, samples = arrays.events, arrays.samples
     trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
     # Nothing reads the auxiliary labels of other splits than train.
-    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels)
+    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels())
     shares_of = [
         (one, {name: _share_of_ones(column, samples[name]) for name in splits})
         for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
@@ -56,7 +55,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
         known = columns.count_training(of) > 0
         for name in _HELD_OUT:
             unseen[name][of] = _share(samples[name], lambda rows, known=known, index=index: ~known[index[rows]])
-    missing = _gaps(arrays, dataset.schema, columns, unseen)
+    missing = _gaps(arrays, schema, columns, unseen)
     return Summary(
         rows=len(events),
         users=columns.count("user"),
@@ -76,7 +75,7 @@ def summarize(dataset: InteractionDataset, columns: Columns) -> Summary:
             *_warn_of_time(events.time, config),
             *_warn_of_duplicates(columns),
             *_warn_of_changes(columns),
-            *(_warn_of_raw_events(dataset, columns) if config.task == "binary" and config.label is not None else []),
+            *_warn_of_raw_events(arrays, schema, columns),
             *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
@@ -175,7 +174,7 @@ def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
         return 1970 + middle / _UNITS[config.timestamp_unit] * unit / _YEAR
 
     now = year(_UNITS[config.timestamp_unit])
-    if config.source == "synthetic" or _YEARS[0] <= now <= _YEARS[1]:
+    if _YEARS[0] <= now <= _YEARS[1]:
         return []
     text = f"'{config.timestamp}' lies around the year {now:.0f}"
     for unit, seconds in _UNITS.items():
@@ -207,11 +206,13 @@ def _warn_of_duplicates(columns: Columns) -> list[str]:
     ]
 
 
-def _warn_of_raw_events(dataset: InteractionDataset, columns: Columns) -> list[str]:
+def _warn_of_raw_events(arrays: Arrays, schema: DataSchema, columns: Columns) -> list[str]:
     """Warns if most positives of training, and much fewer negatives, follow an event of the same user and item soon."""
-    arrays, rows = dataset.arrays(), dataset.arrays().samples["train"]
+    if columns.config.task != "binary" or columns.config.is_implicit:
+        return []
+    rows = arrays.samples["train"]
     if arrays.statistics is None:
-        index = past_index(arrays.events, dataset.schema, arrays.columns, is_implicit=False, new=columns.temporary)
+        index = past_index(arrays.events, schema, arrays.columns, is_implicit=False, new=columns.temporary)
     else:
         index = arrays.statistics.statistics.index
     rows = rows[:: max(1, len(rows) // _ASKED)].astype(np.int64)
