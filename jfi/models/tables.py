@@ -52,15 +52,6 @@ def require_optimizer_in_backward(model: nn.Module) -> None:
 
     Raises:
         ValueError: a table has no optimizer (the message names it), or all tables are sharded already.
-
-    Example:
-        >>> import torch
-        >>> from torchrec import EmbeddingCollection, EmbeddingConfig
-        >>> from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-        >>> table = EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=10, feature_names=["item"])
-        >>> model = EmbeddingCollection(tables=[table])
-        >>> apply_optimizer_in_backward(torch.optim.Adagrad, table_parameters(model), {"lr": 0.05})
-        >>> require_optimizer_in_backward(model)  # raises nothing
     """
     tables = dict(_tables(model))
     if not tables:
