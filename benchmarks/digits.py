@@ -1,11 +1,11 @@
 """Target attention over packed ternary digits beside attention over the same digits as rows of bfloat16.
 
-Both get the same queries and events: *digits* int32 words [S, ceil(L / 16)], or a table of them and the events' ids,
-*rows* [S, 1, L] with value = key and a gradient, as a history has that is looked up or computed. Each is compared with
-the formula in float32 on the longest sample and some others, output and the queries' gradient.
+Both get the same queries and events: *digits* int32 words [S, ceil(L / 16)], *rows* [S, 1, L] with value = key and a
+gradient, as a history has that is looked up or computed. Each is compared with the formula in float64 on the longest
+sample and some others, output and the queries' gradient.
 
 Times are those of kernels, by replaying a CUDA graph, forward and backward apart. The least time (`floor_*`) is bytes
-over this run's copy speed: words or rows once, ids once, queries, output and their gradients once, and for rows their
+over this run's copy speed: words or rows once, queries, output and their gradients once, and for rows their
 gradient. `memory_training_mb` is the allocator's peak of forward and backward above the inputs.
 """
 
@@ -138,7 +138,7 @@ def samples(offsets: Tensor) -> list[int]:
 def error(inputs: Inputs, out: Tensor, dquery: Tensor) -> float:
     """The larger relative error of output and queries' gradient over the checked samples, in the Frobenius norm."""
     offsets, wrong, size = inputs.given["offsets"], [0.0, 0.0], [0.0, 0.0]
-    words, table = inputs.of_events, inputs.given.get("key_bias")
+    words, table = inputs.words, inputs.given.get("key_bias")
     for b in samples(offsets):
         events = slice(int(offsets[b]), int(offsets[b + 1]))
         key = unpack_digits(words[events], inputs.query.shape[3]).double()

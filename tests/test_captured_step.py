@@ -30,6 +30,7 @@ from jfi.utils.context import padding_state
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 B, D, ROWS = 8, 4, 20
+NO_FIXED_SHAPE = "the batch['names'] is of type ndarray, which has no fixed shape"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -145,10 +146,10 @@ def test_what_does_not_fit_is_said():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (JaggedTensor(torch.ones(2), lengths=torch.tensor([2])), r"the batch\['x'\]\[0\] is a JaggedTensor"),
+        (JaggedTensor(torch.ones(2), lengths=torch.tensor([2])), r"the batch\['x'\]\[0\] is of type JaggedTensor"),
         (torch.ones(2, 2).to_sparse(), "sparse tensor"),
         (torch.ones(2, requires_grad=True), "requires a gradient"),
-        (object(), "is a object"),
+        (object(), "is of type object"),
     ],
 )
 def test_other_parts_are_named(part, message):
@@ -279,7 +280,7 @@ def test_padding_is_known_within_a_padded_step_alone():
 def test_a_batch_with_other_parts_runs_eagerly_and_warns_once():
     captured = CapturedStep(lambda one: one["x"].sum(), nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
-    one, reason = {"x": torch.ones(2), "names": numpy.array(["a"])}, "the batch['names'] is a ndarray"
+    one, reason = {"x": torch.ones(2), "names": numpy.array(["a"])}, NO_FIXED_SHAPE
     with pytest.warns(UserWarning, match="steps run eagerly and are not captured: ") as seen:
         assert [float(captured(one)) for _ in range(3)] == [2.0] * 3
     assert len(seen) == 1 and reason in str(seen[0].message) and captured.eager == {reason: 3}
@@ -292,7 +293,7 @@ def test_a_reference_that_was_refused_stays_the_reference():
     with pytest.warns(UserWarning, match="names"):
         for _ in range(3):
             captured(batch([3] * B))
-    assert captured.captured == 0 and captured.eager == {"the batch['names'] is a ndarray": 3}
+    assert captured.captured == 0 and captured.eager == {NO_FIXED_SHAPE: 3}
 
 
 def test_no_more_graphs_than_asked_for():

@@ -113,7 +113,7 @@ def describe(batch: object) -> Described:
         elif isinstance(leaf, _CONSTANTS):
             kinds.append(_ConstantLeaf(type(leaf), leaf))
         else:
-            raise _unsupported(batch, leaf, f"a {type(leaf).__name__}")
+            raise _unsupported(batch, leaf, f"of type {type(leaf).__name__}, which has no fixed shape")
     return Described(Structure(tree, tuple(kinds)), tensors, jagged)
 
 

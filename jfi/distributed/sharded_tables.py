@@ -41,8 +41,8 @@ class ShardedTables(nn.Module):
     """The first base of a sharded collection of TorchRec's, whose tables, names and optimizers it leaves as they are.
 
     Ids go to the owner ranks of their rows. A history comes out as `RemoteRows`, rows of other keys are fetched; of an
-    EmbeddingBagCollection they are pooled then. Replicated tables are summed up on every rank in each step, and their
-    gradients likewise, so that their rows are read where they are needed. The arguments are those of TorchRec's
+    EmbeddingBagCollection they are pooled then. Replicated tables are copied to every rank in each step, and their
+    gradients summed, so that their rows are read where they are needed. The arguments are those of TorchRec's
     collection, then of `AttentionCollectionSharder`.
     """
 
@@ -279,7 +279,7 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         model: the model, or another module that contains the layers which read the collection. Their features are those
             whose histories attention goes to, found by name.
         fused_params: as of TorchRec's sharder.
-        replicate_below: tables of at most so many rows are summed up on every rank in each step.
+        replicate_below: tables of at most so many rows are copied to every rank in each step.
         dtype: of queries, partial outputs and fetched rows, and of the rows as attention reads them; None for that of
             the tables.
 
@@ -287,8 +287,8 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         TypeError: `model` is no module.
         ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
             histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
-            read differently. At the first batch: tables of several data types or
-            optimizers, or of one that `jfi.tables.step_rows` has not.
+            read differently. At the first batch: tables of several data types or optimizers, or of one that
+            `jfi.tables.step_rows` has not.
 
     Example:
         >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
@@ -323,7 +323,7 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
 
     Args:
         fused_params: as of TorchRec's sharder.
-        replicate_below: tables of at most so many rows are summed up on every rank in each step.
+        replicate_below: tables of at most so many rows are copied to every rank in each step.
         dtype: of rows that are sent; None for that of the tables, which is that of the output.
 
     Raises:

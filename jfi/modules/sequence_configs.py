@@ -84,7 +84,7 @@ class KeyBias:
 
 @dataclass(frozen=True)
 class TimeBias(KeyBias):
-    """A learned score bias by an event's age at the time of the target, as a `relative_bias` of the attending event.
+    """A learned score bias by an event's age at the time of the target; as a `relative_bias` at that of another event.
 
     An age below 1 is in bucket 0, any other in bucket 1 + floor(log2(age)); older events share the last one. Where
     `JaggedFeatureInteraction.forward` is given times, the age of each pair of candidate and event is computed from

@@ -22,7 +22,7 @@ _PLANNERS: dict[Callable, tuple[Callable, Callable]] = {
 
 
 def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
-    """The plan of a call: which kernels would run it, and why.  Nothing is run.
+    """Returns the plan of a call, which kernels would run it and why, without running anything.
 
     Args:
         operator: `jfi.ops.target_attention`, `jfi.ops.digit_attention` or `jfi.ops.jagged_attention`.

@@ -112,6 +112,24 @@ def test_torcheasyrec(page, problem):
     assert_same(page.dot_attention(targets, JaggedTensor(events, lengths=lengths)), want, [targets, events])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_multihead_attention(page, problem, bias):
+    targets, events, lengths = problem
+    theirs = nn.MultiheadAttention(16, 2, bias=bias, batch_first=True)
+    if bias:
+        nn.init.normal_(theirs.in_proj_bias)
+        nn.init.normal_(theirs.out_proj.bias)
+    present = lengths > 0  # of an empty history it makes NaN
+    history, valid = padded(events, lengths)
+    want = theirs(targets[present, None], history[present], history[present], key_padding_mask=~valid[present])[0]
+
+    feature = page.SequenceFeatureConfig("taste", ["history_item"], ["item"])
+    layer = page.JaggedFeatureInteraction([feature], 16, num_heads=2)
+    page.load_multihead_attention(layer, "taste", theirs)
+    got = layer({"history_item": JaggedTensor(events, lengths=lengths)}, {"item": targets})["taste"]
+    assert_same(got[present], want.squeeze(1), [targets, events])
+
+
 def test_fuxictr(page, problem):
     """Projections without biases, heads of D/H, scores over sqrt(D/H), then the output projection."""
     targets, events, lengths = problem
@@ -125,6 +143,6 @@ def test_fuxictr(page, problem):
 
     feature = page.SequenceFeatureConfig("taste", ["history_item"], ["item"])
     layer = page.JaggedFeatureInteraction([feature], 16, num_heads=2)
-    page.load_fuxictr(layer, "taste", theirs)
+    page.load_fuxictr_attention(layer, "taste", theirs)
     got = layer({"history_item": JaggedTensor(events, lengths=lengths)}, {"item": targets})["taste"]
     assert_same(got, want, [targets, events])

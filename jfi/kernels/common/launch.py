@@ -1,4 +1,4 @@
-"""Launches kernels in a tenth of the host time of Triton's launcher, which recomputes a specialization key per call.
+"""Launches kernels from C; Triton's own launcher recomputes a specialization key in Python at each call.
 
 What Triton specializes on is the constants, the tensors' dtypes and device, pointers being multiples of 16 bytes, and
 integers fitting 32 bits.  A launcher holds one set of constants; launcher.c launches what was compiled for the dtypes
