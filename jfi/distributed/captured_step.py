@@ -139,7 +139,6 @@ class CapturedShardedStep(StepGraphs):
     def _set_reference(self, batch: Any) -> FixedShapes:
         """Takes the capacities from a batch."""
         shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
-        fixed = shapes.buckets.fixed_length_keys
         sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
         for part in self._model.modules():
@@ -148,7 +147,7 @@ class CapturedShardedStep(StepGraphs):
             reason = None if part in sharded else why_module_not(part, shapes.buckets.padded_keys, remote)
             if reason is not None:
                 raise ValueError(f"the step cannot be captured: {reason}")
-        self._shapes, self._fixed_length_keys = shapes, fixed
+        self._shapes, self._fixed_length_keys = shapes, shapes.buckets.fixed_length_keys
         self._recent.append(shapes.smallest)
         return shapes
 

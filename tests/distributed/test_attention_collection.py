@@ -257,6 +257,16 @@ def test_one_process_reads_its_own_buffers(alone, name):
         assert train_together(CASES[name], way)["losses"] == pytest.approx(losses, abs=2e-6), way
 
 
+def test_rows_of_another_table_or_size_are_not_frozen(alone):
+    collection = shard(build(Case()), Case(), data_parallel=False).module.embedding_collection
+    table = collection._shardings[0]
+    for rows in (torch.ones(1, dtype=torch.bool), torch.ones(table.num_rows), torch.ones(0, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"rows must be bool of shape \[{table.num_rows}\], got torch"):
+            collection.freeze_rows(table.table, rows)
+    with pytest.raises(ValueError, match="tables must hold the key 'itm'"):
+        collection.freeze_rows("itm", torch.ones(table.num_rows, dtype=torch.bool))
+
+
 def test_names_in_the_state_are_those_of_the_collection(found):
     assert found[0]["eager"]["plain"]["weights"] == {
         "embedding_collection.embeddings.item.weight": "ShardedTensor",
