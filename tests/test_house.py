@@ -20,7 +20,7 @@ BUDGET = {
     "kernels": 6751,
     "models": 874,
     "modules": 2516,
-    "ops": 2059,
+    "ops": 2026,
     "semantic_ids": 1762,
     "serving": 7675,
     "table1": 1135,

@@ -101,8 +101,8 @@ def attention(
         operands += by_id
         *numbers, impl = ctx.numbers
         needed = [ctx.needs_input_grad[i] for i in positions]
-        chosen = getattr(ctx, "chosen", None)  # torch.library keeps none
-        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl, chosen=chosen))
+        known = {"chosen": getattr(ctx, "chosen", None)}  # torch.library keeps none
+        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl, **known))
         for i, need in zip(positions, needed, strict=True):
             gradients[i] = next(computed) if need else None
         return tuple(gradients)

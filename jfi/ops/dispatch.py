@@ -80,11 +80,8 @@ def operator(
         first = args[0]
         if (first[0] if type(first) is list else first).is_meta:
             return registered(*args)
-        kinds = {*map(type, args)}
-        if list in kinds:
-            kinds.remove(list)
-            kinds |= {type(y) for x in args if type(x) is list for y in x}
-        if not kinds <= _DIRECT and not all([kind in _DIRECT or not issubclass(kind, Tensor) for kind in kinds]):
+        kinds = {*map(type, args), *[type(y) for x in args if type(x) is list for y in x]}
+        if any([kind not in _DIRECT and issubclass(kind, Tensor) for kind in kinds]):
             return registered(*args)
         if torch.is_grad_enabled():
             for x in args:

@@ -14,7 +14,6 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 (2020), in powers of two as in Zhai et al., 'Actions Speak Louder than Words' (HSTU, 2024).
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -55,23 +54,15 @@ def _forward(x: JaggedAttentionInputs, chosen: AttentionPlan | None) -> tuple[Te
     return execute.forward(x, chosen)
 
 
-def _backward(
-    grad: Tensor,
-    dlse: Tensor | None,
-    x: JaggedAttentionInputs,
-    out: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    chosen: AttentionPlan | None,
-) -> tuple[Tensor | None, ...]:
-    if chosen is None:
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    if args[-1] is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
-            return jagged_attention.backward(grad, dlse, x, out, lse, needed)
+            return jagged_attention.backward(*args[:-1])
     from jfi.kernels.jagged_attention import execute
 
-    return execute.backward(grad, dlse, x, out, lse, needed, chosen)
+    return execute.backward(*args)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
@@ -164,25 +155,11 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    given: Any = query_offsets  # None, where no argument is nested, is refused below
-    inputs, impl = prepare_jagged_attention(
-        query,
-        key,
-        value,
-        query_offsets=given,
-        key_offsets=key_offsets,
-        key_bias=key_bias,
-        value_scale=value_scale,
-        scale=scale,
-        impl=impl,
-        causal=causal,
-        window_size=window_size,
-        max_visible=max_visible,
-        query_time=query_time,
-        key_time=key_time,
-        time_bias=time_bias,
-        position_bias=position_bias,
-    )
+    events: dict[str, Any] = {"query_offsets": query_offsets, "key_offsets": key_offsets}
+    events |= {"key_bias": key_bias, "value_scale": value_scale}
+    seen: dict[str, Any] = {"causal": causal, "window_size": window_size, "max_visible": max_visible}
+    seen |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
+    inputs, impl = prepare_jagged_attention(query, key, value, **events, **seen, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None or key_time is None else (query_time, key_time)
         options = (causal, window_size, key_bias, inputs.scale, times, max_visible, time_bias, position_bias)

@@ -12,8 +12,8 @@ If value = key, each direction reads the history once, and the backward writes i
 sample's queries fill several tiles, jagged attention with T queries a sample may be faster: the plan says so.
 """
 
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +58,8 @@ def _forward(x: TargetAttentionInputs, chosen: AttentionPlan | None) -> tuple[Te
         return run_forward(x, chosen)
 
 
-def _backward(
-    grad: Tensor,
-    _: None,
-    x: TargetAttentionInputs,
-    out: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    chosen: AttentionPlan | None,
-) -> tuple[Tensor | None, ...]:
+def _backward(*args: Any) -> tuple[Tensor | None, ...]:
+    grad, _, x, out, lse, needed, chosen = args
     if chosen is None:
         from jfi.cpu import target_attention
 
