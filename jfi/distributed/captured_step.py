@@ -28,6 +28,7 @@ from jfi.distributed.fixed_input_dist import (
 )
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import GrowingIds
+from jfi.utils.arguments import check_type
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -78,6 +79,7 @@ class CapturedShardedStep(StepGraphs):
         max_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
+        check_type("step", step, Callable, "a function of a batch")
         super().__init__(self._compute, model, warmup_steps, max_graphs, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")

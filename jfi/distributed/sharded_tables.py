@@ -35,7 +35,7 @@ from jfi.modules.jagged_pooling import pool
 from jfi.modules.validation import require_keys
 from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 from jfi.tables.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
-from jfi.utils.arguments import check_type
+from jfi.utils.arguments import MAX_ROWS, check_int, check_type
 
 
 class ShardedTables(nn.Module):
@@ -138,9 +138,7 @@ class ShardedTables(nn.Module):
             return super().forward(features)
         address, output = self._given
         if features.values().data_ptr() != address:
-            raise ValueError(
-                "features must be the ids of the batch, which were sent ahead of a captured step, got others"
-            )
+            raise ValueError("features must be the ids of the batch, sent ahead of a captured step, got others")
         return LazyNoWait(self._output(output))
 
     def input_dist(self, ctx: Multistreamable, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
@@ -246,8 +244,14 @@ class ShardedFetchedBags(ShardedTables, ShardedEmbeddingBagCollection):
 
 class _Sharder:
     _sharded: type[ShardedTables]  # the class that `shard` makes
-    _options: tuple
     fused_params: dict[str, Any] | None  # TorchRec's
+
+    def __init__(self, fused_params: dict[str, Any] | None, *options: Any) -> None:
+        super().__init__(fused_params)  # type: ignore[call-arg] # TorchRec's
+        self._options, (_, replicate_below, dtype) = options, options
+        check_int("replicate_below", replicate_below, least=0, most=MAX_ROWS)
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
 
     def shard(
         self,
@@ -286,10 +290,9 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
             the tables.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
-            histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
-            read differently. At the first batch: as FetchedBagsSharder.
+        ValueError, TypeError: a wrong argument; `model` has no JaggedFeatureInteraction; in `shard` a plan that divides
+            columns, a feature whose histories lie in two tables that are not replicated, or whose fields are
+            concatenated, or that two layers read differently; at the first batch as FetchedBagsSharder.
 
     Example:
         >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
@@ -308,12 +311,11 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(fused_params)
+        super().__init__(fused_params, model, replicate_below, dtype)
         must = "an nn.Module with the JaggedFeatureInteraction that reads the collection"
         check_type("model", model, nn.Module, must)
         if not any(isinstance(module, JaggedFeatureInteraction) for module in model.modules()):
             raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
-        self._options = model, replicate_below, dtype
 
 
 class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
@@ -328,8 +330,9 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         dtype: of rows that are sent; None for that of the tables, which is that of the output.
 
     Raises:
-        ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths or poolings. At
-            the first batch: tables of several data types or optimizers, or of one that `jfi.tables.step_rows` has not.
+        ValueError, TypeError: a wrong argument; in `shard` a plan that divides columns, bags with weights, tables of
+            several widths or poolings; at the first batch tables of several data types or optimizers, or of one that
+            `jfi.tables.step_rows` has not.
 
     Example:
         >>> FetchedBagsSharder().sharding_types("cuda")
@@ -345,5 +348,4 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(fused_params)
-        self._options = None, replicate_below, dtype
+        super().__init__(fused_params, None, replicate_below, dtype)

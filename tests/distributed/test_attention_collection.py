@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -600,6 +601,26 @@ def test_features_that_attention_cannot_go_to_are_named():
     assert remote_field(feature, tables, 20) is None
     tables["shop"].num_embeddings = 21
     assert remote_field(feature, tables, 20) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "must"),
+    [
+        ({"replicate_below": -1}, "replicate_below must be at least 0, got -1"),
+        ({"replicate_below": "x"}, "replicate_below must be an int, got"),
+        ({"dtype": "bf16"}, "dtype must be a floating torch.dtype or None, got 'bf16'"),
+        ({"dtype": torch.int32}, "dtype must be a floating torch.dtype or None, got torch.int32"),
+    ],
+)
+def test_options_of_the_sharders_are_checked(options, must):
+    for sharder in (FetchedBagsSharder, partial(AttentionCollectionSharder, build(Case()))):
+        with pytest.raises((ValueError, TypeError), match=must):
+            sharder(**options)
+
+
+def test_a_step_that_is_no_function_is_refused(alone):
+    with pytest.raises(TypeError, match="step must be a function of a batch, got None"):
+        CapturedShardedStep(None, shard(build(Case()), Case(), data_parallel=False))
 
 
 def test_the_sharder_says_what_it_can_do():
