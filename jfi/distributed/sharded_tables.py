@@ -35,7 +35,7 @@ from jfi.modules.jagged_pooling import pool
 from jfi.modules.validation import require_keys
 from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 from jfi.tables.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
-from jfi.utils.arguments import MAX_ROWS, check_int, check_type
+from jfi.utils.arguments import check_int, check_type
 
 
 class ShardedTables(nn.Module):
@@ -249,7 +249,7 @@ class _Sharder:
     def __init__(self, fused_params: dict[str, Any] | None, *options: Any) -> None:
         super().__init__(fused_params)  # type: ignore[call-arg] # TorchRec's
         self._options, (_, replicate_below, dtype) = options, options
-        check_int("replicate_below", replicate_below, least=0, most=MAX_ROWS)
+        check_int("replicate_below", replicate_below, least=0, most=2**63 - 1)
         if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
             raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
 

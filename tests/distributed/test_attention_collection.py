@@ -616,6 +616,7 @@ def test_options_of_the_sharders_are_checked(options, must):
     for sharder in (FetchedBagsSharder, partial(AttentionCollectionSharder, build(Case()))):
         with pytest.raises((ValueError, TypeError), match=must):
             sharder(**options)
+        sharder(replicate_below=2**40)  # all tables, as the setting takes it
 
 
 def test_a_step_that_is_no_function_is_refused(alone):
