@@ -28,6 +28,7 @@ from jfi.distributed.fixed_input_dist import (
 )
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import GrowingIds
+from jfi.utils.arguments import check_type
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -78,6 +79,7 @@ class CapturedShardedStep(StepGraphs):
         max_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
+        check_type("step", step, Callable, "a function of a batch")
         super().__init__(self._compute, model, warmup_steps, max_graphs, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
@@ -139,7 +141,6 @@ class CapturedShardedStep(StepGraphs):
     def _set_reference(self, batch: Any) -> FixedShapes:
         """Takes the capacities from a batch."""
         shapes = FixedShapes(self._collections, self._ids_pg, self._device, batch)
-        fixed = shapes.buckets.fixed_length_keys
         sharded = {part for collection in self._collections for part in collection.modules()}
         remote = frozenset(feature.name for group in shapes.groups for feature in group.features)
         for part in self._model.modules():
@@ -148,7 +149,7 @@ class CapturedShardedStep(StepGraphs):
             reason = None if part in sharded else why_module_not(part, shapes.buckets.padded_keys, remote)
             if reason is not None:
                 raise ValueError(f"the step cannot be captured: {reason}")
-        self._shapes, self._fixed_length_keys = shapes, fixed
+        self._shapes, self._fixed_length_keys = shapes, shapes.buckets.fixed_length_keys
         self._recent.append(shapes.smallest)
         return shapes
 

@@ -102,9 +102,7 @@ def rows_by_rank(table: str, sharding: ParameterSharding, size: int, first_rank:
     """
     spec = [] if sharding.sharding_spec is None else sharding.sharding_spec.shards
     if not spec or any(shard.shard_offsets[1] != 0 for shard in spec):
-        raise ValueError(
-            f"the plan of table '{table}' must shard it by rows or leave it whole, got {sharding.sharding_type}"
-        )
+        raise ValueError(f"plan of table '{table}' must shard it by rows or not at all, got {sharding.sharding_type}")
     if sharding.compute_kernel != EmbeddingComputeKernel.FUSED.value:
         raise ValueError(
             f"the plan of table '{table}' must have compute_kernel 'fused', an optimizer in the backward pass and rows "

@@ -83,9 +83,7 @@ class AttentionAtOwners(RemoteAttention):
 
     def rows(self, feature: str) -> Tensor:
         if self._arrived.events is None:
-            raise ValueError(
-                f"the rows of feature '{feature}' cannot be fetched in a captured step; attention reads them"
-            )
+            raise ValueError(f"rows of feature '{feature}' cannot be fetched in a captured step; attention reads them")
         if self._fetched is None or (torch.is_grad_enabled() and not self._fetched[0].requires_grad):
             self._fetched = self._fetch()
         return self._fetched[self._names.index(feature)]

@@ -32,9 +32,10 @@ from jfi.distributed.planning import in_rows, plan_tables, rows_by_rank
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.modules import JaggedFeatureInteraction, lookups
 from jfi.modules.jagged_pooling import pool
+from jfi.modules.validation import require_keys
 from jfi.tables.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
 from jfi.tables.table_rows import RemoteRows, TableRows, UnreadRows, parts_of
-from jfi.utils.arguments import check_type
+from jfi.utils.arguments import check_int, check_type
 
 
 class ShardedTables(nn.Module):
@@ -64,8 +65,7 @@ class ShardedTables(nn.Module):
         pooled = isinstance(module, EmbeddingBagCollection)
         if pooled:
             check_bags(module)
-        # Of ShardingEnv2D, which has several process groups, the one that shares tables.
-        pg = getattr(env, "sharding_pg", env.process_group)
+        pg = getattr(env, "sharding_pg", env.process_group)  # of ShardingEnv2D the one that shares tables
         first = dist.get_global_rank(pg, 0)
         rows = {table: rows_by_rank(table, sharding, pg.size(), first) for table, sharding in params.items()}
         local_size = get_local_size(env.world_size)
@@ -83,8 +83,7 @@ class ShardedTables(nn.Module):
         if counts:
             self.register_load_state_dict_pre_hook(_keep_steps)
         names = lookups.names_of(module)
-        #: The ranks that share the rows.
-        self.pg = pg
+        self.pg = pg  # the ranks that share the rows
         # `groups` are the sequences of ids that travel together, `local` those of replicated tables.
         layers = [] if model is None else [x for x in model.modules() if isinstance(x, JaggedFeatureInteraction)]
         # A layer with a collection of its own reads no other one; what reads one outside of it is found by keys.
@@ -115,7 +114,11 @@ class ShardedTables(nn.Module):
             table: name of the table.
             rows: [N] bool, True for rows that stay as they are, the same on every rank.
         """
-        shard, sharding = self.local_shard, next(one for one in self._shardings if one.table == table)
+        shardings = {one.table: one for one in self._shardings}
+        require_keys("tables", shardings, [table])
+        shard, sharding, got = self.local_shard, shardings[table], [*rows.shape]
+        if rows.dtype != torch.bool or got != [sharding.num_rows]:
+            raise ValueError(f"rows must be bool of shape [{sharding.num_rows}], got {rows.dtype} of shape {got}")
         own, positions = sharding.owned_by(self.pg.rank())
         frozen = shard.frozen.setdefault("rows", torch.zeros_like(shard.memory[:, 0], dtype=torch.bool))
         frozen[positions.start : positions.stop] = rows[own.start : own.stop]
@@ -135,9 +138,7 @@ class ShardedTables(nn.Module):
             return super().forward(features)
         address, output = self._given
         if features.values().data_ptr() != address:
-            raise ValueError(
-                "features must be the ids of the batch, which were sent ahead of a captured step, got others"
-            )
+            raise ValueError("features must be the ids of the batch, sent ahead of a captured step, got others")
         return LazyNoWait(self._output(output))
 
     def input_dist(self, ctx: Multistreamable, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
@@ -167,8 +168,7 @@ class ShardedTables(nn.Module):
             (handle,) = shard.handles([torch.where(is_read, self._replicated_positions, -1)], None)
             tables = Replicate.apply(handle, self.pg, self._replicated, *tables)
             whole = {sharding.table: rows for sharding, rows in zip(self._replicated, tables, strict=True)}
-        found: dict[str, JaggedTensor] = {}
-        outputs: dict[str, Tensor] = {}  # the placeholders of what is found
+        found, outputs = dict[str, JaggedTensor](), dict[str, Tensor]()  # and the placeholders of what is found
         for arrived, handle in zip(output.groups, handles, strict=True):
             group, fetch = arrived.group, partial(fetch_rows, handle, shard.memory, arrived)
             if not group.features:
@@ -244,8 +244,14 @@ class ShardedFetchedBags(ShardedTables, ShardedEmbeddingBagCollection):
 
 class _Sharder:
     _sharded: type[ShardedTables]  # the class that `shard` makes
-    _options: tuple
     fused_params: dict[str, Any] | None  # TorchRec's
+
+    def __init__(self, fused_params: dict[str, Any] | None, *options: Any) -> None:
+        super().__init__(fused_params)  # type: ignore[call-arg] # TorchRec's
+        self._options, (_, replicate_below, dtype) = options, options
+        check_int("replicate_below", replicate_below, least=0, most=2**63 - 1)
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
 
     def shard(
         self,
@@ -284,11 +290,17 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
             the tables.
 
     Raises:
+<<<<<<< HEAD
         TypeError: `model` is no module.
         ValueError: `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides columns; a feature whose
             histories lie in two tables that are not replicated, or whose fields are concatenated, or that two layers
             read differently. At the first batch: tables of several data types or optimizers, or of one that
             `jfi.tables.step_rows` has not.
+=======
+        ValueError, TypeError: a wrong argument; `model` has no JaggedFeatureInteraction; in `shard` a plan that divides
+            columns, a feature whose histories lie in two tables that are not replicated, or whose fields are
+            concatenated, or that two layers read differently; at the first batch as FetchedBagsSharder.
+>>>>>>> seams59
 
     Example:
         >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
@@ -307,12 +319,11 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(fused_params)
+        super().__init__(fused_params, model, replicate_below, dtype)
         must = "an nn.Module with the JaggedFeatureInteraction that reads the collection"
         check_type("model", model, nn.Module, must)
         if not any(isinstance(module, JaggedFeatureInteraction) for module in model.modules()):
             raise ValueError(f"model must be {must}, got {type(model).__name__} without one")
-        self._options = model, replicate_below, dtype
 
 
 class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
@@ -327,8 +338,9 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         dtype: of rows that are sent; None for that of the tables, which is that of the output.
 
     Raises:
-        ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths or poolings. At
-            the first batch: tables of several data types or optimizers, or of one that `jfi.tables.step_rows` has not.
+        ValueError, TypeError: a wrong argument; in `shard` a plan that divides columns, bags with weights, tables of
+            several widths or poolings; at the first batch tables of several data types or optimizers, or of one that
+            `jfi.tables.step_rows` has not.
 
     Example:
         >>> FetchedBagsSharder().sharding_types("cuda")
@@ -344,5 +356,4 @@ class FetchedBagsSharder(_Sharder, EmbeddingBagCollectionSharder):
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(fused_params)
-        self._options = None, replicate_below, dtype
+        super().__init__(fused_params, None, replicate_below, dtype)

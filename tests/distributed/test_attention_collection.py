@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,16 @@ def test_one_process_reads_its_own_buffers(alone, name):
     losses, _ = train_alone(CASES[name])
     for way in ("buffers", "levels"):
         assert train_together(CASES[name], way)["losses"] == pytest.approx(losses, abs=2e-6), way
+
+
+def test_rows_of_another_table_or_size_are_not_frozen(alone):
+    collection = shard(build(Case()), Case(), data_parallel=False).module.embedding_collection
+    table = collection._shardings[0]
+    for rows in (torch.ones(1, dtype=torch.bool), torch.ones(table.num_rows), torch.ones(0, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"rows must be bool of shape \[{table.num_rows}\], got torch"):
+            collection.freeze_rows(table.table, rows)
+    with pytest.raises(ValueError, match="tables must hold the key 'itm'"):
+        collection.freeze_rows("itm", torch.ones(table.num_rows, dtype=torch.bool))
 
 
 def test_names_in_the_state_are_those_of_the_collection(found):
@@ -590,6 +601,27 @@ def test_features_that_attention_cannot_go_to_are_named():
     assert remote_field(feature, tables, 20) is None
     tables["shop"].num_embeddings = 21
     assert remote_field(feature, tables, 20) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "must"),
+    [
+        ({"replicate_below": -1}, "replicate_below must be at least 0, got -1"),
+        ({"replicate_below": "x"}, "replicate_below must be an int, got"),
+        ({"dtype": "bf16"}, "dtype must be a floating torch.dtype or None, got 'bf16'"),
+        ({"dtype": torch.int32}, "dtype must be a floating torch.dtype or None, got torch.int32"),
+    ],
+)
+def test_options_of_the_sharders_are_checked(options, must):
+    for sharder in (FetchedBagsSharder, partial(AttentionCollectionSharder, build(Case()))):
+        with pytest.raises((ValueError, TypeError), match=must):
+            sharder(**options)
+        sharder(replicate_below=2**40)  # all tables, as the setting takes it
+
+
+def test_a_step_that_is_no_function_is_refused(alone):
+    with pytest.raises(TypeError, match="step must be a function of a batch, got None"):
+        CapturedShardedStep(None, shard(build(Case()), Case(), data_parallel=False))
 
 
 def test_the_sharder_says_what_it_can_do():
