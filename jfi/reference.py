@@ -176,8 +176,10 @@ def target_attention(
 
 def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
     """Unpacks [.., W] int32 to [.., L] int8: digit l is bits 2 (l % 16) and 2 (l % 16) + 1 of word l // 16, signed."""
-    shifts = torch.arange(30, -1, -2, device=words.device, dtype=torch.int32)
-    return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
+    shifts = torch.arange(0, 32, 2, device=words.device, dtype=torch.int32)
+    # Not shifted to the left: Inductor computes it in 64 bits on a GPU (torch 2.11), where no bit is shifted out.
+    digits = ((words[..., None] >> shifts).to(torch.int8) & 3 ^ 2) - 2
+    return digits.flatten(-2)[..., :num_digits]
 
 
 def digit_attention(

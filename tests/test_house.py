@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 
 #: Lines of Python by folder of jfi/; "" has the files of jfi/ itself.
 BUDGET = {
-    "": 333,
+    "": 335,
     "baselines": 350,
     "cli": 1614,
     "cpu": 922,
