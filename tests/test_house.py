@@ -13,7 +13,7 @@ BUDGET = {
     "cpu": 922,
     "cuda_graphs": 780,
     "data": 8399,
-    "distributed": 2186,
+    "distributed": 2185,
     "events": 2336,
     "follow": 1639,
     "history_policies": 1783,

@@ -290,10 +290,9 @@ class AttentionCollectionSharder(_Sharder, EmbeddingCollectionSharder):
             the tables.
 
     Raises:
-        ValueError, TypeError: a wrong argument; `model` has no JaggedFeatureInteraction. In `shard`: a plan that divides
-            columns; a feature whose histories lie in two tables that are not replicated, or whose fields are
-            concatenated, or that two layers read differently. At the first batch: tables of several data types or
-            optimizers, or of one that `jfi.tables.step_rows` has not.
+        ValueError, TypeError: a wrong argument; `model` has no JaggedFeatureInteraction. In `shard`: a plan that
+            divides columns; a feature whose histories lie in two tables that are not replicated, or whose fields are
+            concatenated, or that two layers read differently. At the first batch: as of FetchedBagsSharder.
 
     Example:
         >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
