@@ -119,7 +119,7 @@ def skewed(tmp_path_factory) -> DataConfig:
     return DataConfig(interactions=str(path), negatives=1, max_history=400)
 
 
-@pytest.mark.parametrize("settings", [{}, {"batching": "user", "max_history": 20}], ids=["by sample", "by user"])
+@pytest.mark.parametrize("settings", [{}, {"batching": "user", "max_history": 10}], ids=["by sample", "by user"])
 def test_ranks_have_about_as_much_work(skewed, settings):
     dataset, size = load_dataset(replace(skewed, **settings)), 1000 if settings else 200
     order = dataset.batches("train", size, shuffle=True, seed=3).order

@@ -24,6 +24,11 @@ START = 1_700_000_000.0
 COLUMNS = ["item", "category", "rating"]
 
 
+def category_of(item: int) -> int | None:
+    """That of the run's table of items, which `jfi predict` and `jfi state load` read."""
+    return item % 10 if item < 60 else None
+
+
 def log(count: int = 400) -> list[dict]:
     """Events of few users in the order in which they arrive: often several at a time, some late, items that are new."""
     draw, rows, now = random.Random(0), [], START
@@ -32,7 +37,7 @@ def log(count: int = 400) -> list[dict]:
         item = draw.choice([*range(1, 60), 991, 992, 993])
         late = draw.choice([0, 0, 0, 0, 3, 40])
         user, rating = f"u{draw.randrange(6)}", draw.choice([1, 2, 3, 4, 5, None])
-        row = {"user": user, "item": item, "category": item % 7, "rating": rating, "timestamp": now - late}
+        row = {"user": user, "item": item, "category": category_of(item), "rating": rating, "timestamp": now - late}
         rows.append(row | {"id": f"e{number}"})
     return rows
 
@@ -57,7 +62,8 @@ def stateful(exported, new_store):
 
 
 def request_of(user: str, now: float) -> dict:
-    candidates = {"item": [3, 991, 17, 58], "category": [3, 991 % 7, 3, 2]}
+    items = [3, 991, 17, 58]
+    candidates = {"item": items, "category": [category_of(item) for item in items]}
     return {"user": user, "candidates": candidates, "time": now}
 
 
