@@ -253,7 +253,7 @@ class DataConfig:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether there is no label, so that every row is a positive."""
+        """True if there is no label, so that every row is a positive."""
         return self.targets()[0].label is None
 
     @property

@@ -408,7 +408,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     if refusal is None:
         return _plan_sm90(problem, _sm90_forward(problem, num_keys, batch), False, Split.TILE_SCHEDULER, 1)
     reason = f"more than {SINGLE_TILE_ROWS} query rows per key head, and not jagged attention: {refusal}"
-    by_tma = not device.exported and 0 < num_keys < 2**31 and _is_aligned(x)
+    by_tma = not device.exported and 0 < num_keys < 2**31 and is_aligned(x)
     return _plan_multi_tile(problem, by_tma, reason)
 
 
@@ -546,7 +546,7 @@ def _plan_digits(problem: AttentionProblem, block_r: int, one_query: bool, refus
         return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
     # As many programs of one warp as find registers.
     block_n, registers, programs = 32 if problem.num_words > 4 else 64, None, 8
-    if not (problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables):
+    if not (problem.num_words > 2 or problem.has_bias or problem.has_value_scale):
         registers, programs = 168, 12
     name, launch = "digit_attention_registers", (1, 1, registers, programs)
     rows = max(block_r, 16) if block_r else 0  # one dimension of a product of tensor cores
@@ -616,19 +616,9 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     return "causal, and a sample has other numbers of queries and keys"
 
 
-def _is_aligned(x: Inputs) -> bool:
+def is_aligned(x: Inputs) -> bool:
     """Returns whether query, key and value begin at multiples of 16 bytes, as TMA needs."""
-    value = x.value
-    return not ((x.query.data_ptr() | x.key.data_ptr() | (0 if value is None else value.data_ptr())) % 16)
-
-
-def holds(plan: AttentionPlan, x: Inputs) -> bool:
-    """Returns whether a forward's plan is one for its operands as they were saved, if hooks of autograd moved them.
-
-    Rows by id have been read where their tables were stepped.
-    """
-    num_tables = plan.problem.num_tables
-    return _is_aligned(x) and (num_tables == 0 or num_tables == len(x.tables))
+    return not (x.query.data_ptr() | x.key.data_ptr() | (0 if x.value is None else x.value.data_ptr())) % 16
 
 
 def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None:
@@ -639,7 +629,7 @@ def _sm90_refusal(problem: AttentionProblem, x: Inputs, rows: int) -> str | None
         return f"scale is at most {MIN_SCALE}"
     if max(rows, x.key.shape[0] * problem.num_kv_heads) >= SM90_MAX_ROWS:
         return f"rows · heads are at least {SM90_MAX_ROWS}"
-    return None if _is_aligned(x) else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
+    return None if is_aligned(x) else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
 def _sm90_work(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jfi.kernels.plan import AttentionPlan, holds
+from jfi.kernels.plan import AttentionPlan, Inputs, is_aligned
 from jfi.ops.dispatch import operator
 from jfi.tables.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, aligned
@@ -66,7 +66,7 @@ def attention(
     def run_backward(grad, dlse, *args, chosen=None):
         *tensors, out, lse, needed, impl = args
         x, dlse = operands(*tensors), None if dlse is None else dlse.contiguous()
-        if impl == "triton" and not (chosen is not None and holds(chosen, x)):
+        if impl == "triton" and not (chosen is not None and _holds(chosen, x)):
             chosen = make_plan(x, impl)
         grads = backward(aligned(grad), dlse, x, out, lse, needed, chosen)
         return [x for x, need in zip(grads, needed, strict=False) if need]
@@ -115,3 +115,12 @@ def attention(
 
     schema = f"({fields}, str impl) -> (Tensor, Tensor)"
     return operator(f"{name}_fwd", run_forward, fake, save, differentiate, schema, exported, keeps=True)
+
+
+def _holds(plan: AttentionPlan, x: Inputs) -> bool:
+    """Returns whether a forward's plan is one for its operands as they were saved, if hooks of autograd moved them.
+
+    Rows by id have been read where their tables were stepped.
+    """
+    num_tables = plan.problem.num_tables
+    return is_aligned(x) and (num_tables == 0 or num_tables == len(x.tables))
