@@ -24,9 +24,11 @@ def main(options: argparse.Namespace) -> None:
         what = "name a config" if options.name is None else f"got {options.name!r}"
         raise InputError(f"jfi config copy: {what}; {suggest(options.name or '', known)}")
     out, text = options.out or Path(known[options.name].name), known[options.name].read_text(encoding="utf-8")
-    if out.exists():
-        raise InputError(f"{out}: exists already; name a new file")
-    out.write_text(text, encoding="utf-8")
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InputError(f"{out}: exists already; name a new file") from None
     makes = re.search("^#   (python -m .*)$", text, re.MULTILINE)
     first = f"make its table with: {makes[1]}; " if makes else ""
     print(f"wrote {out}; {first}train with: jfi train --config {out}")

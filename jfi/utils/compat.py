@@ -65,7 +65,7 @@ TorchRec:
     torchrec.distributed.embedding.ShardedEmbeddingCollection._has_uninitialized_input_dist    False tells TorchRec's
         pipelines that there is none to set up
 
-Triton, for launches past ``kernel[grid](...)``, which takes ten times the host time; these names have no underscore:
+Triton, for launches past ``kernel[grid](...)``, which takes the host longer; these names have no underscore:
     JITFunction.params                             what a kernel is not specialized on
     CompiledKernel.function, .metadata, .src.signature    what `kernels/common/launcher.c` launches
     runtime.build.compile_module_from_src, backends.nvidia.driver.include_dirs    build it
