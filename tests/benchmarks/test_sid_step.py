@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import sid_step
 from benchmarks.sid_step import DENSE, REGISTERS, WAYS, SidShape
+from jfi.tables import table_rows
 
 CPU = torch.device("cpu")
 TINY = SidShape(4, 6, D=8, H=2, digits=7, items=50)
@@ -49,10 +50,8 @@ def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
-    words = sid_step.SemanticIDEmbedding.words
-    monkeypatch.setattr(
-        sid_step.SemanticIDEmbedding, "words", lambda own, sids: words(own, sids).bitwise_and(0x55555555)
-    )
+    words = table_rows.sid_words
+    monkeypatch.setattr(table_rows, "sid_words", lambda *given: words(*given).bitwise_and(0x55555555))
     rows = run(tmp_path)
     assert rows[0]["status"] == "wrong" and "eager_us" not in rows[0] and rows[1]["status"] == "ok"
 
