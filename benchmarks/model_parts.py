@@ -34,7 +34,6 @@ PARTS = (
     "target attention",
     "+ heads by position",
     "+ cross network",
-    "+ second layer",
     "+ statistics",
 )
 #: What every part is compared with.

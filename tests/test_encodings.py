@@ -21,7 +21,6 @@ data:
     - {{name: место, of: event}}
   dwell: секунды
   surface: место
-  conversion: нравится == да
 model: {{embedding_dim: 8, num_heads: 2, dense_arch: [8], over_arch: [8]}}
 training: {{epochs: 1, batch_size: 32, device: cpu, run_dir: {folder}/run}}
 """

@@ -63,15 +63,18 @@ def measure(run: dict, scratch: Path, epochs: int, limit: float) -> dict:
     folder = scratch / "-".join(map(str, run.values()))
     settings = {"data.prepared": prepared, "model.pooling": run["model"], "model.embedding_dim": run["size"]}
     device = "cuda" if run["device"] == "GPU" else "cpu"
-    training = {"epochs": epochs, "patience": "null", "log_every": 10**6, "device": device, "run_dir": folder}
+    training = {"epochs": epochs, "patience": "null", "device": device, "run_dir": folder}
     settings |= {f"training.{name}": value for name, value in training.items()}
     jfi(["train", *(f"--{name}={value}" for name, value in settings.items())], limit)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     auc = [line["auc"] for line in log if line["split"] == "validation"]
-    # With such a log_every an epoch has one line of training, at its end.
-    speeds = [line["samples_per_second"] for line in log if line["split"] == "train"][: len(auc)]
-    samples = dataset.num_samples("train")
-    return run | {"auc": auc, "seconds": list(itertools.accumulate(samples / speed for speed in speeds))}
+    lines = [line for line in log if line["split"] == "train"]
+    a_step = dataset.num_samples("train") * len(auc) / lines[-1]["step"]  # samples
+    seconds, before = [0.0] * len(auc), 0
+    for line in lines:
+        seconds[line["epoch"] - 1] += (line["step"] - before) * a_step / line["samples_per_second"]
+        before = line["step"]
+    return run | {"auc": auc, "seconds": list(itertools.accumulate(seconds))}
 
 
 def reached(run: dict, runs: list[dict]) -> float | None:

@@ -74,7 +74,6 @@ OURS: dict[str, dict[str, object]] = {
     "target attention": {},
     "+ heads by position": _BIASES,
     "+ cross network": _CROSSED,
-    "+ second layer": _CROSSED | {"model.attention_layers": 2},
     "+ statistics": _CROSSED | _STATISTICS,
     "+ statistics of one's own past": _CROSSED | _OWN,
     "+ recency": _RECENT,
@@ -87,7 +86,7 @@ _AUXILIARY: dict[str, object] = {
     "data.label": None,
     "data.labels": [
         {"name": "label", "label": "rating >= 4"},
-        *({"name": name, "label": rule, "weight": 0.5, "auxiliary": True} for name, rule in _OTHERS),
+        *({"name": name, "label": rule, "weight": 0.5, "task": "auxiliary"} for name, rule in _OTHERS),
     ],
 }
 WITH_RATINGS: dict[str, dict[str, object]] = {

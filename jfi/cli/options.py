@@ -65,11 +65,11 @@ _POLICY = r"""Fits a policy of which events of a history are worth computing to 
 
 jfi policy --interactions log.parquet --user user --time timestamp --surface tab --dwell seconds \
     --conversion purchase --remove 0.3 --out policy.json
-jfi policy --config dwell.yaml --remove 0.5 --out policy.json
+jfi policy --config dwell.yaml --conversion converted --remove 0.5 --out policy.json
 
 Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users next to it. Fit it
 to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
-(data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
+(data.dwell, data.surface, data.session), the events are those of its training rows, and conversions its label.
 """
 _CONFIG = """Lists the bundled configs, or copies one to start from.
 
@@ -323,7 +323,7 @@ def policy() -> OptionParser:
     parser = _parser("policy", _POLICY)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
-    source.add_argument("--config", metavar="FILE", help="config of a run; the options up to --until are not for it")
+    source.add_argument("--config", metavar="FILE", help="config of a run; takes --conversion, not the other columns")
     _tables(parser, "a config")
     parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user")
     parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time")
@@ -334,7 +334,7 @@ def policy() -> OptionParser:
     parser.add_argument("--dwell-unit", **units, help="of the dwell")
     help_session = "column of the session (default: a session ends after 30 minutes without an event)"
     parser.add_argument("--session", metavar="COLUMN", help=help_session)
-    help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1'"
+    help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1' (default: the config's label)"
     parser.add_argument("--conversion", metavar="RULE", help=help_rule)
     parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
     parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette")

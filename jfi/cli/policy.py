@@ -24,13 +24,15 @@ from jfi.utils.exit_codes import raise_on_sigterm
 SECONDS = {"s": 1.0, "ms": 1e-3}
 #: The surface of a log without surfaces, and of events whose surface is missing.
 ONLY, MISSING = "all", "unknown"
+#: Options that a table needs, and those that are not for a config, which names the columns itself.
+_NEEDED, _COLUMNS = ("dwell", "conversion"), ("dwell", "surface", "session", "until")
 
 
 def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
     """The events until --until, or of the config's training rows, and whether each is a conversion."""
     if options.config is not None:
         config = parse_config(["--config", options.config], "")[0].data
-        return training_log(replace(config, **given_tables(options)))
+        return training_log(replace(config, **given_tables(options)), options.conversion)
     single = [options.user, options.time, options.dwell, options.surface, options.session]
     wanted = [name for name in [*single, *label_columns(options.conversion)] if name is not None]
     table = read_table(options.interactions, wanted, setting="--interactions")
@@ -75,10 +77,12 @@ def codes(column: pa.Array) -> tuple[np.ndarray, list[str]]:
 
 def main(options: argparse.Namespace) -> None:
     """Fits a policy, prints it and draws it."""
-    of_table = ("dwell", "conversion", "surface", "session", "until")
-    for name in of_table[:2] if options.config is None else of_table:
-        if (getattr(options, name) is None) == (options.config is None):
-            raise ConfigError(f"--{name} {'is missing' if options.config is None else 'is not for --config'}")
+    if options.config is None and (missing := next((one for one in _NEEDED if getattr(options, one) is None), None)):
+        raise ConfigError(f"--{missing} is missing")
+    if options.config is not None and (
+        wrong := next((one for one in _COLUMNS if getattr(options, one) is not None), None)
+    ):
+        raise ConfigError(f"--{wrong} is not for --config")
     if options.out.suffix != ".json":
         raise ConfigError(f"--out {options.out}: the name must end in .json")
     picture = options.out.with_suffix(".png")

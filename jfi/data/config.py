@@ -39,17 +39,16 @@ class LabelConfig:
         name: letters, digits and underscores. With several, metrics, columns of predictions and scores of a request
             have it.
         label: a column or a rule, as `data.label`.
-        task: "binary", or "regression" for a column of real numbers, which the model predicts by their squared error.
+        task: "binary"; "regression" for a column of real numbers, which the model predicts by their squared error; or
+            "auxiliary" for a binary label whose loss alone matters, which helps to train the model: it is not
+            predicted, no metric reads it, and a row that lacks it does not count in its loss.
         weight: weight of its loss in the sum over all labels, positive.
-        auxiliary: whether its loss alone matters, which helps to train the model: a column of 0 and 1, or a rule, which
-            the model does not predict and no metric reads. A row that lacks it does not count in its loss.
     """
 
     name: str
     label: str
-    task: Task = "binary"
+    task: Task | Literal["auxiliary"] = "binary"
     weight: Positive = 1.0
-    auxiliary: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self, f"data.labels '{self.name}': ", DataError)
@@ -186,8 +185,6 @@ class DataConfig:
         dwell_unit: unit of `dwell`, "s" or "ms".
         surface: column of where the event happened, such as a tab, a feed or a kind of page, or None; as `dwell`.
         session: column of the session's id, or None: then a session ends where a user pauses for 30 minutes.
-        conversion: a column of 0 and 1 or a rule, as `label`, for the events that a policy is fitted to. Nothing else
-            reads it. None means `label`.
         policy: file of a `jfi.history_policies.Policy`, which selects among the newest `max_history` events of a
             history, by their dwell and surface and the user's segment, and gives them weights. None keeps all.
         prepared: folder that `jfi prepare` wrote. It replaces the tables, and the settings of this section are those
@@ -231,7 +228,6 @@ class DataConfig:
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
     session: str | None = None
-    conversion: str | None = None
     policy: str | None = None
     prepared: str | None = None
 
@@ -240,12 +236,12 @@ class DataConfig:
 
     def targets(self) -> list[LabelConfig]:
         """The labels that the model predicts: those of `labels`, or `label` as one named "label"."""
-        found = [one for one in self.labels if not one.auxiliary]
+        found = [one for one in self.labels if one.task != "auxiliary"]
         return found or [LabelConfig("label", self.label)]  # type: ignore[arg-type] # None: no label
 
     def auxiliary_labels(self) -> list[LabelConfig]:
         """The labels that only the loss of the training rows reads."""
-        return [one for one in self.labels if one.auxiliary]
+        return [one for one in self.labels if one.task == "auxiliary"]
 
     def trained_labels(self) -> list[LabelConfig]:
         """`targets()`, and behind them `auxiliary_labels()`."""
@@ -257,7 +253,7 @@ class DataConfig:
         return self.targets()[0].label is None
 
     @property
-    def task(self) -> Task:
+    def task(self) -> str:
         """That of the first label."""
         return self.targets()[0].task
 

@@ -5,7 +5,7 @@ import math
 
 from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.rules import label_columns, only_column, parse_rule
+from jfi.data.schema.rules import only_column, parse_rule
 from jfi.events.groups import BY_CATEGORY
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
@@ -169,14 +169,8 @@ def _check_targets(config: DataConfig) -> None:
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
         if names.count(one.name) > 1:
             raise DataError(f"data.labels has the name '{one.name}' twice; names must differ")
-        if one.task == "regression" and one.auxiliary:
-            raise DataError(f"{key} is auxiliary and of task regression; an auxiliary label must be binary")
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
-    if config.conversion is not None:
-        label_columns(config.conversion)
-    elif config.policy is not None and config.task == "regression":
-        raise DataError("data.conversion is not set, and the label is a regression; it must say which events count")
     if config.policy is not None and config.dwell is None and config.surface is None and config.prepared is None:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 

@@ -34,7 +34,7 @@ VERSION = 4
 _TEXT = "tag:yaml.org,2002:str"
 _KINDS = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
 #: The settings that may hold URLs.
-_WITH_URLS = ("training.logger_options", *(f"data.{name}" for name in FILES))
+_WITH_URLS = tuple(f"data.{name}" for name in FILES)
 
 
 def parse_config(

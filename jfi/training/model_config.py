@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -49,17 +49,13 @@ class PretrainedConfig:
     """Embeddings from a file, for the values of a categorical column.
 
     Args:
-        path: a Parquet file, or a `.npy` file of `[rows, width]`.
-        id_column: of a Parquet file, the column with the values.
-        vector_column: of a Parquet file, the column with lists of numbers.
+        path: a Parquet file with two columns, the values and lists of numbers, or a `.npy` file of `[rows, width]`.
         ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
         frozen: whether these rows are kept fixed, under torchrun with `sharding.exchange: attention` alone. Values that
             the file lacks have random rows that are trained.
     """
 
     path: str
-    id_column: str = "id"
-    vector_column: str = "vector"
     ids: str | None = None
     frozen: bool = True
 
@@ -72,8 +68,6 @@ class ModelConfig:
         embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
         num_heads: heads of the target attention, a divisor of `embedding_dim`.
-        attention_layers: how often the target attends to the events: from the second time on its query is the previous
-            result, and these results are summed into a separate entry.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
             from the newest event, up to 32); by `recency`, which is the position with a table that begins with heads
             for the newest events; or `weights` of the events; or null. In a list each bias has its own heads, whose
@@ -98,7 +92,6 @@ class ModelConfig:
     embedding_dim: Count = 64
     pooling: Literal["attention", "mean", "sum", "none"] = "attention"
     num_heads: Count = 4
-    attention_layers: Count = 1
     bias: Literal["auto"] | Bias | list[Bias] | None = "auto"
     combine: Literal["sum", "concat"] = "sum"
     dense_arch: list[Count] = field(default_factory=lambda: [64])
@@ -149,7 +142,6 @@ class EncoderConfig:
         num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
-        bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
         relative_bias: learned score bias per block and head, of the pair of events: `distance`, the number of events
             between them, which needs `causal: true`; or null.
     """
@@ -158,13 +150,10 @@ class EncoderConfig:
     num_heads: Count = 4
     dropout: Dropout = 0.0
     causal: bool = False
-    bias: Bias | None = None
     relative_bias: Literal["distance"] | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self, "encoder.", ConfigError)
-        fits = self.bias != "recency" or self.num_heads > 1
-        require(fits, "encoder.num_heads", self.num_heads, "at least 2 with encoder.bias recency")
         is_causal = self.relative_bias is None or self.causal
         require(is_causal, "encoder.causal", self.causal, "true with encoder.relative_bias")
 
@@ -234,35 +223,30 @@ class ShardingConfig:
     """Sharding of the embedding tables over the processes that torchrun launches; see docs/distributed.md.
 
     Args:
-        type: `table_wise` (each table is in one process), `row_wise` or `column_wise` (each table is split by rows or
-            columns), `table_row_wise` (by rows over the processes of one host), or `auto`:
-            TorchRec's planner chooses for each table.
-        min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
+        type: `table_wise` (each table is in one process), `row_wise` (each table is split by rows), `column_wise` (by
+            columns, 16 a shard or half of a narrower table), `table_row_wise` (by rows over the processes of one
+            host), or `auto`: TorchRec's planner chooses for each table.
         compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
-            the GPU, for tables that exceed GPU memory; it needs `exchange: rows`), or `auto`: the planner chooses,
-            with `exchange: attention` always `fused`.
-        cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
+            the GPU of a fifth of their rows, for tables that exceed GPU memory; it needs `exchange: rows`), or `auto`:
+            the planner chooses, with `exchange: attention` always `fused`.
         exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
             sends queries to the processes that own the rows, and partial outputs back; `auto` takes attention where
             the model and the tables allow it, and prints its choice.
         replicate_below: with `attention`, every process reads tables of at most this many rows whole.
         communication: dtype in which embeddings and their gradients are sent.
         group_size: null shards each table over all processes. With a number, which must divide the number of processes,
-            each group of that many processes has all tables and learns from its own samples.
-        sync_every: steps between two averages of the tables of all groups; an epoch ends with one too.
+            each group of that many processes has all tables and learns from its own samples; every 10 steps, and at the
+            end of an epoch, the tables of all groups are averaged.
     """
 
     type: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise"] = "auto"
-    min_partition: Annotated[int, Meta(ge=4, multiple_of=4)] = 16
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
-    cache_load_factor: Annotated[float, Meta(gt=0, le=1)] = 0.2
     exchange: Literal["auto", "attention", "rows"] = "auto"
     replicate_below: Natural = 100_000
     communication: Literal["float32", "bfloat16"] = "float32"
     group_size: Count | None = None
-    sync_every: Count = 1
+    #: Steps between two averages of groups: rare enough to send little, and losses hardly differ from those of 1.
+    average_every: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         check_bounds(self, "sharding.", ConfigError)
-        alone = self.group_size is None and self.sync_every > 1
-        require(not alone, "sharding.sync_every", self.sync_every, "1 unless sharding.group_size is given")

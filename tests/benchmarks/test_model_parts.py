@@ -17,11 +17,11 @@ def test_every_part_is_a_row_beside_target_attention(tmp_path):
     by_name = {row["implementation"]: row for row in rows}
     reference = by_name["target attention"]
     assert reference["over_target_attention"] == 1 and 0 < reference["events_per_sample"] <= 10
-    deep = by_name["+ second layer"]
+    deep = by_name["+ cross network"]
     assert deep["over_target_attention"] == pytest.approx(deep["part_step_us"] / reference["part_step_us"])
     report.write(tmp_path, "parts", ENVIRONMENT, rows)
     found = table.markdown(report.read(tmp_path / "parts.json"))
-    assert found.count("\n|") == len(PARTS) + 1 and "| + second layer |" in found
+    assert found.count("\n|") == len(PARTS) + 1 and "| + cross network |" in found
     assert "rows/s" in report.line(rows[0])
 
 

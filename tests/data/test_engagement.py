@@ -262,7 +262,7 @@ def test_a_prepared_dataset_has_the_same_batches_with_a_policy_of_the_runs_own(c
 
 
 def test_the_log_of_a_policy_has_the_training_rows_alone(config):
-    log, conversion = training_log(replace(config, conversion="seconds > 30 or tab == search"))
+    log, conversion = training_log(config, "seconds > 30 or tab == search")
     dataset = load_dataset(config)
     events = dataset.arrays().events
     assert len(log) == (events.split == 0).sum() < len(events)
@@ -317,7 +317,7 @@ def test_a_policy_of_other_surfaces_is_refused_by_name(config, tmp_path):
     ("changes", "message"),
     [
         ({"dwell": None, "surface": None}, "neither data.dwell nor data.surface is set"),
-        ({"label": None}, "data.conversion is not set"),
+        ({"label": None}, "there is no binary label; a conversion must say"),
         ({"conversion": "bought"}, "no column 'bought'"),
         ({"surface": "many"}, "^data.surface is 'many', which has 480 values; it must have 1 to 256"),
         ({"surface": "none"}, "^data.surface is 'none', which has 0 values; it must have 1 to 256"),

@@ -15,6 +15,7 @@ KUAIRAND = (
     "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
 )
 KUAISAR = "user_id,item_id,playing_time,duration_ms,time,timestamp,click,forward,like,follow,search,search_item_related"
+KUAIRAND_RULE = "is_like == 1 or is_follow == 1 or is_comment == 1 or is_forward == 1"
 START = 1_649_400_000_000
 
 
@@ -32,13 +33,13 @@ def kuaisar(i: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "header", "row", "surfaces", "converts"),
+    ("name", "header", "row", "surfaces", "converts", "rule"),
     [
-        ("kuairand", KUAIRAND, kuairand, ["0", "1", "2"], (5, 7, 11, 13)),
-        ("kuaisar", KUAISAR, kuaisar, ["all"], (5, 7, 11)),
+        ("kuairand", KUAIRAND, kuairand, ["0", "1", "2"], (5, 7, 11, 13), KUAIRAND_RULE),
+        ("kuaisar", KUAISAR, kuaisar, ["all"], (5, 7, 11), "like == 1 or follow == 1 or forward == 1"),
     ],
 )
-def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row, surfaces, converts):
+def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row, surfaces, converts, rule):
     path = write("log.csv", header, *(row(i) for i in range(400)))
     config = replace(parse_config(["--config", f"configs/{name}.yaml"], "")[0].data, interactions=path)
     dataset = load_dataset(config)
@@ -47,7 +48,7 @@ def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row
     assert np.array_equal(fields.dwell, (number * 7919 % 60_000 / 1000).astype(np.float32))
     assert fields.surfaces == surfaces
     assert np.array_equal(fields.surface, number % 3 if len(surfaces) == 3 else np.zeros(400))
-    log, conversion = training_log(config)
+    log, conversion = training_log(config, rule)
     number = np.rint((log.time - START / 1000) / 60).astype(int)
     assert np.array_equal(conversion, np.any([number % of == 0 for of in converts], axis=0))
     fit(log, conversion, remove=0.4).save(tmp_path / "p.json")

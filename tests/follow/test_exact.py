@@ -25,8 +25,8 @@ from .followed_log import FEATURES, GROWING, KINDS, START, VISIT, config_of, mak
 
 #: The parts begin within a visit.
 BEGIN, BATCH = START + 6 * VISIT + VISIT // 2, 16
-LABELS = [LabelConfig("label", "rating >= 4"), LabelConfig("three", "rating >= 3", auxiliary=True)]
-LABELS += [LabelConfig("five", "rating >= 5", weight=0.5, auxiliary=True)]
+LABELS = [LabelConfig("label", "rating >= 4"), LabelConfig("three", "rating >= 3", "auxiliary")]
+LABELS += [LabelConfig("five", "rating >= 5", "auxiliary", 0.5)]
 CASES = {
     "plain": {},
     "statistics": {"statistics": list(GROUPS), "max_history": 6},

@@ -126,10 +126,13 @@ def test_a_config_names_the_columns_and_its_training_rows_are_fitted(command, tm
     assert code == 0, err
     log, conversion = training_log(DataConfig(**data))
     assert Policy.load("policy.json") == fit(log, conversion, remove=0.3)
+    assert command("--config", "run.yaml", "--conversion", "buys == 0", "--out", "none.json")[0] == 0
+    assert Policy.load("none.json") == fit(log, ~conversion)
     assert len(log) == pytest.approx(0.8 * pq.read_metadata("log.parquet").num_rows, rel=0.01)
     for options, message in (
         (["--config", "run.yaml", "--dwell", "ms"], "--dwell is not for --config"),
         (["--interactions", "log.parquet", "--dwell", "ms"], "--conversion is missing"),
+        (["--config", "run.yaml", "--conversion", "bought"], "no column 'bought'"),
     ):
         code, _, err = command(*options, "--out", "other.json")
         assert (code, message in err) == (2, True), err

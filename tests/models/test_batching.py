@@ -100,7 +100,7 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     [
         {"bias": "history_age"},
         {"bias": "position", "combine": "concat"},
-        {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
+        {"bias": ["history_age", "position"], "cross_layers": 1},
         {"pooling": "mean"},
         {"pooling": "sum", "combine": "concat"},
         {"pooling": "none"},

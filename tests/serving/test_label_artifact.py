@@ -64,7 +64,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
         user="user",
         item="item",
         timestamp="time",
-        labels=[*LABELS, LabelConfig("long", "seconds >= 25", auxiliary=True)],
+        labels=[*LABELS, LabelConfig("long", "seconds >= 25", "auxiliary")],
         user_categorical=["region"],
         item_categorical=["genre"],
         event_categorical=["action"],

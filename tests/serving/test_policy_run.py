@@ -249,8 +249,8 @@ def drawn_model(run, model: ModelConfig, encoder: EncoderConfig) -> SequenceDLRM
     ("model", "encoder", "weighted_values"),
     [
         ({"bias": "weights"}, {}, False),
-        ({"bias": ["weights", "history_age"], "attention_layers": 2}, {}, False),
-        ({"bias": "weights"}, {"num_layers": 1, "num_heads": 2, "bias": "weights"}, False),
+        ({"bias": ["weights", "history_age"]}, {}, False),
+        ({"bias": "weights"}, {"num_layers": 1, "num_heads": 2}, False),
         ({"bias": "position"}, {}, True),
         ({"bias": "weights"}, {}, True),
     ],

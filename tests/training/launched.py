@@ -56,7 +56,7 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
         optimizer=OptimizerConfig(
             dense=OptimizerGroup(), embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1), ema_decay=None
         ),
-        sharding=ShardingConfig(type=sharding, min_partition=4, exchange="rows"),
+        sharding=ShardingConfig(type=sharding, exchange="rows"),
         training=TrainingConfig(
             run_dir=str(folder / name),
             epochs=3,
@@ -64,7 +64,6 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
             eval_batch_size=31,
             patience=None,
             device="cpu",
-            log_every=1,
             checkpoint_every=5,
         ),
     )

@@ -23,6 +23,8 @@ from jfi.training.loop.captured_steps import capture
 from jfi.training.loop.trainer import Trainer
 from jfi.training.run.recorder import read_metrics
 
+LOG_EVERY = 1
+
 _WORLD = World(device=torch.device("cpu"))
 
 
@@ -45,7 +47,6 @@ def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = 
                 "epochs": 2,
                 "batch_size": 64,
                 "device": "cpu",
-                "log_every": 1,
                 **training,
             }
         ),

@@ -101,7 +101,7 @@ def known_options(command: str) -> set[str]:
 def exists(setting: str) -> bool:
     """Whether it is one, or an entry of one that takes any names, such as model.pretrained.genres."""
     known = settings()
-    free = ("model.pretrained.", "training.logger_options.", "data.header.")
+    free = ("model.pretrained.", "data.header.")
     return setting.startswith(free) or any(fnmatch.fnmatch(one, setting) for one in known)
 
 

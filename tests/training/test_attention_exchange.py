@@ -22,6 +22,8 @@ from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import config_changes
 from jfi.training.run.saved_run import load_run
 
+LOG_EVERY = 1
+
 STEPS, STOP_AT = 21, 7
 #: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.
 REMOTE = {"exchange": "attention", "replicate_below": 10}

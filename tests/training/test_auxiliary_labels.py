@@ -28,7 +28,7 @@ RULES = ["seconds >= 15", "seconds >= 35"]
 
 
 def labels(rules: list[str] = RULES, label: str = "seconds >= 25") -> list[LabelConfig]:
-    others = [LabelConfig(f"other_{number}", rule, weight=0.5, auxiliary=True) for number, rule in enumerate(rules)]
+    others = [LabelConfig(f"other_{number}", rule, "auxiliary", 0.5) for number, rule in enumerate(rules)]
     return [LabelConfig("label", label), *others]
 
 
@@ -184,10 +184,6 @@ def test_outputs_in_training_alone(experts):
         ({"labels": labels(["seconds >= 25"])}, r"data.labels\[0\] and data.labels\[1\] are both 'seconds >= 25'"),
         ({"labels": labels(["'seconds'  >=  25"])}, r"data.labels\[0\] and data.labels\[1\] are both"),
         ({"labels": labels(["a > 1", "a > 1"])}, r"data.labels\[1\] and data.labels\[2\] are both 'a > 1'"),
-        (
-            {"labels": [*labels(), LabelConfig("x", "seconds", "regression", auxiliary=True)]},
-            r"data.labels\[3\] is auxiliary and of task regression; an auxiliary label must be binary",
-        ),
         ({"labels": labels(["seconds >="])}, "rule 'seconds >='"),
         ({"labels": labels(["user_id"])}, r"data.user and data.labels\[1\] are both 'user_id'"),
         ({"labels": labels(["absent >= 3"])}, "absent"),

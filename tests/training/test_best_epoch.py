@@ -5,9 +5,11 @@ import math
 import pytest
 from test_run import killed_after, tiny
 
-from jfi.training import resume, train
+from jfi.training import TrainingConfig, resume, train
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import Progress
+
+LOG_EVERY = 4
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +134,11 @@ def test_a_resumed_run_remembers_the_best_score_and_warns_of_all_epochs(tmp_path
     assert "AUC 0.9000, 0.6000, 0.5000, AUC per user 0.5000, 0.6000, 0.7000; the run keeps" in capsys.readouterr().out
 
 
-def test_a_line_of_the_log_is_the_mean_of_its_own_steps(tmp_path):
+def test_a_line_of_the_log_is_the_mean_of_its_own_steps(tmp_path, monkeypatch):
     losses = {}
     for every in (1, 4):
-        train(tiny(tmp_path / f"{every}", epochs=1, log_every=every, checkpoint_every=0))
+        monkeypatch.setattr(TrainingConfig, "log_every", every)
+        train(tiny(tmp_path / f"{every}", epochs=1, checkpoint_every=0))
         log = read_metrics(tmp_path / f"{every}" / "metrics.jsonl")
         losses[every] = [line["loss"] for line in log if line["split"] == "train"]
     assert len(losses[1]) >= 12

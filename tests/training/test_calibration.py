@@ -70,18 +70,23 @@ def test_labels_have_calibrations_of_their_own():
 @pytest.fixture(scope="module")
 def weighted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibration")
-    write_table(folder / "table.csv", [row(i) for i in range(1500)])
+    rows = [row(i) for i in range(1500)]
+    write_table(folder / "table.csv", rows)
+    header, *lines = (folder / "table.csv").read_text().splitlines()
+    weights = ["importance", *(5 if one[3] else 1 for one in rows)]
+    table = [f"{line},{weight}" for line, weight in zip([header, *lines], weights, strict=True)]
+    (folder / "table.csv").write_text("\n".join(table) + "\n")
     made = config_of(folder / "table.csv", folder / "run")
-    data = replace_data(made.data, event_dense=[], label="clicked")
+    data = replace_data(made.data, event_dense=[], label="clicked", weight="importance")
     made.optimizer.embeddings.weight_decay = 0.0  # 1,200 samples would leave almost nothing of the tables
-    made = dataclasses.replace(made, data=data).with_training(positive_weight=5.0, epochs=3, patience=None)
+    made = dataclasses.replace(made, data=data).with_training(epochs=3, patience=None)
     said = io.StringIO()
     with without_pictures(), contextlib.redirect_stdout(said):
         train(made)
     return folder, said.getvalue()
 
 
-def test_positive_weights_are_corrected(weighted):
+def test_weights_of_positives_are_corrected(weighted):
     folder, said = weighted
     assert re.search(
         r"^calibration: a \S+, b -\S+; test ne \S+ -> \S+, mean prediction / mean label \S+ -> \S+$", said, re.M

@@ -18,7 +18,6 @@ TINY = 5e-324
 MANY = 2**31 - 1
 #: Option, accepted values, refused values.
 LIMITS = [
-    ("model.attention_layers", [1], [0, -1]),
     ("model.cross_layers", [0, 3], [-1]),
     ("model.bias", [None, "position", ["position", "history_age"]], ["age", [], ["position", "position"], ["age"]]),
     ("model.embedding_dim", [4, 8], [0, -4]),
@@ -29,12 +28,9 @@ LIMITS = [
     ("encoder.num_layers", [0, 1], [-1]),
     ("encoder.num_heads", [1, 3], [0]),
     ("optimizer.ema_decay", [None, TINY, BELOW], [0.0, 1.0]),
-    ("sharding.min_partition", [4, 8], [0, 3, 5, 6, -4]),
-    ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
     ("sharding.group_size", [None, 1], [0, -1]),
-    ("sharding.sync_every", [1], [0, 2]),  # more than 1 goes with groups
-    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every")),
-    *((f"training.{name}", [None, 1], [0]) for name in ("patience", "ranking_positives")),
+    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size")),
+    ("training.patience", [None, 1], [0]),
     ("training.checkpoint_every", [0, 1], [-1]),
     ("training.seed", [0, 2**32 - 1], [-1, 2**32]),
 ]
@@ -59,14 +55,10 @@ def test_limits_of_training(option, accepted, refused):
             "encoder.causal",
             [
                 {"encoder": EncoderConfig(2, causal=True)},
+                {"encoder": EncoderConfig(2, causal=True, relative_bias="distance")},
                 {"encoder": EncoderConfig(2), "model": ModelConfig(pooling="none")},
             ],
             {"encoder": EncoderConfig(2)},
-        ),
-        (
-            "encoder.bias",
-            [{"encoder": EncoderConfig(2, causal=True, relative_bias="distance")}],
-            {"encoder": EncoderConfig(2, causal=True, bias="history_age")},
         ),
     ],
 )
@@ -92,8 +84,7 @@ def test_without_options_nothing_unusual_is_on():
     """Each is described as `none`, `off` or `null` where it is documented."""
     config = Config()
     assert (config.training.checkpoint_every, config.training.warm_start, config.training.run_dir) == (0, None, None)
-    assert (config.encoder.num_layers, config.encoder.causal, config.encoder.bias) == (0, False, None)
-    assert config.encoder.relative_bias is None
+    assert (config.encoder.num_layers, config.encoder.causal, config.encoder.relative_bias) == (0, False, None)
     assert (config.encoder.dropout, config.model.pretrained, config.optimizer.dense.weight_decay) == (0, {}, 0)
 
 
@@ -104,10 +95,6 @@ def test_options_that_must_go_together():
         EncoderConfig(relative_bias="distance")
     with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
         Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
-    Config(sharding=ShardingConfig(min_partition=128))
-    Config(sharding=ShardingConfig(type="column_wise", min_partition=64))
-    with pytest.raises(ConfigError, match=r"^sharding\.min_partition: got 128, must be a divisor"):
-        Config(sharding=ShardingConfig(type="column_wise", min_partition=128))
 
 
 #: Option of `data` with the settings that it needs, accepted values, refused values.
@@ -140,11 +127,10 @@ def test_limits_of_data(option, settings, accepted, refused):
             check_data_config(data_config(interactions="r.csv", **settings, **{option: value}))
 
 
-@pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])
-def test_an_unknown_bias_is_refused(kind, section):
+def test_an_unknown_bias_is_refused():
     known = "position, recency, weights, history_age"
-    with pytest.raises(ConfigError, match=rf"^{section}\.bias: got 'history_ago', must be .*{known}.* or null$"):
-        kind(bias="history_ago")
+    with pytest.raises(ConfigError, match=rf"^model\.bias: got 'history_ago', must be .*{known}.* or null$"):
+        ModelConfig(bias="history_ago")
     for bias in (None, "position", "recency", "weights", "history_age"):
         assert kind(bias=bias).bias == bias
 

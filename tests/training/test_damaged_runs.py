@@ -22,6 +22,8 @@ from jfi.utils.encoding import Vocabulary
 from jfi.utils.exit_codes import run_command
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
+LOG_EVERY = 4
+
 #: Damages in CI, and with the slow tests.
 FEW, MANY = 21, 280
 

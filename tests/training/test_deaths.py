@@ -15,6 +15,8 @@ from jfi.training import Config, train
 from jfi.training.config_parser import save_config
 from jfi.training.run.recorder import read_metrics
 
+LOG_EVERY = 1
+
 pytestmark = pytest.mark.slow
 
 

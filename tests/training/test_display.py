@@ -23,6 +23,8 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.scores import scored
 from jfi.utils.display import Display
 
+LOG_EVERY = 4
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:

@@ -51,6 +51,8 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
 from jfi.training.run.shared_data import load_shared
 
+LOG_EVERY = 1
+
 STOP_AT = 17
 #: Where sums over a batch are taken in another order each time.
 GPU_ROUNDING = 5e-5
@@ -492,17 +494,17 @@ def plan_for_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
-def test_the_cache_of_the_config_reaches_the_plan(plan_for_gpus, kind):
-    plan = plan_for_gpus(type=kind, compute_kernel="fused_uvm_caching", cache_load_factor=0.05)
+def test_the_size_of_the_cache_reaches_the_plan(plan_for_gpus, kind):
+    plan = plan_for_gpus(type=kind, compute_kernel="fused_uvm_caching")
     cached = {name: (table.compute_kernel, table.cache_params.load_factor) for name, table in plan.items()}
-    assert cached == dict.fromkeys(["small", "large"], ("fused_uvm_caching", 0.05))
+    assert cached == dict.fromkeys(["small", "large"], ("fused_uvm_caching", 0.2))
 
 
 def test_a_table_that_does_not_fit_the_gpus_is_cached(plan_for_gpus):
-    plan = plan_for_gpus(compute_kernel="auto", cache_load_factor=0.1)
+    plan = plan_for_gpus(compute_kernel="auto")
     kernels = {name: table.compute_kernel for name, table in plan.items()}
     assert kernels == {"small": "fused", "large": "fused_uvm_caching"}
-    assert plan["large"].cache_params.load_factor == 0.1
+    assert plan["large"].cache_params.load_factor == 0.2
     with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner found no plan"):
         plan_for_gpus(compute_kernel="fused")
 

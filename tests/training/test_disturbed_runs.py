@@ -18,6 +18,8 @@ from jfi.training.distributed.processes import World
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.saved_run import load_run
 
+LOG_EVERY = 4
+
 
 @pytest.fixture(scope="module")
 def server():

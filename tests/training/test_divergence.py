@@ -11,9 +11,11 @@ from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.loop.trainer import Trainer
 from jfi.utils.exit_codes import run_command
 
+LOG_EVERY = 1000
+
 
 def small(run, **training):
-    config = tiny(run, epochs=1, log_every=1000, checkpoint_every=1, **training)
+    config = tiny(run, epochs=1, checkpoint_every=1, **training)
     config.data = tiny_data(num_users=30)
     return config
 

@@ -20,12 +20,14 @@ from jfi.training import OptimizerGroup, resume, train
 from jfi.training.loop.trainer import Trainer
 from jfi.utils.exit_codes import run_command
 
+LOG_EVERY = 4
+
 #: Edits of config.yaml.
 FIELDS = {
     "num_quantiles: 4": "num_quantiles: 5",
     "label: clicked": "label: seconds > 20",
     "num_heads: 2": "num_heads: 4",
-    "ranking_positives: 1000": "ranking_positives: 5",
+    "ranking: sampled": "ranking: none",
     "epochs: 2": "epochs: 3",
 }
 

@@ -14,6 +14,8 @@ from jfi.training.loop.trainer import Trainer
 from jfi.training.run.interrupt import Interrupted
 from jfi.training.run.recorder import read_metrics
 
+LOG_EVERY = 4
+
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):

@@ -17,11 +17,12 @@ from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
 from jfi.training.run.shared_data import load_shared
 
+LOG_EVERY = 1
+
 STEPS, STOP_AT = 21, 7
 SETTINGS = {
     "halves": {"communication": "bfloat16"},
     "groups": {"group_size": 1},
-    "groups-rarely": {"group_size": 1, "sync_every": 10},
     "stopped": {"group_size": 1},
 }
 
@@ -52,7 +53,7 @@ def outcomes(folder, alone):
     jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in SETTINGS.items()}
     jobs["stopped"]["stop_at"] = STOP_AT
     jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
-    jobs["differ"] = job(folder, configured(folder, "differ"), differ={"batch_size": 41, "log_every": 2})
+    jobs["differ"] = job(folder, configured(folder, "differ"), differ={"batch_size": 41, "eval_batch_size": 32})
     jobs["indivisible"] = job(folder, configured(folder, "indivisible", group_size=3))
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
 
@@ -113,7 +114,7 @@ def test_one_process_loads_a_run_in_groups(folder, outcomes):
 
 @pytest.mark.slow
 def test_processes_that_were_started_otherwise_are_refused(folder, outcomes):
-    changes = "training.batch_size was 40 and is 41, training.log_every was 1 and is 2"
+    changes = "training.batch_size was 40 and is 41, training.eval_batch_size was 31 and is 32"
     line = f"process 1 was started with other settings than process 0: {changes}"
     assert [outcome["end"] for outcome in outcomes["differ"]] == [line] * 2
     assert not (folder / "differ").exists()

@@ -36,6 +36,8 @@ from jfi.training.run.interrupt import Interrupted, StopRequest
 from jfi.training.run.recorder import read_metrics
 from jfi.utils.encoding import UNKNOWN, HashedIds
 
+LOG_EVERY = 1
+
 #: More rows than items, users and tags, and fewer.
 LARGE, SMALL = {"item_id": 80, "user_id": 40, "tags": 10}, {"item_id": 31, "user_id": 16, "tags": 3}
 ITEMS, USERS = 61, 30

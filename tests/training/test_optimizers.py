@@ -17,6 +17,8 @@ from jfi.training.loop.learning_rates import rate_factor
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, build_optimizer
 
+LOG_EVERY = 4
+
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):

@@ -108,11 +108,11 @@ def everything(metrics: dict) -> list[dict]:
     return [metrics["overall"], *({**group, "value": ord(group["value"])} for group in metrics["by"]["device"])]
 
 
-def test_a_loop_over_the_rows_gives_the_same_ranks(trained):
+def test_a_loop_over_the_rows_gives_the_same_ranks(trained, monkeypatch):
     """Against all items of training that the user has not taken by then, each scored as a row of its own."""
     folder, run, _ = trained
-    limited = dataclasses.replace(run.config, training=dataclasses.replace(run.config.training, ranking_positives=4))
-    found = dataclasses.replace(run, config=limited).evaluate(folder / "test.csv", history=folder / "log.csv")
+    monkeypatch.setattr(TrainingConfig, "ranking_positives", 4)
+    found = run.evaluate(folder / "test.csv", history=folder / "log.csv")
     test = [line for line in rows()[TEST:] if line[1] != ITEMS]
     hits = 0
     for i in range(4):
@@ -162,13 +162,12 @@ def test_negatives_are_items_of_training_that_have_columns(trained, is_table, wa
     assert items.to_pylist()[:3] == ["5", "13", "new"] and len(items) == len(known) == len(wanted) + 1
 
 
-def test_a_group_without_ranked_positives_has_no_ranking_metrics(trained):
+def test_a_group_without_ranked_positives_has_no_ranking_metrics(trained, monkeypatch):
     folder, run, _ = trained
-    training = dataclasses.replace(run.config.training, ranking_positives=1)
-    limited = dataclasses.replace(run, config=dataclasses.replace(run.config, training=training))
-    groups = limited.evaluate(folder / "test.csv", by="device")["by"]["device"]
+    monkeypatch.setattr(TrainingConfig, "ranking_positives", 1)
+    groups = run.evaluate(folder / "test.csv", by="device")["by"]["device"]
     assert sorted((group["ranked"], group["hr@10"] is None) for group in groups) == [(0, True), (1, False)]
-    training = dataclasses.replace(training, ranking="none")
+    training = dataclasses.replace(run.config.training, ranking="none")
     none = dataclasses.replace(run, config=dataclasses.replace(run.config, training=training))
     overall = none.evaluate(folder / "test.csv")["overall"]
     assert not [name for name in overall if "@" in name or name == "ranked"] and overall["auc"] > 0

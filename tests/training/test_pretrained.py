@@ -18,6 +18,8 @@ from jfi.training.config import PretrainedConfig
 from jfi.training.model.pretrained import read_pretrained
 from jfi.training.run.saved_run import load_run
 
+LOG_EVERY = 4
+
 # Items 0 to 29 of the 40 of the table, in another order, and one that it lacks.
 IDS = [*map(str, range(29, -1, -1)), "nobody"]
 VECTORS = np.random.default_rng(0).normal(size=(31, 8)).astype(np.float32)
@@ -146,8 +148,6 @@ def test_another_width_is_projected(tmp_path):
     ("column", "change", "message"),
     [
         ("item", {"path": "no.parquet"}, r"model.pretrained.item: \S*no.parquet: "),
-        ("item", {"id_column": "key"}, "items.parquet has no column 'key'; known: id, vector"),
-        ("item", {"vector_column": "id"}, "column 'id' of .* has type string, no vectors"),
         ("brand", {}, "model.pretrained.brand: no such column with a vocabulary; known: item, category, rating"),
         ("category", {"ids": ["x", "y"]}, "has none of the values of 'category'"),
         ("item", {"ids": ["1", "1"]}, "has an id twice"),
@@ -158,6 +158,20 @@ def test_a_wrong_file_is_refused_with_the_setting(tmp_path, column, change, mess
     path = parquet(tmp_path, VECTORS if ids is None else VECTORS[:2], ids)
     with pytest.raises(ConfigError, match=message):
         read_pretrained(column, PretrainedConfig(**{"path": path, **change}), schema(), 8)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"id": ["1"], "name": ["a"]}, "has the columns id, name; it must have two, the values of 'item' and lists"),
+        ({"id": ["1"], "a": [[1.0]], "b": [[1.0]]}, "has the columns id, a, b; it must have two"),
+        ({"vector": [[1.0]], "key": pa.array([None], pa.string())}, "has an empty id"),
+    ],
+)
+def test_a_parquet_file_has_a_column_of_values_and_one_of_vectors(tmp_path, columns, message):
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match=message):
+        read_pretrained("item", PretrainedConfig(str(tmp_path / "x.parquet")), schema(), 8)
 
 
 def test_nothing_is_written_for_a_missing_file(tmp_path):

@@ -108,7 +108,8 @@ def test_a_run_on_implicit_feedback_reports_them(tmp_path, monkeypatch):
     # Every user takes the items in a fixed order, so that what comes next is easy.
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(900)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
-    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_positives=30)
+    monkeypatch.setattr(TrainingConfig, "ranking_positives", 30)
+    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full")
     test = train(config).test
     names = ["hr@10", "ndcg@10", "hr@10_full", "ndcg@10_full"]
     assert list(test)[-4:] == names and all(0 <= test[name] <= 1 for name in names)

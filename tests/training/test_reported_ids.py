@@ -13,6 +13,8 @@ from jfi.ops import validation
 from jfi.training import train
 from jfi.training.run.recorder import read_metrics
 
+LOG_EVERY = 2
+
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
@@ -40,7 +42,7 @@ def far(monkeypatch) -> None:
 
 
 def config(run, device):
-    found = tiny(run, epochs=1, batch_size=32, log_every=2, checkpoint_every=0, device=device.type)
+    found = tiny(run, epochs=1, batch_size=32, checkpoint_every=0, device=device.type)
     found.data = tiny_data(num_users=30)
     return found
 

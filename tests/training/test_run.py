@@ -45,6 +45,8 @@ from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import config_changes
 
+LOG_EVERY = 4
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,7 +70,7 @@ def tiny(run_dir: Path | None, **training: object) -> Config:
         ),
         training=TrainingConfig(
             run_dir=None if run_dir is None else str(run_dir),
-            **{"epochs": 3, "batch_size": 64, "log_every": 4, "device": "cpu", "checkpoint_every": 3, **training},
+            **{"epochs": 3, "batch_size": 64, "device": "cpu", "checkpoint_every": 3, **training},
         ),
     )
 
@@ -431,7 +433,7 @@ def test_other_poolings_train(tmp_path, monkeypatch, pooling):
 def test_several_biases_layers_crosses_and_statistics(tmp_path, monkeypatch):
     config = tiny(tmp_path / "run", epochs=4, patience=None)
     config.data = dataclasses.replace(config.data, statistics=["item", "user"], batching="user")
-    parts = {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1}
+    parts = {"bias": ["history_age", "position"], "cross_layers": 1}
     config.model = dataclasses.replace(config.model, **parts)
     monkeypatch.undo()
     train(config)

@@ -22,6 +22,8 @@ from jfi.training.config_parser import load_config, save_config
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.saved_run import load_run
 
+LOG_EVERY = 4
+
 ROOT = Path(__file__).parents[2]
 
 

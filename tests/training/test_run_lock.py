@@ -18,6 +18,8 @@ from jfi.training.run.run_folder import check_new, new_run_dir
 from jfi.training.run.run_lock import writing_run
 from jfi.training.run.saved_run import load_run
 
+LOG_EVERY = 4
+
 
 def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     with writing_run(tmp_path / "run", World()):

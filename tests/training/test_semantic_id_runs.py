@@ -207,7 +207,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
         {},
         {"combine": "concat", "semantic_ids": "decode"},
         {"semantic_ids": "decode", "pooling": "mean", "bias": None},
-        {"item_id": False, "bias": ["position", "history_age"], "attention_layers": 2},
+        {"item_id": False, "bias": ["position", "history_age"]},
         {"pooling": "none", "bias": None},
     ],
     ids=str,

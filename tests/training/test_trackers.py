@@ -14,13 +14,15 @@ from worker import without_pictures
 from jfi.training import resume, train
 from jfi.training.run.recorder import read_metrics
 
+LOG_EVERY = 1
+
 pytest.importorskip("lightning.pytorch.loggers")
 
 
 def run(folder: Path, **training) -> None:
     write_table(folder / "table.csv", [row(i) for i in range(120)])
     with without_pictures():
-        train(config_of(folder / "table.csv", folder / "run", **{"epochs": 1, "log_every": 1, **training}))
+        train(config_of(folder / "table.csv", folder / "run", **{"epochs": 1, **training}))
 
 
 def lines(folder: Path) -> list[tuple[int, dict[str, float]]]:
@@ -43,7 +45,7 @@ def check(found: list[tuple[int, dict[str, float]]], folder: Path) -> None:
 
 @pytest.fixture
 def mlflow(tmp_path, monkeypatch):
-    """Options of the logger, and a function that reads a run back: status, params, steps with their metrics."""
+    """A function that reads a run back: status, params, steps with their metrics."""
     pytest.importorskip("mlflow")
     try:
         importlib.metadata.version("mlflow")
@@ -65,40 +67,40 @@ def mlflow(tmp_path, monkeypatch):
         found = [(key[0], by_line[key]) for key in sorted(by_line, key=lambda key: (key[0], order.index(key[1])))]
         return one.info.run_id, one.info.status, one.data.params, found
 
-    return {"experiment_name": "clicks", "tracking_uri": uri}, read
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "clicks")
+    return read
 
 
 def test_mlflow_has_the_config_and_every_line(mlflow, tmp_path):
-    options, read = mlflow
-    run(tmp_path, logger="mlflow", logger_options=options)
-    _, status, params, found = read()
+    run(tmp_path, logger="mlflow")
+    _, status, params, found = mlflow()
     assert status == "FINISHED"
     assert params["data/label"] == "clicked" and params["training/batch_size"] == "32"
     check(found, tmp_path)
 
 
-def test_a_resumed_run_goes_on_with_its_record_of_mlflow_though_its_config_has_changed(mlflow, tmp_path):
-    options, read = mlflow
-    run(tmp_path, logger="mlflow", logger_options=options)
+def test_a_resumed_run_goes_on_with_its_record_of_mlflow_though_its_config_has_changed(mlflow, tmp_path, monkeypatch):
+    run(tmp_path, logger="mlflow")
     own = tmp_path / "run" / "config.yaml"
     config = yaml.safe_load(own.read_text())
-    config["training"] |= {"epochs": 2, "logger_options": options | {"run_id": read()[0]}}
+    config["training"]["epochs"] = 2
+    monkeypatch.setenv("MLFLOW_RUN_ID", mlflow()[0])
     own.write_text(yaml.safe_dump(config))
     tests = [one for one in lines(tmp_path) if "test/auc" in one[1]]  # a resumed run tests anew
     with without_pictures():
         resume(tmp_path / "run", config_changed="accept")
-    _, status, _, found = read()
+    _, status, _, found = mlflow()
     assert status == "FINISHED"
     found = [one for one in found if one[0] != tests[0][0] or "test/auc" not in one[1]]
     check(found, tmp_path)
 
 
 def test_mlflow_says_that_a_run_has_failed(mlflow, tmp_path, monkeypatch):
-    options, read = mlflow
     monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run(tmp_path, logger="mlflow", logger_options=options)
-    assert read()[1] == "FAILED"
+        run(tmp_path, logger="mlflow")
+    assert mlflow()[1] == "FAILED"
 
 
 def records(path: Path) -> list:
@@ -154,11 +156,13 @@ def wandb(tmp_path, monkeypatch):
 def test_each_training_of_a_process_is_a_run_of_wandb_of_its_own(wandb, tmp_path, monkeypatch):
     for epochs, name in enumerate(("one", "two"), start=1):
         (tmp_path / name).mkdir()
-        run(tmp_path / name, logger="wandb", logger_options={"project": "clicks", "name": name}, epochs=epochs)
+        monkeypatch.setenv("WANDB_NAME", name)
+        run(tmp_path / name, logger="wandb", epochs=epochs)
     monkeypatch.setattr("jfi.training.loop.trainer.Trainer.load_best", lambda *_: 1 / 0)
     (tmp_path / "three").mkdir()
     with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "three", logger="wandb", logger_options={"name": "three"})
+        monkeypatch.setenv("WANDB_NAME", "three")
+        run(tmp_path / "three", logger="wandb")
     assert sys.modules["wandb"].run is None
     found = wandb()
     assert {name: code for name, (code, *_) in found.items()} == {"one": 0, "two": 0, "three": 1}

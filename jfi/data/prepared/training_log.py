@@ -17,11 +17,14 @@ from jfi.history_policies.log import MOST_SURFACES
 from jfi.utils.files import temporary_folder
 
 
-def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
+def training_log(config: DataConfig, conversion: str | None = None) -> tuple[EventLog, np.ndarray]:
     """The events of the training rows, and whether each is a conversion `[N]` bool: what a policy is fitted to.
 
-    They are the rows of histories (`data.history`) in the training split, whether they have a label or not. A
-    conversion is what `data.conversion` says, or the label where it is not set; a row that leaves it open is none.
+    They are the rows of histories (`data.history`) in the training split, whether they have a label or not.
+
+    Args:
+        config: names the tables and the columns.
+        conversion: a column of 0 and 1 or a rule, None for the label; a row that leaves it open is none.
 
     Raises:
         DataError: a fault in the config or the tables, as one line that names it; or the config names neither dwell nor
@@ -42,12 +45,11 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
     settings = column_settings(config)
     if settings.dwell is None and settings.surface is None:
         raise DataError("neither data.dwell nor data.surface is set; a policy needs one of them")
-    rule = settings.conversion or (settings.targets()[0].label if settings.task == "binary" else None)
+    rule = conversion or (settings.targets()[0].label if settings.task == "binary" else None)
     if rule is None:
-        raise DataError("data.conversion is not set, and there is no binary label; it must say which events count")
+        raise DataError("there is no binary label; a conversion must say which events count")
     # The conversion is read like a further label.
-    conversion = LabelConfig("-conversion", rule, auxiliary=True)
-    given = open_tables(replace(config, labels=[*config.labels, conversion]))
+    given = open_tables(replace(config, labels=[*config.labels, LabelConfig("-conversion", rule, "auxiliary")]))
     config = given.config
     with temporary_folder("jfi-log-") as folder:
         read_and_sort(given, folder, Stages(folder, durable=False), check=False)
@@ -58,5 +60,5 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
         if not 1 <= len(engagement.surfaces) <= MOST_SURFACES:
             count = f"has {len(engagement.surfaces):,} values; it must have 1 to {MOST_SURFACES}"
             raise DataError(f"data.surface is '{config.surface}', which {count}, so put rare ones together")
-        conversion = np.array(labels_of(config, events.label, events.targets)[-1][chosen] == 1)
-        return engagement.log(events.user, events.time, chosen), conversion
+        converts = np.array(labels_of(config, events.label, events.targets)[-1][chosen] == 1)
+        return engagement.log(events.user, events.time, chosen), converts

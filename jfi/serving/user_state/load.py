@@ -80,7 +80,6 @@ def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
         title=None,
         statistics=[],
         policy=None,
-        conversion=None,
         dwell=config.dwell if has_policy else None,
         surface=config.surface if has_policy else None,
         session=config.session if has_policy else None,

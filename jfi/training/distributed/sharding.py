@@ -6,6 +6,7 @@ one process.
 """
 
 import dataclasses
+import math
 import os
 import warnings
 
@@ -48,6 +49,8 @@ _EPS = 1e-10
 _FUSED = ("adagrad", "rowwise_adagrad")
 #: Fraction of the memory that the planner reserves for everything but tables.
 _RESERVED = 0.2
+#: Fraction of a table's rows that the cache on the GPU holds: FBGEMM's default.
+_CACHED = 0.2
 _TYPES = ["table_wise", "row_wise", "column_wise"]
 
 
@@ -255,9 +258,21 @@ def _constraints(
     return ParameterConstraints(
         sharding_types=types,
         compute_kernels=kernels,
-        min_partition=sharding.min_partition,
-        cache_params=CacheParams(load_factor=sharding.cache_load_factor) if "fused_uvm_caching" in kernels else None,
+        min_partition=shard_columns(table.embedding_dim),
+        cache_params=CacheParams(load_factor=_CACHED) if "fused_uvm_caching" in kernels else None,
     )
+
+
+def shard_columns(width: int) -> int:
+    """Returns the columns of a shard under `column_wise`: 16, or half of a narrower table.
+
+    FBGEMM takes multiples of 4; a table that has no such shards stays whole.
+
+    >>> shard_columns(64), shard_columns(8), shard_columns(10)
+    (16, 4, 10)
+    """
+    columns = math.gcd(width // 2, 16)
+    return columns if width % 8 == 0 else width
 
 
 def within_hosts(plan: ShardingPlan, local_size: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a run: the sum over its labels, by their weights, with those of samples and of positives."""
+"""The loss of a run: the sum over its labels, by their weights, with those of samples."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,11 @@ from jfi.data.schema.schema import LabelSpec
 class Objective:
     """The loss of a batch.
 
-    With sample i's weight w_i, label l's weight v_l, and p_l the weight of positives (1 where y is 0, and for auxiliary
-    labels), the loss of B samples is
+    With sample i's weight w_i and label l's weight v_l the loss of B samples is
 
         1/B  sum_i w_i  sum_l v_l L_l(z_il, y_il)
 
-        binary       L = p_l cross-entropy of the logit z and y
+        binary       L = cross-entropy of the logit z and y
         regression   L = (z - y)^2 / variance of y in training
 
     where a label that is missing adds nothing.
@@ -26,27 +25,19 @@ class Objective:
     Args:
         labels: in the order of the model's outputs.
         weights: of the labels.
-        positive_weight: of the samples with label 1, for every binary label but auxiliary ones.
         num_auxiliary: number of auxiliary labels, the last ones.
     """
 
-    def __init__(
-        self,
-        labels: Sequence[LabelSpec],
-        weights: Sequence[float],
-        positive_weight: float = 1.0,
-        num_auxiliary: int = 0,
-    ) -> None:
+    def __init__(self, labels: Sequence[LabelSpec], weights: Sequence[float], num_auxiliary: int = 0) -> None:
         self._labels = list(zip(labels, weights, strict=True))
         self._num_predicted = len(labels) - num_auxiliary
-        self._positive_weights = [positive_weight] * self._num_predicted + [1.0] * num_auxiliary
 
     @classmethod
-    def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
+    def of(cls, data: DataConfig, labels: Sequence[LabelSpec]) -> "Objective":
         """The loss of a run with the section `data` and the labels of its schema; auxiliary labels are binary."""
         others = [LabelSpec(one.name) for one in data.auxiliary_labels()]
         weights = [one.weight for one in data.trained_labels()]
-        return cls([*labels, *others], weights, positive_weight, len(others))
+        return cls([*labels, *others], weights, len(others))
 
     def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sums over samples: of the loss of the batch, and of the labels' losses with no other weights than theirs.
@@ -59,24 +50,19 @@ class Objective:
         weighted, plain = [], []
         for place, (label, weight) in enumerate(self._labels):
             output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, place], labels[:, place])
-            losses, scaled = self._losses(label, output, target, self._positive_weights[place], is_whole=place == 0)
-            scaled = scaled if weights is None else scaled * weights
+            losses = self._losses(label, output, target, is_whole=place == 0)
             if place < self._num_predicted:
                 plain.append(losses.detach().sum() * weight)
-            weighted.append(scaled.sum() * weight)
+            weighted.append((losses if weights is None else losses * weights).sum() * weight)
         return torch.stack(weighted).sum(), torch.stack(plain).sum()
 
     @staticmethod
-    def _losses(
-        label: LabelSpec, output: Tensor, target: Tensor, positive_weight: float, is_whole: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Returns each sample's loss, and that with the weight of positives."""
+    def _losses(label: LabelSpec, output: Tensor, target: Tensor, is_whole: bool) -> Tensor:
+        """Returns each sample's loss."""
         present = None if is_whole else ~target.isnan()
         target = target if present is None else target.nan_to_num()
         if label.task == "regression":
-            losses = scaled = ((output - target) / label.deviation).square()
+            losses = ((output - target) / label.deviation).square()
         else:
-            losses = scaled = binary_cross_entropy_with_logits(output, target, reduction="none")
-            if positive_weight != 1:
-                scaled = losses * torch.where(target > 0, positive_weight, 1.0)
-        return (losses, scaled) if present is None else (losses * present, scaled * present)
+            losses = binary_cross_entropy_with_logits(output, target, reduction="none")
+        return losses if present is None else losses * present

@@ -64,7 +64,7 @@ class Steps(RunState):
         self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
         self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)
         self._labels = dataset.schema.labels
-        self._objective = Objective.of(config.data, self._labels, config.training.positive_weight)
+        self._objective = Objective.of(config.data, self._labels)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()

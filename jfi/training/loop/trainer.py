@@ -129,7 +129,7 @@ class Trainer(Steps):
                 progress.step += 1
                 if self.growing is not None and self.growing.is_due(progress.step):
                     self.admit()
-                if progress.step % self.config.sharding.sync_every == 0 or progress.position == end:
+                if progress.step % self.config.sharding.average_every == 0 or progress.position == end:
                     self.groups.average(progress.step)
                 done = order.samples_before(progress.position)
                 now = self.clock()

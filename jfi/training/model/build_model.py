@@ -81,7 +81,7 @@ def build_model(
         admit_every: steps between two admissions of new ids to tables that grow.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec,
+        ConfigError: `model.semantic_ids` does not go with the codec,
             `model.experts` with a single label, or nothing describes the item.
     """
     features = [f for f in schema.features if config.item_id or f.column != schema.item_key]
@@ -125,7 +125,7 @@ def build_model(
         )
     widths = {f.column: f.width or config.embedding_dim for f in in_collection}
     width, heads = event_width(widths, config.embedding_dim), _heads(config, schema)
-    attention = AttentionPooling(config.num_heads, config.attention_layers)
+    attention = AttentionPooling(config.num_heads)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
         make_embeddings(tables) if tables else None,
@@ -134,7 +134,7 @@ def build_model(
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
         pooling=attention if config.pooling == "attention" else config.pooling,
-        encoder=_encoder(encoder, sequences, features, width),
+        encoder=_encoder(encoder, sequences, width),
         dropout=config.dropout,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
@@ -305,15 +305,12 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
     ]
 
 
-def _encoder(
-    encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], features: list[FeatureSpec], width: int
-) -> JaggedEncoder | None:
-    bias = _bias(encoder.bias, features)
+def _encoder(encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], width: int) -> JaggedEncoder | None:
     if not sequences or not encoder.num_layers:
         return None
     relative = None if encoder.relative_bias is None else PositionBias(_NUM_POSITIONS)
     return JaggedEncoder(
-        [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
+        [replace(sequence, bias=None, relative_bias=relative) for sequence in sequences],
         width,
         encoder.num_heads,
         encoder.num_layers,

@@ -83,29 +83,30 @@ def _read_npy(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]
 
 
 def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
-    names = list({config.id_column: None, config.vector_column: None})
     try:
         with open(config.path, "rb") as opened:  # Arrow would open the path as a URL if it is no file
-            file = pyarrow.parquet.ParquetFile(opened)
-            for name in names:
-                if name not in file.schema_arrow.names:
-                    known = ", ".join(file.schema_arrow.names)
-                    raise ConfigError(f"{key}: {config.path} has no column '{name}'; known: {known}")
-            table = file.read(names)
+            table = pyarrow.parquet.ParquetFile(opened).read()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{key}: {_fault(error, config.path)}") from None
-    lists = table.column(config.vector_column).combine_chunks()
+    of_lists = [
+        pa.types.is_list(one) or pa.types.is_large_list(one) or pa.types.is_fixed_size_list(one)
+        for one in table.schema.types
+    ]
+    if sorted(of_lists) != [False, True]:
+        raise ConfigError(
+            f"{key}: {config.path} has the columns {', '.join(table.column_names)}; it must have two, the values of "
+            f"'{key.rpartition('.')[2]}' and lists of numbers"
+        )
+    lists = table.column(of_lists.index(True)).combine_chunks()
     if pa.types.is_fixed_size_list(lists.type):
         lists = lists.cast(pa.list_(lists.type.value_type))
-    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
-        raise ConfigError(f"{key}: column '{config.vector_column}' of {config.path} has type {lists.type}, no vectors")
     widths = pc.unique(pc.list_value_length(lists))
     if len(widths) != 1 or not widths[0].as_py() or lists.flatten().null_count:
         raise ConfigError(f"{key}: the vectors of {config.path} must all have the same width, without gaps")
     values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
-    ids = as_text(flatten(table.column(config.id_column)))
+    ids = as_text(flatten(table.column(of_lists.index(False))))
     if ids.null_count:
-        raise ConfigError(f"{key}: column '{config.id_column}' of {config.path} has an empty id")
+        raise ConfigError(f"{key}: {config.path} has an empty id")
     return ids, values.reshape(len(lists), widths[0].as_py())
 
 

@@ -12,14 +12,25 @@ import os
 import sys
 from typing import Any, Protocol
 
-from jfi.data.io.paths import UnnamedURL
 from jfi.training.config import ConfigError, TrainingConfig
 
 _log = logging.getLogger(__name__)
 
 _MODULE = "lightning.pytorch.loggers"
-#: The logger of each name in `jfi.training.config.TRACKERS`. No config names a class: it may be somebody else's.
-_CLASSES = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
+#: By name in `training.logger` the logger, and its arguments by the variable of the environment that gives each; W&B
+#: reads its own. No config has them: it may be somebody else's.
+_LOGGERS: dict[str, tuple[str, dict[str, str]]] = {
+    "wandb": ("WandbLogger", {}),
+    "mlflow": (
+        "MLFlowLogger",
+        {
+            "tracking_uri": "MLFLOW_TRACKING_URI",
+            "experiment_name": "MLFLOW_EXPERIMENT_NAME",
+            "run_name": "MLFLOW_RUN_NAME",
+            "run_id": "MLFLOW_RUN_ID",
+        },
+    ),
+}
 
 
 class Logger(Protocol):
@@ -31,13 +42,9 @@ class Logger(Protocol):
 
 
 def check_packages(config: TrainingConfig) -> None:
-    """Raises ConfigError if the tracker `training.logger` lacks a package, or its URL is that of somebody else."""
+    """Raises ConfigError if the tracker `training.logger` lacks a package."""
     if config.logger is None:
         return
-    uri = config.logger_options.get("tracking_uri")
-    if isinstance(uri, UnnamedURL) and uri != os.environ.get("MLFLOW_TRACKING_URI"):
-        what = f"training.logger_options.tracking_uri of a config file or a run is a URL, {uri}"
-        raise ConfigError(f"{what}; to let metrics go there, set the environment variable MLFLOW_TRACKING_URI to it")
     missing = [package for package in ("lightning", config.logger) if importlib.util.find_spec(package) is None]
     if missing:
         have = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
@@ -50,9 +57,11 @@ def _make_logger(config: TrainingConfig) -> Logger | None:
         return None
     check_packages(config)
     try:
-        return getattr(importlib.import_module(_MODULE), _CLASSES[config.logger])(**config.logger_options)
+        name, arguments = _LOGGERS[config.logger]
+        given = {argument: os.environ[one] for argument, one in arguments.items() if one in os.environ}
+        return getattr(importlib.import_module(_MODULE), name)(**given)
     except Exception as error:
-        raise ConfigError(f"training.logger_options: the logger cannot be made: {_shown(error)}") from error
+        raise ConfigError(f"training.logger: {config.logger} cannot be started: {_shown(error)}") from error
 
 
 class Tracker:
