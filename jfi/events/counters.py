@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.events.groups import WINDOW
 from jfi.events.point_in_time import Column, PastIndex, Rows
 
@@ -41,7 +41,7 @@ def index_of_counters(
         KeyError: `arrays` lacks one that is needed, now or when a question is answered.
     """
     user, item, time, label = (arrays[f"event {name}"] for name in _EVENTS)
-    events = Events(user, item, time, label, np.zeros(len(user), np.int8))
+    events = SortedEvents(user, item, time, label, np.zeros(len(user), np.int8))
     none = np.zeros((0, 1), np.int64)
     columns = {part: Column("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
 

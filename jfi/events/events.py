@@ -14,7 +14,7 @@ EventValues = dict[str, Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Events:
+class SortedEvents:
     """All E events, sorted by (user, timestamp, item). The arrays may be maps of files; nothing is copied.
 
     Args:
@@ -27,7 +27,7 @@ class Events:
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
-        >>> events = Events(user, np.array([3, 1, 2, 1]), time, np.ones(4), np.zeros(4, np.int8))
+        >>> events = SortedEvents(user, np.array([3, 1, 2, 1]), time, np.ones(4), np.zeros(4, np.int8))
         >>> events.histories(np.array([1, 2, 3]), max_history=10)
         (array([0, 0, 3]), array([1, 1, 0]))
     """
@@ -103,7 +103,7 @@ class Histories:
     events: np.ndarray | None = None
     weights: np.ndarray | None = None
 
-    def blocks(self, events: Events, size: int) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    def blocks(self, events: SortedEvents, size: int) -> Iterator[tuple[slice, slice, np.ndarray]]:
         """Yields whole histories, of at most `size` events together or a longer one.
 
         Args:
@@ -155,7 +155,7 @@ def first_rows(user: np.ndarray) -> np.ndarray:
     return np.searchsorted(user, users)
 
 
-def order_by_item(events: Events, out: np.ndarray | None = None, rows_at_once: int = 1 << 20) -> np.ndarray:
+def order_by_item(events: SortedEvents, out: np.ndarray | None = None, rows_at_once: int = 1 << 20) -> np.ndarray:
     """`[E]`, the rows sorted by (user, item, timestamp): each user's rows, in another order.
 
     Args:

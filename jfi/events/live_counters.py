@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jfi.events.events import Events, event_values
+from jfi.events.events import SortedEvents, event_values
 from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
-from jfi.events.live_records import PAIRS, USER_ROWS, SortedRows, records_with_ends
+from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, records_with_ends
 from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
-from jfi.events.statistics import Columns, Statistics
+from jfi.events.statistics import StatisticColumns, Statistics
 from jfi.utils.jagged import blocks
 
 #: Rows that are answered or counted together, which bounds memory; rows of one time are answered together.
@@ -66,10 +66,10 @@ class LiveCounters:
         self.names = self._counted.names
         self.names.update((one.text, one) for one in self._find_names())
 
-    def _find_names(self) -> list[SortedRows]:
+    def _find_names(self) -> list[KeyedRows]:
         """Finds the sorted rows that a question reads, by asking it of a log of two rows."""
         zero, one = np.zeros(2, np.int64), np.ones(2, np.float32)
-        events = Events(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
+        events = SortedEvents(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
         columns, ids = {}, {}
         for name, slots in self._counted.columns.items():
             ids[f"column {name}"] = np.ones((1, slots), np.int64)
@@ -91,14 +91,14 @@ class LiveCounters:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by ")) and one not in sums]
             key = index.sorted_by.get(text, ())
-            found.append(SortedRows(text, text.partition(" by ")[0], key, tuple(sums), tuple(decays)))
+            found.append(KeyedRows(text, text.partition(" by ")[0], key, tuple(sums), tuple(decays)))
         return found
 
     def _statistics(self, index: PastIndex) -> Statistics:
         counted = self._counted.window, self._half_lives, self._numbers, self._values
         return Statistics(index, self._groups, self._categories, *counted)
 
-    def answers(self, get: Get, questions: LiveRows) -> Columns:
+    def answers(self, get: Get, questions: LiveRows) -> StatisticColumns:
         """Returns by column the statistics `[N]` of questions.
 
         Args:
@@ -114,7 +114,7 @@ class LiveCounters:
             changes |= index.changes()
         return changes
 
-    def answer_and_add(self, get: Get, events: LiveRows) -> tuple[Columns, dict[bytes, bytes]]:
+    def answer_and_add(self, get: Get, events: LiveRows) -> tuple[StatisticColumns, dict[bytes, bytes]]:
         """Counts events; returns the statistics of each as of its own time, and the records that have changed.
 
         Args:
@@ -127,7 +127,7 @@ class LiveCounters:
             changes |= index.changes()
         return _joined(answers), changes
 
-    def _answers(self, index: LiveIndex) -> Columns:
+    def _answers(self, index: LiveIndex) -> StatisticColumns:
         return self._statistics(index.index()).answers(index.questions)
 
     def _indices(self, get: Get, rows: LiveRows, changes: dict[bytes, bytes]) -> Iterator[LiveIndex]:
@@ -199,5 +199,5 @@ class LiveCounters:
         return int(np.prod([len(digests[part]) for part in key], dtype=np.int64))
 
 
-def _joined(parts: list[Columns]) -> Columns:
+def _joined(parts: list[StatisticColumns]) -> StatisticColumns:
     return parts[0] if len(parts) == 1 else {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}

@@ -15,7 +15,7 @@ from jfi.events.live_records import (
     PAIRS,
     USER_ROWS,
     Added,
-    SortedRows,
+    KeyedRows,
     add_rows,
     empty_record,
     entries_that_stay,
@@ -90,7 +90,7 @@ class Counted:
         num_known: the number of items that training knows.
     """
 
-    names: dict[str, SortedRows]
+    names: dict[str, KeyedRows]
     columns: dict[str, int]
     window: int
     is_implicit: bool
@@ -233,13 +233,13 @@ class LiveIndex:
             if "item surprise" in self._counted.names[text].sums:  # it is made again, with them
                 del self._entries[text]
 
-    def _row_keys(self, name: SortedRows) -> np.ndarray:
+    def _row_keys(self, name: KeyedRows) -> np.ndarray:
         """`[N, K]` int64, the numbers of the keys of the rows, -1 for none."""
         if name.key not in self._of_rows:
             self._of_rows[name.key] = self._index_of({}).keys(name.key, self.questions)
         return self._of_rows[name.key]
 
-    def _added_rows(self, name: SortedRows) -> tuple[np.ndarray, np.ndarray]:
+    def _added_rows(self, name: KeyedRows) -> tuple[np.ndarray, np.ndarray]:
         """Returns the events `[n]` that are rows of a set, and the index of the key of each; twice for two values."""
         is_row = self._new_events() if name.rows == "history" else self._columns["has label"]
         keys = self._row_keys(name)
@@ -328,7 +328,7 @@ def _codes(entries: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return keys_of_entries(entries)[is_row] * len(times) + np.searchsorted(times, rows["time"]), rows
 
 
-def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> list[bytes]:
+def keys_of(name: KeyedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> list[bytes]:
     """Returns the keys of the records of sorted rows.
 
     Args:
@@ -341,7 +341,7 @@ def keys_of(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndar
     return [joined[begin : begin + size] for begin in range(0, len(joined), size)]
 
 
-def sort_keys(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
+def sort_keys(name: KeyedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns the order `[K]` of keys by the first 8 bytes behind their prefix, in which a store is filled fastest."""
     begin = np.zeros((len(numbers), DIGEST_BYTES), np.uint8)
     for first, end in blocks(len(numbers), _KEYS_AT_ONCE):
@@ -350,7 +350,7 @@ def sort_keys(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.nd
     return np.argsort(begin.view(">u8")[:, 0].astype(np.uint64), kind="stable")
 
 
-def _key_matrix(name: SortedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
+def _key_matrix(name: KeyedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarray]) -> np.ndarray:
     """The keys as `[K, bytes]` uint8."""
     if name.text.startswith(PAIRS):
         items = digests["item"]

@@ -31,7 +31,7 @@ _KEPT_OF_ALL = 64
 
 
 @dataclass(frozen=True)
-class SortedRows:
+class KeyedRows:
     """A set of rows, sorted by a key.
 
     Args:
@@ -98,7 +98,7 @@ class Added:
     values: Callable[[str], np.ndarray]
 
 
-def add_rows(name: SortedRows, old: np.ndarray, added: Added, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def add_rows(name: KeyedRows, old: np.ndarray, added: Added, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the entries of K records with further rows, none of them dropped, and where they are from.
 
     Of equal times the old rows come first; in a user's records all are in the order of items.
@@ -140,7 +140,7 @@ def add_rows(name: SortedRows, old: np.ndarray, added: Added, times: np.ndarray)
 
 
 def _add_decayed(
-    name: SortedRows,
+    name: KeyedRows,
     old: np.ndarray,
     added: Added,
     merged: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -181,7 +181,7 @@ def keys_of_entries(entries: np.ndarray) -> np.ndarray:
     return np.cumsum(is_end) - is_end
 
 
-def entries_that_stay(name: SortedRows, entries: np.ndarray) -> np.ndarray:
+def entries_that_stay(name: KeyedRows, entries: np.ndarray) -> np.ndarray:
     """Returns which entries of records stay in the store `[N]` bool."""
     ends, key = np.flatnonzero(np.isinf(entries["time"])), keys_of_entries(entries)
     stays = np.arange(len(entries)) >= ends[key] - name.kept
@@ -211,7 +211,7 @@ def sessions_of(entries: np.ndarray, is_new: np.ndarray, has_column: bool) -> np
 
 
 def records_with_ends(
-    name: SortedRows, source: str, arrays: dict[str, np.ndarray], first: np.ndarray, lengths: np.ndarray
+    name: KeyedRows, source: str, arrays: dict[str, np.ndarray], first: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the rows of K keys of a log, and the entries of their records, one record after the other.
 

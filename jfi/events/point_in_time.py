@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import Events, EventValues, index_type
+from jfi.events.events import EventValues, SortedEvents, index_type
 from jfi.events.past import New, Older, Past, Tally, moments_of
 from jfi.events.sessions import PAUSE, session_starts
 from jfi.utils.encoding import UNKNOWN
@@ -90,7 +90,7 @@ class PastIndex:
 
     def __init__(
         self,
-        events: Events,
+        events: SortedEvents,
         columns: dict[str, Column],
         num_items: int,
         num_known: int,

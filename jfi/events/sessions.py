@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from jfi.events.events import Events, user_blocks
+from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.past import New
 
 #: A session ends where a user pauses for longer, in seconds.
 PAUSE = 1800.0
 
 
-def session_starts(events: Events, session: np.ndarray | None, new: New, rows_at_once: int) -> np.ndarray:
+def session_starts(events: SortedEvents, session: np.ndarray | None, new: New, rows_at_once: int) -> np.ndarray:
     """`[H]` int64, for each row of histories the first one of its session, which has all of its first moment.
 
     Args:

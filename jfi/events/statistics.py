@@ -28,7 +28,7 @@ _SMOOTHING, _OF_FEW = 10.0, 2.0
 _LEAST_SIMILARITY = 1e-3
 _AT_ONCE = 1 << 18
 
-Columns = dict[str, np.ndarray]
+StatisticColumns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Statistics:
     numbers: Iterable[str] = ()
     values: Iterable[str] = ()
 
-    def of(self, events: np.ndarray, item: np.ndarray | None = None) -> Columns:
+    def of(self, events: np.ndarray, item: np.ndarray | None = None) -> StatisticColumns:
         """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value.
 
         Args:
@@ -61,7 +61,7 @@ class Statistics:
         """
         return self.answers(self.index.questions(events, item))
 
-    def answers(self, questions: Questions) -> Columns:
+    def answers(self, questions: Questions) -> StatisticColumns:
         """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value."""
         asked, columns = Tallies(self.index, questions), {}
         for name in GROUPS:
@@ -70,14 +70,14 @@ class Statistics:
         columns_of_events = self.categories, self.numbers, self.values
         return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, *columns_of_events)}
 
-    def of_rows(self, rows: np.ndarray | None, new: Callable[[str, type, int], np.ndarray]) -> Columns:
+    def of_rows(self, rows: np.ndarray | None, new: Callable[[str, type, int], np.ndarray]) -> StatisticColumns:
         """Returns by column the statistics `[E]` of events at `rows [N]`, NaN elsewhere.
 
         Args:
             rows: `[N]` int64, or None for all.
             new: gives by name, type and length an array to write to.
         """
-        found: Columns = {}
+        found: StatisticColumns = {}
         count = len(self.index.events) if rows is None else len(rows)
         if not count:
             self.of(np.zeros(0, np.int64))  # makes the arrays of the index
@@ -91,13 +91,13 @@ class Statistics:
                 found[name][part] = values
         return found
 
-    def _item(self, asked: Tallies) -> Columns:
+    def _item(self, asked: Tallies) -> StatisticColumns:
         count = {"past_item_count": np.log1p(asked.item.count)}
         if self.index.is_implicit:
             return {"past_item_share": np.log(self._item_share(asked))} | count
         return {"past_item_rate": asked.item_rate} | count
 
-    def _user(self, asked: Tallies) -> Columns:
+    def _user(self, asked: Tallies) -> StatisticColumns:
         count = {"past_user_count": np.log1p(asked.user.count)}
         if self.index.is_implicit:
             return count
@@ -107,7 +107,7 @@ class Statistics:
             columns[f"past_user_newest_{most}"] = above / (np.minimum(asked.user.count, most) + 1)
         return columns
 
-    def _user_item(self, asked: Tallies) -> Columns:
+    def _user_item(self, asked: Tallies) -> StatisticColumns:
         key = ("user", "item")
         if self.index.is_implicit:
             tally, _ = asked.user_share("item")
@@ -122,7 +122,7 @@ class Statistics:
             "past_user_item_newest_3": asked.tally(key, 3).rate(rate, 1.0),
         }
 
-    def _similar(self, asked: Tallies) -> Columns:
+    def _similar(self, asked: Tallies) -> StatisticColumns:
         sums = co_occurrence(asked, self.window)
         columns = {"past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY)}
         if self.index.is_implicit:
@@ -130,7 +130,7 @@ class Statistics:
         rate = (sums.liked + _user_rate(asked)) / (sums.labeled + 1.0)
         return columns | {"past_similar_rate": rate, "past_agreement": sums.agreement}
 
-    def _popularity(self, asked: Tallies) -> Columns:
+    def _popularity(self, asked: Tallies) -> StatisticColumns:
         columns = {}
         for number, half_life in enumerate(self.half_lives, 1):
             tally, total = asked.decayed(("item",), half_life), asked.decayed((), half_life).count
@@ -140,16 +140,16 @@ class Statistics:
                 columns[f"past_recent_rate_{number}"] = tally.rate(asked.overall, _SMOOTHING)
         return columns
 
-    def _age(self, asked: Tallies) -> Columns:
+    def _age(self, asked: Tallies) -> StatisticColumns:
         return {
             "past_item_age": np.log1p(asked.age("labeled", ("item",), oldest=True)),
             "past_user_pause": np.log1p(asked.age("history", ("user",))),
         } | ({} if self.index.is_implicit else self._user_item_pause(asked))
 
-    def _user_item_pause(self, asked: Tallies) -> Columns:
+    def _user_item_pause(self, asked: Tallies) -> StatisticColumns:
         return {"past_user_item_pause": np.log1p(asked.age("history", ("user", "item")))}
 
-    def _user_category(self, asked: Tallies) -> Columns:
+    def _user_category(self, asked: Tallies) -> StatisticColumns:
         columns = {}
         for name in self.categories:
             part, prefix = f"column {name}", f"past_user_{name}"
@@ -167,7 +167,7 @@ class Statistics:
                 columns[f"{prefix}_count"] = np.log1p(tally.count)
         return columns
 
-    def _session(self, asked: Tallies) -> Columns:
+    def _session(self, asked: Tallies) -> StatisticColumns:
         count = asked.session[0].count
         columns = {"past_session_count": np.log1p(count)}
         for name in self.categories:
@@ -178,7 +178,7 @@ class Statistics:
             columns[f"past_session_{name}_share"] = share
         return columns
 
-    def _event_values(self, asked: Tallies) -> Columns:
+    def _event_values(self, asked: Tallies) -> StatisticColumns:
         columns, session = {}, asked.session[0]
 
         def mean(name: str, key: tuple[str, ...], expected: np.ndarray | float, smoothing: float) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 from jfi.data import DataSchema, InteractionDataset
 from jfi.data.batches.assemble import Arrays
 from jfi.data.batches.dataset import Batches
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.follow.parts import Part
 from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import LogState
@@ -245,6 +245,6 @@ class Follower(Steps):
 def _empty(schema: DataSchema) -> InteractionDataset:
     """A dataset without samples."""
     none = np.zeros(0, np.int64)
-    events = Events(none, none, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
+    events = SortedEvents(none, none, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
     dense = np.zeros((0, 0), np.float32)
     return InteractionDataset(Arrays(events, [], (dense, dense, []), {SAMPLES: none}, None), schema)

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, to_builtins
 from jfi.history_policies.log import EventLog, check_range, check_surfaces
 from jfi.history_policies.relevance import Cells
 from jfi.history_policies.segments import Segments, statistics_of
-from jfi.history_policies.select import Selected, Tables, select_events
+from jfi.history_policies.select import CellTables, Selected, select_events
 from jfi.utils.errors import suggest
 from jfi.utils.files import DamagedFileError, reading_file, write_file
 from jfi.utils.json_files import decode_json
@@ -162,7 +162,7 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         return (len(self.surfaces) + 1) * self.num_bins
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> CellTables:
         """Returns the tables that decide which events stay; an event of an unknown surface stays with weight 1."""
         count, bins = len(self.segments.names), self.num_bins
         keep = np.ones((count, len(self.surfaces) + 1, bins), bool)
@@ -177,7 +177,7 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         numbers = [largest if one is None else min(one, largest) for one in caps]
         cap = None if caps == [None] * count else np.array(numbers, np.int32)
         weighted = weight.reshape(count, -1) if (weight != 1).any() else None
-        return Tables(keep.reshape(count, -1), weighted, cap, self.newest)
+        return CellTables(keep.reshape(count, -1), weighted, cap, self.newest)
 
     def surface_ids(self, names: Iterable[str | None]) -> np.ndarray:
         """`[len(names)]` int64: the policy's index of each surface of the data; None, for a missing value, is -1.

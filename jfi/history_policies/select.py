@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Tables(NamedTuple):
+class CellTables(NamedTuple):
     """A policy's tables for K segments and C cells.
 
     Args:
@@ -41,7 +41,7 @@ class Selected(NamedTuple):
 
 
 def select_events(
-    tables: Tables, cells: np.ndarray, segments: np.ndarray, lengths: np.ndarray, seen_by: np.ndarray | None = None
+    tables: CellTables, cells: np.ndarray, segments: np.ndarray, lengths: np.ndarray, seen_by: np.ndarray | None = None
 ) -> Selected:
     """Returns the events that stay; on a GPU it is `PolicyModule`.
 

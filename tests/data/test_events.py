@@ -3,15 +3,15 @@ import pytest
 
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.order import Shuffled
-from jfi.events.events import Events, order_by_item, user_blocks
+from jfi.events.events import SortedEvents, order_by_item, user_blocks
 
 
-def random_events(rng: np.random.Generator, count: int = 400, users: int = 12, items: int = 15) -> Events:
+def random_events(rng: np.random.Generator, count: int = 400, users: int = 12, items: int = 15) -> SortedEvents:
     user = np.sort(np.append(np.arange(users), rng.integers(0, users, count - users)))
     item, time = rng.integers(0, items, count), rng.integers(0, 30, count).astype(np.float64)
     order = np.lexsort((item, time, user))
     label, split = np.ones(count, np.float32), np.zeros(count, np.int8)
-    return Events(user[order].astype(np.int32), item[order].astype(np.int32), time[order], label, split)
+    return SortedEvents(user[order].astype(np.int32), item[order].astype(np.int32), time[order], label, split)
 
 
 @pytest.mark.parametrize("max_history", [1, 4, 1000])
@@ -72,5 +72,5 @@ def test_an_order_computed_in_slices_mixes_all_distances():
 
 def test_no_events_have_no_users():
     ids = np.zeros(0, np.int32)
-    events = Events(ids, ids, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
+    events = SortedEvents(ids, ids, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
     assert events.first.tolist() == [0]

@@ -7,12 +7,12 @@ import pytest
 
 from jfi.events import live_counters
 from jfi.events.counters import counters_of, index_of_counters
-from jfi.events.events import Events, EventValues, event_values
+from jfi.events.events import EventValues, SortedEvents, event_values
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import LiveRows
 from jfi.events.point_in_time import Column, PastIndex, Questions
-from jfi.events.statistics import Columns, Statistics
+from jfi.events.statistics import StatisticColumns, Statistics
 
 USERS, ITEMS, WINDOW = 5, 12, 8
 HALF_LIVES = [1e3, 1e4, 1e5, 1e6]
@@ -81,13 +81,13 @@ class Log:
         known[present] = np.arange(len(present))
         histories = None if self.in_history[rows].all() else np.flatnonzero(self.in_history[rows])
         label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
-        events = Events(user, self.item[rows], self.time[rows], label, split, histories)
+        events = SortedEvents(user, self.item[rows], self.time[rows], label, split, histories)
         columns = {"column tags": Column("item", self.tags, 6, "tags")}
         session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
         known_values = {"values": self.values_of(rows)}
         return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session, **known_values), known
 
-    def answers(self, rows: np.ndarray, user: int, now: float) -> Columns:
+    def answers(self, rows: np.ndarray, user: int, now: float) -> StatisticColumns:
         """What training computes for all items."""
         index, known = self.index(rows)
         asked = Questions(
@@ -116,7 +116,7 @@ class Counted:
         self.records |= self.live.add(self.get, events)
 
 
-def check(found: Columns, wanted: Columns, but: tuple[str, ...] = ()) -> None:
+def check(found: StatisticColumns, wanted: StatisticColumns, but: tuple[str, ...] = ()) -> None:
     assert list(found) == list(wanted)
     for name, values in wanted.items():
         if not name.startswith(but):
@@ -216,7 +216,7 @@ def test_columns_may_have_names_that_look_like_those_of_arrays():
     ids = {f"column {name}": rng.integers(0, 3, (ITEMS, 1)) for name in names}
     user, item, values = (np.sort(rng.integers(0, n, 200)) for n in (USERS, ITEMS, 5))
     label = rng.integers(0, 2, 200).astype(np.float32)
-    events = Events(user, rng.permutation(item), np.arange(200.0), label, np.zeros(200, np.int8))
+    events = SortedEvents(user, rng.permutation(item), np.arange(200.0), label, np.zeros(200, np.int8))
     columns = {part: Column("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
     known = {"values": event_values({"c: codes": values}, {"rows by 5.0": [values]})}
     index = PastIndex(events, columns, ITEMS, ITEMS, False, **known)

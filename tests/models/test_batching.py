@@ -9,6 +9,7 @@ from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import cut_chunks
+from jfi.modules import PositionBias
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
 from jfi.utils.jagged import blocks
@@ -142,17 +143,15 @@ def test_an_encoder_where_no_window_cuts(config):
     check_equal(model_of(dataset, encoder, bias="history_age"), dataset)
 
 
-@pytest.mark.parametrize(
-    ("encoder", "message"),
-    [
-        (EncoderConfig(num_layers=1), "causal"),
-        (EncoderConfig(num_layers=1, causal=True, bias="position"), "have no bias, got PositionBias"),
-    ],
-)
-def test_an_encoder_that_rows_cannot_share_is_refused(config, encoder, message):
+def test_an_encoder_that_rows_cannot_share_is_refused(config):
     dataset = load_dataset(config)
-    model = model_of(dataset, encoder)
-    with pytest.raises(ValueError, match=message):
+    model = model_of(dataset, EncoderConfig(num_layers=1))
+    with pytest.raises(ValueError, match="causal"):
+        run(model, dataset, "test", "user", 64)
+    model = model_of(dataset, EncoderConfig(num_layers=1, causal=True))
+    features = model.sequence_arch.encoder.features
+    model.sequence_arch.encoder.features = [replace(one, bias=PositionBias(32)) for one in features]
+    with pytest.raises(ValueError, match="have no bias, got PositionBias"):
         run(model, dataset, "test", "user", 64)
 
 

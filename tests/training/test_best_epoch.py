@@ -7,7 +7,7 @@ from test_run import killed_after, tiny
 
 from jfi.training import TrainingConfig, resume, train
 from jfi.training.run.recorder import read_metrics
-from jfi.training.run.run_position import Progress
+from jfi.training.run.run_position import RunPosition
 
 LOG_EVERY = 4
 
@@ -58,7 +58,7 @@ def test_the_end_warns_of_a_doubtful_best_epoch(tmp_path, monkeypatch, capsys, n
 
 @pytest.mark.parametrize(("name", "warns"), [("ne_click", False), ("auc", True)])
 def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
-    assert bool(Progress(epoch=1, best_epoch=1).warn_of_best_epoch({"ne": 1.2, name: 1.2}, "auc")) == warns
+    assert bool(RunPosition(epoch=1, best_epoch=1).warn_of_best_epoch({"ne": 1.2, name: 1.2}, "auc")) == warns
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_the_mean_ne_of_several_labels_is_not_warned_of(name, warns):
     ],
 )
 def test_an_auc_near_1_or_none_is_warned_of(metrics, is_implicit, warns):
-    found = Progress(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc", is_implicit)
+    found = RunPosition(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc", is_implicit)
     assert [line.startswith(f"warning: the validation {warns}") for line in found] == [True] * (warns is not None)
 
 
 def test_a_label_without_an_auc_hides_no_other_one():
     metrics = {"auc": math.nan, "auc_like": math.nan, "auc_buy": 0.99}
-    found = Progress(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc")
+    found = RunPosition(epoch=1, best_epoch=1, best=0.5).warn_of_best_epoch(metrics, "auc")
     assert "auc is NaN" in found[0] and "auc_buy of epoch 1 is 0.9900" in found[1]
 
 
@@ -103,10 +103,10 @@ def test_auc_and_auc_per_user_that_disagree_are_warned_of(auc, user_auc, epochs)
         for n, a, b, data in lines
         for split in ("train", "validation")
     ]
-    found = Progress(best_epoch=1).warn_of_opposite_metrics(log, "new", "ne")
+    found = RunPosition(best_epoch=1).warn_of_opposite_metrics(log, "new", "ne")
     assert [line.partition(" validation")[0] for line in found] == [f"warning: over epochs {epochs}"] * bool(epochs)
     assert all("the run keeps epoch 1, the best by ne; to rank the items of a user, set" in line for line in found)
-    found = Progress(best_epoch=1).warn_of_opposite_metrics(log, "new", "user_auc")
+    found = RunPosition(best_epoch=1).warn_of_opposite_metrics(log, "new", "user_auc")
     assert all(line.endswith("set training.monitor: auc") for line in found)
 
 
@@ -117,7 +117,7 @@ def test_a_label_whose_metrics_disagree_is_named():
     for label, metrics in moves.items():
         for line, auc, user_auc in zip(log, *metrics, strict=True):
             line |= {f"auc_{label}": auc, f"user_auc_{label}": user_auc}
-    (found,) = Progress(best_epoch=1).warn_of_opposite_metrics(log, "", "auc_like")
+    (found,) = RunPosition(best_epoch=1).warn_of_opposite_metrics(log, "", "auc_like")
     assert found.startswith("warning: over epochs 1, 2, 3 validation AUC and AUC per user of like move in opposite")
     assert found.endswith("set training.monitor: user_auc_like")
 

@@ -21,7 +21,7 @@ from jfi.training.checkpoints.checkpoint import save_checkpoint
 from jfi.training.loop.trainer import Trainer
 from jfi.training.metrics.calibration import fit_platt
 from jfi.training.run import state
-from jfi.training.run.run_position import Progress
+from jfi.training.run.run_position import RunPosition
 from jfi.training.run.saved_run import SavedRun
 
 ROOT = Path(__file__).parents[2]
@@ -73,12 +73,12 @@ def test_a_resumed_run_has_the_calibration_of_the_best_epoch(folder, tmp_path, m
     """It dies after an epoch is saved, between its evaluation and that, or before the test."""
     # All epochs have other logits, and AUCs that are set here.
     chosen = {epoch: 0.5 + 0.1 * (epoch == best) for epoch in (1, 2, 3)}
-    old = Progress.end_evaluation
+    old = RunPosition.end_evaluation
 
     def end_evaluation(self, epoch, metrics, *arguments):
         return old(self, epoch, metrics | {"auc": chosen[epoch]}, *arguments)
 
-    monkeypatch.setattr(Progress, "end_evaluation", end_evaluation)
+    monkeypatch.setattr(RunPosition, "end_evaluation", end_evaluation)
     whole = folder / f"best{best}"
     if not whole.exists():
         with without_pictures():

@@ -132,7 +132,7 @@ def test_an_unknown_bias_is_refused():
     with pytest.raises(ConfigError, match=rf"^model\.bias: got 'history_ago', must be .*{known}.* or null$"):
         ModelConfig(bias="history_ago")
     for bias in (None, "position", "recency", "weights", "history_age"):
-        assert kind(bias=bias).bias == bias
+        assert ModelConfig(bias=bias).bias == bias
 
 
 @pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])

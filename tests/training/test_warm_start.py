@@ -17,7 +17,7 @@ from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
 from jfi.training.run.best_epoch import BestEpoch
 from jfi.training.run.recorder import read_metrics
-from jfi.training.run.run_position import Progress
+from jfi.training.run.run_position import RunPosition
 from jfi.training.run.saved_run import load_run
 from jfi.training.run.warm_start import check_warm_start
 
@@ -170,12 +170,12 @@ def test_the_batch_size_goes_by_the_newer_samples(old, tmp_path, monkeypatch):
 
 def test_rows_after_a_best_evaluation_within_the_first_epoch_are_not_lost(old, tmp_path, monkeypatch):
     """Its parameters have seen only part of the rows: a run that starts from it takes all rows again."""
-    end = Progress.end_evaluation
+    end = RunPosition.end_evaluation
 
     def worse(progress, epoch, metrics, monitor, calibration):
         end(progress, epoch, {**metrics, monitor: -epoch}, monitor, calibration)
 
-    monkeypatch.setattr(Progress, "end_evaluation", worse)
+    monkeypatch.setattr(RunPosition, "end_evaluation", worse)
     for name, after, found, rows in (("a", None, None, "all rows"), ("b", 0.0, 0.0, "rows newer than 1970-01-01")):
         options = {"epochs": 1, "eval_every": 2, "monitor": "auc", "rows_after": after}
         train(config_of(old.parent / "table.csv", tmp_path / name, **options))

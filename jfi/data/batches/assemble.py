@@ -16,7 +16,7 @@ from jfi.data.config import NUM_AGE_BUCKETS
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.events.events import Events, Histories
+from jfi.events.events import Histories, SortedEvents
 from jfi.events.statistics import DenseStatistics
 from jfi.utils.encoding import age_buckets
 from jfi.utils.jagged import Timelines, repeat
@@ -44,7 +44,7 @@ class Arrays:
             contexts; None without `data.statistics`.
     """
 
-    events: Events
+    events: SortedEvents
     columns: list[Categorical]
     dense: Dense
     samples: dict[str, np.ndarray]

@@ -16,7 +16,7 @@ import numpy as np
 from jfi.data.batches.engagement import Engagement
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.events.events import Events, Histories, user_blocks
+from jfi.events.events import Histories, SortedEvents, user_blocks
 from jfi.history_policies import Policy
 from jfi.history_policies.segments import statistics_of
 from jfi.history_policies.select import select_events
@@ -37,7 +37,7 @@ class EventChooser:
         DataError: there is no engagement, or it has surfaces that the policy does not know.
     """
 
-    def __init__(self, policy: Policy, events: Events, engagement: Engagement | None, max_history: int) -> None:
+    def __init__(self, policy: Policy, events: SortedEvents, engagement: Engagement | None, max_history: int) -> None:
         if engagement is None:
             raise DataError("data.policy is set, but the data has neither data.dwell nor data.surface")
         self.policy, self._max_history, self._events = policy, max_history, events
@@ -96,7 +96,7 @@ def load_policy(config: DataConfig) -> Policy | None:
         raise DataError(f"data.policy: {error}") from None
 
 
-def _segments(policy: Policy, events: Events, engagement: Engagement, max_history: int) -> np.ndarray:
+def _segments(policy: Policy, events: SortedEvents, engagement: Engagement, max_history: int) -> np.ndarray:
     """`[E]` int8, the segment of each row's user by the newest `max_history` events strictly before the row."""
     segments = np.zeros(len(events), np.int8)
     if len(policy.segments.names) == 1:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jfi.data.batches.balance import assign_timelines
 from jfi.data.batches.order import BatchPart, Order
-from jfi.events.events import Events, index_type
+from jfi.events.events import SortedEvents, index_type
 from jfi.utils.jagged import blocks, ranges
 
 
@@ -22,7 +22,7 @@ class Chunks:
         first: `[C + 1]` int64: chunk c has the rows at the positions `order[first[c]:first[c + 1]]`.
     """
 
-    events: Events
+    events: SortedEvents
     max_history: int
     rows: np.ndarray
     order: np.ndarray
@@ -54,7 +54,7 @@ class Chunks:
 
 
 def timeline_ranges(
-    events: Events, first: np.ndarray, last: np.ndarray, max_history: int
+    events: SortedEvents, first: np.ndarray, last: np.ndarray, max_history: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """`start, length [U]` of the events that the rows from `first` to `last` see, `[U]` each and of one user."""
     start, length = events.histories(np.concatenate([first, last], dtype=np.int64), max_history)
@@ -62,7 +62,7 @@ def timeline_ranges(
     return start, end - start
 
 
-def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
+def cut_chunks(events: SortedEvents, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
     """Chunks whose rows see at most `max_timeline` events together.
 
     A user's events are cut into windows of equal length, and the rows whose history ends in one window are a chunk: its
@@ -76,7 +76,7 @@ def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline:
 
     Example:
         >>> user, time = np.array([0, 0, 0, 0, 1]), np.array([1.0, 2.0, 2.0, 3.0, 1.0])
-        >>> events = Events(user, np.zeros(5, int), time, np.ones(5), np.zeros(5, np.int8))
+        >>> events = SortedEvents(user, np.zeros(5, int), time, np.ones(5), np.zeros(5, np.int8))
         >>> chunks = cut_chunks(events, np.array([4, 3, 1, 2]), max_history=2, max_timeline=2)
         >>> chunks.order.tolist(), chunks.first
         ([2, 3, 1, 0], array([0, 2, 3, 4]))

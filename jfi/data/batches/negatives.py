@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.utils.encoding import mix
 
 Kind = Literal["sampled", "full"]
@@ -24,7 +24,7 @@ class NegativeSampler:
         per_positive: negatives per positive.
     """
 
-    def __init__(self, events: Events, by_item: np.ndarray, candidates: np.ndarray, per_positive: int) -> None:
+    def __init__(self, events: SortedEvents, by_item: np.ndarray, candidates: np.ndarray, per_positive: int) -> None:
         self.per_positive = per_positive
         self.by_item = by_item
         self._events = events

@@ -6,7 +6,7 @@ import numpy as np
 
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.events.events import Events, event_values
+from jfi.events.events import SortedEvents, event_values
 from jfi.events.past import New
 from jfi.events.point_in_time import Column, PastIndex
 from jfi.events.statistics import DenseStatistics, Statistics
@@ -17,7 +17,7 @@ _MAX_VALUES = 8
 
 
 def past_index(
-    events: Events,
+    events: SortedEvents,
     schema: DataSchema,
     ids: Sequence[Categorical],
     is_implicit: bool,

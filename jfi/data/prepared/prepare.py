@@ -25,7 +25,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
 from jfi.data.prepared.fits import check_fits
 from jfi.data.prepared.samples import choose_samples
-from jfi.data.prepared.sources import Tables, column_settings, open_tables
+from jfi.data.prepared.sources import SourceTables, column_settings, open_tables
 from jfi.data.prepared.stages.column_files import (
     ColumnWriter,
     map_to_write,
@@ -48,7 +48,7 @@ from jfi.data.prepared.store import BY_ITEM, EVENTS, write_files
 from jfi.data.prepared.tables import event_table
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
-from jfi.events.events import Events, index_type, order_by_item
+from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display
 from jfi.utils.files import SUMS, locking_folder, naming, sha256_of, sync, temporary_folder
 
@@ -124,7 +124,7 @@ def make_dataset(
             write_prepared(given, schema, work, stages.durable)
 
 
-def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
+def read_and_sort(given: SourceTables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
     read, rows, order = (work / name for name in ("read", "rows", "order"))
     config, scratch = given.config, work / SCRATCH
@@ -147,7 +147,7 @@ def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1G
 
 def sorted_events(
     config: DataConfig, work: Path, split: np.ndarray | None = None, histories: np.ndarray | None = None
-) -> Events:
+) -> SortedEvents:
     """The events of `read_and_sort`, as maps of its files.
 
     Args:
@@ -161,10 +161,10 @@ def sorted_events(
     if histories is None and config.history is not None:
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
     targets = {name: columns[name] for name in target_names(config)}
-    return Events(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
+    return SortedEvents(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
 
 
-def write_prepared(given: Tables, schema: DataSchema | None, work: Path, durable: bool) -> None:
+def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> None:
     """Writes the dataset of the sorted rows into the folder `result` of the stages, each column once, in its place."""
     config, out = given.config, work / "result"
     events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]

@@ -9,14 +9,14 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.labels import labels_of
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.utils.jagged import blocks
 
 _log = logging.getLogger(__name__)
 
 
 def choose_samples(
-    events: Events,
+    events: SortedEvents,
     order: np.ndarray,
     known_items: np.ndarray,
     config: DataConfig,

@@ -27,7 +27,7 @@ from jfi.data.io.blocks import (
 from jfi.data.io.paths import File
 from jfi.data.io.table import Table
 from jfi.data.prepared.prepare import Stages, sorted_events
-from jfi.data.prepared.sources import Tables
+from jfi.data.prepared.sources import SourceTables
 from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import SCRATCH, Columns
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
@@ -53,7 +53,7 @@ Source = str | list[str] | pa.Table | list[File]
 HISTORY = 0
 #: Makes the columns `[E]` of statistics, by name, of the raw columns, the result of `encode_features`, the rows to
 #: score `[N]`, and their indices in the table.
-Past = Callable[[Columns, list[Categorical], np.ndarray, np.ndarray], dict[str, np.ndarray]]
+MakeStatistics = Callable[[Columns, list[Categorical], np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ScoringRows:
         positives: bool = False,
         policy: Policy | None = None,
         trains: bool = False,
-        past: Past | None = None,
+        past: MakeStatistics | None = None,
     ) -> None:
         sources = sources.find(config)
         #: Whether a log is there of what happened before the rows, given or the run's own.
@@ -158,7 +158,7 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        self._tables = Tables(None, users, items, self._read_sids(sources), self._config)
+        self._tables = SourceTables(None, users, items, self._read_sids(sources), self._config)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None

@@ -11,7 +11,7 @@ from jfi.data.prepared.manifest import with_statistics_features
 
 
 @dataclass(frozen=True)
-class Tables:
+class SourceTables:
     """The tables of a config.
 
     Args:
@@ -38,7 +38,7 @@ class Tables:
         return (table for _, table in self.interactions())
 
 
-def open_tables(config: DataConfig) -> Tables:
+def open_tables(config: DataConfig) -> SourceTables:
     """Reads the tables of users and items that a config names; the interactions are read when they are asked for.
 
     Raises:
@@ -51,7 +51,7 @@ def open_tables(config: DataConfig) -> Tables:
         None if paths is None else read_table(paths, wanted, config, f"data.{of}")
         for of, paths in (("users", config.users), ("items", config.items))
     )
-    return Tables(name_of(config), users, items, sids, settings)
+    return SourceTables(name_of(config), users, items, sids, settings)
 
 
 def column_settings(config: DataConfig) -> DataConfig:

@@ -9,7 +9,7 @@ import numpy as np
 from jfi.data.config import DataConfig
 from jfi.data.io.blocks import name_of, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sources import Tables, column_settings
+from jfi.data.prepared.sources import SourceTables, column_settings
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.statistics import compute_statistics
@@ -46,7 +46,7 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
         yield compute_statistics(columns, schema, ids, rows=np.zeros(0, np.int64)).statistics, columns
 
 
-def _tables(config: DataConfig) -> Tables:
+def _tables(config: DataConfig) -> SourceTables:
     """The tables with the settings and the columns that statistics need."""
     config = config.with_statistics()
     names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions"
@@ -60,4 +60,4 @@ def _tables(config: DataConfig) -> Tables:
     session = config.session if {*SESSIONS} & groups else None
     settings = column_settings(DataConfig(**own, features=features, session=session, items=config.items))
     items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
-    return Tables(name_of(config), None, items, None, settings)
+    return SourceTables(name_of(config), None, items, None, settings)

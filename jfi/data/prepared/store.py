@@ -27,7 +27,7 @@ from jfi.data.prepared.tables import dense_names, table_of
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
-from jfi.events.events import Events, index_type
+from jfi.events.events import SortedEvents, index_type
 from jfi.events.statistics import Statistics
 from jfi.utils.files import is_storage_fault, naming, sha256_of, verify, write_sums
 
@@ -95,7 +95,7 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     columns = tables["event"]
     histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
     own = [_numpy(columns[name]) for name in ("user", "item", "time", "label", "split")]
-    events = Events(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
+    events = SortedEvents(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
     ids = _features(schema, tables)
     negatives = None
     if config.is_implicit:

@@ -8,10 +8,10 @@ import numpy as np
 from jfi.events.events import event_values
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
-from jfi.events.statistics import Columns
+from jfi.events.statistics import StatisticColumns
 from jfi.serving.counters import LogCounters
 from jfi.serving.schema import PastFields
-from jfi.serving.user_state.events import Events
+from jfi.serving.user_state.events import SentEvents
 from jfi.serving.user_state.layout import TIME, EventLayout, hashes
 from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.user_state.stores import StateError
@@ -66,7 +66,7 @@ class StateCounters:
         self.live = LiveCounters(past.groups, past.categories, slots, *known, past.numbers, past.values)
         self._digests: dict[tuple[str, int], int] = {}
 
-    def changes(self, get: Get, bodies: Sequence[tuple[Events, np.ndarray, np.ndarray]]) -> dict[bytes, bytes]:
+    def changes(self, get: Get, bodies: Sequence[tuple[SentEvents, np.ndarray, np.ndarray]]) -> dict[bytes, bytes]:
         """Returns what events change: of each body these, their records, and the rows `[N]` of those that count."""
         users, items = ([getattr(one, of)[row] for one, _, rows in bodies for row in rows] for of in ("users", "items"))
         records = np.concatenate([records[rows] for _, records, rows in bodies])
@@ -87,7 +87,7 @@ class StateCounters:
         own = values, labels, in_history, self.orders(items), sessions, sums
         return self.live.add(get, LiveRows(hashes(users), hashes(items), records[TIME], *own))
 
-    def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[Columns]:
+    def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[StatisticColumns]:
         """Returns by column the statistics `[R]` of the candidates of requests."""
         lengths = [len(one.items) for one in asked]
         users, times = hashes([one.user for one in asked]), np.array([one.now for one in asked])

@@ -38,7 +38,7 @@ _USER, _EVENT_ID = Field(USER, "category"), Field(EVENT_ID, "category")
 
 
 @dataclass(frozen=True)
-class Events:
+class SentEvents:
     """N valid events, in the order in which they were sent.
 
     Args:
@@ -123,7 +123,7 @@ class EventReader:
             "anyOf": [{"type": "array", "items": row, **bounds, "allOf": same}, row | {"properties": columns}],
         }
 
-    def read(self, body: bytes) -> Events:
+    def read(self, body: bytes) -> SentEvents:
         """Parses and encodes events.
 
         Raises:
@@ -133,7 +133,7 @@ class EventReader:
 
         return read_body(body, self)
 
-    def __call__(self, given: object) -> Events:
+    def __call__(self, given: object) -> SentEvents:
         """Encodes events.
 
         Args:
@@ -165,7 +165,7 @@ class EventReader:
             records[column.name] = ids
             if lacking:
                 unknown[column.name] = lacking
-        return Events(users, records, unknown, place, *self._counted(columns, place, count))
+        return SentEvents(users, records, unknown, place, *self._counted(columns, place, count))
 
     def _counted(self, columns: dict[str, Values], place: Place, count: int) -> list:
         """The items, labels, whether they are events of histories, and sessions, of events that are counted."""

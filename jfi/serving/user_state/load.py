@@ -9,7 +9,7 @@ from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.blocks import name_of, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sources import Tables, column_settings
+from jfi.data.prepared.sources import SourceTables, column_settings
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.coded import nth_values
@@ -97,7 +97,7 @@ def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSch
     if schema.codec is not None and config.semantic_ids is not None:
         sids = SemanticIDs.read(config.semantic_ids, config.item)
         sids.check_codec(schema.codec, "the run")
-    given = Tables(None, None, items, sids, config)
+    given = SourceTables(None, None, items, sids, config)
     counts = [0, 0]
     with temporary_folder("jfi-state-") as folder:
         read_and_sort(replace(given, name=name_of(config)), folder, Stages(folder, durable=False), check=False)

@@ -10,7 +10,7 @@ from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import PastFields
 from jfi.serving.user_state.counters import StateCounters, comparable
 from jfi.serving.user_state.dictionaries import Dictionaries
-from jfi.serving.user_state.events import Events
+from jfi.serving.user_state.events import SentEvents
 from jfi.serving.user_state.layout import (
     EVENT_ID,
     FORMAT,
@@ -64,7 +64,7 @@ class _Changed:
         users = list(dict.fromkeys(users))
         return dict(zip(users, map(_as_ids, self(list(map(_ids_key, users))), users), strict=True))
 
-    def keep_ids(self, events: Events, rows: np.ndarray) -> None:
+    def keep_ids(self, events: SentEvents, rows: np.ndarray) -> None:
         """Keeps the ids of those of a body's new events that are not of histories."""
         rows = rows[~events.in_history[rows]]
         own = self.ids(events.users[row] for row in rows)
@@ -122,7 +122,7 @@ class UserState:
         """
         return list(map(self.layout.records, self.store.get(list(map(user_key, users))), users))
 
-    def add(self, bodies: Sequence[Events]) -> list[Added | BadRequestError]:
+    def add(self, bodies: Sequence[SentEvents]) -> list[Added | BadRequestError]:
         """Writes events, all at once; a body with a fault is left out whole.
 
         Raises:
@@ -142,7 +142,7 @@ class UserState:
             now = dict(zip(users, map(self.layout.records, values, users), strict=True))
             before = dict(now)
             names, counted = Dictionaries(get, self._numbers, self._texts), _Changed(get)
-            added: list[tuple[Events, np.ndarray, np.ndarray]] = []
+            added: list[tuple[SentEvents, np.ndarray, np.ndarray]] = []
             for events in bodies:
                 try:
                     rows_of = self._new_rows_of(events, now, counted)
@@ -246,7 +246,7 @@ class UserState:
             return known[number - 1] if number > 0 else None
         return names.text(column.values, number)
 
-    def _new_rows_of(self, events: Events, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
+    def _new_rows_of(self, events: SentEvents, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
         """Returns by user the rows of a body that are not repeated.
 
         Raises:
@@ -261,7 +261,7 @@ class UserState:
             for user, rows in rows_of.items()
         }
 
-    def _new_rows(self, events: Events, rows: np.ndarray, old: np.ndarray, others: np.ndarray) -> np.ndarray:
+    def _new_rows(self, events: SentEvents, rows: np.ndarray, old: np.ndarray, others: np.ndarray) -> np.ndarray:
         ids = events.records[EVENT_ID]
         rows = rows[~_is_repeated(np.append(old[EVENT_ID], others), ids[rows])]
         if len(old) >= self.layout.keep:  # the ids of older events are forgotten, so a repeated one is not recognized
@@ -275,7 +275,7 @@ class UserState:
 
     def _merged(
         self,
-        events: Events,
+        events: SentEvents,
         records: np.ndarray,
         rows_of: dict[str, np.ndarray],
         now: dict[str, np.ndarray],
@@ -294,7 +294,7 @@ class UserState:
                 merged[user] = self.layout.merge(now[user], records[rows], texts)
         return merged
 
-    def _numbered(self, events: Events, names: Dictionaries) -> np.ndarray:
+    def _numbered(self, events: SentEvents, names: Dictionaries) -> np.ndarray:
         """The records of events, with numbers for the values that the vocabularies lack."""
         if not events.unknown:
             return events.records

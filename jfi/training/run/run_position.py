@@ -34,7 +34,7 @@ _LEAST_MOVE = 0.002
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Progress(msgspec.Struct, forbid_unknown_fields=True):
+class RunPosition(msgspec.Struct, forbid_unknown_fields=True):
     """The position of a run.
 
     Args:
@@ -104,7 +104,8 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
             num_batches: of the epoch.
 
         Example:
-            >>> Progress(batch=3, step=103).next_evaluation(50, 60), Progress(batch=3, step=103).next_evaluation(0, 60)
+            >>> position = RunPosition(batch=3, step=103)
+            >>> position.next_evaluation(50, 60), position.next_evaluation(0, 60)
             (50, 60)
         """
         if not every or self.position == num_batches:
@@ -118,7 +119,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
         """Returns how many epochs are trained at a position in the next one: an int at its end.
 
         Example:
-            >>> Progress(epoch=2).epochs_at(3, 4), Progress(epoch=2).epochs_at(4, 4)
+            >>> RunPosition(epoch=2).epochs_at(3, 4), RunPosition(epoch=2).epochs_at(4, 4)
             (2.75, 3)
         """
         return self.epoch + (1 if position == num_batches else math.floor(1e6 * position / num_batches) / 1e6)
@@ -140,7 +141,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
             is_implicit: whether negatives are random items, of which an AUC near 1 is no surprise.
 
         Example:
-            >>> progress = Progress(evaluated_epoch=3, best_epoch=1)
+            >>> progress = RunPosition(evaluated_epoch=3, best_epoch=1)
             >>> for line in progress.warn_of_best_epoch({"auc": 0.7, "ne": 1.2}, "auc"):
             ...     print(line)
             warning: the validation NE of epoch 1, the best by auc, is 1.2000: above 1 the probabilities are worse \
@@ -190,7 +191,7 @@ than a constant; try lower learning rates or training.monitor: ne
         Example:
             >>> values = enumerate([(0.7307, 0.6562), (0.7151, 0.6927), (0.683, 0.6961)], 1)
             >>> log = [{"split": "validation", "epoch": n, "auc": a, "user_auc": b} for n, (a, b) in values]
-            >>> print(*Progress(best_epoch=1).warn_of_opposite_metrics(log, "", "auc"))
+            >>> print(*RunPosition(best_epoch=1).warn_of_opposite_metrics(log, "", "auc"))
             warning: over epochs 1, 2, 3 validation AUC and AUC per user move in opposite directions: AUC 0.7307, \
 0.7151, 0.6830, AUC per user 0.6562, 0.6927, 0.6961; the run keeps epoch 1, the best by auc; to rank the items of a \
 user, set training.monitor: user_auc
@@ -278,7 +279,7 @@ def _score(metrics: dict[str, float], monitor: str) -> float:
     return -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
 
 
-def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
+def last_progress(run: RunFolder) -> tuple[Path | None, RunPosition]:
     """The last complete checkpoint of `run`, or None, and its progress.
 
     Raises:
@@ -286,7 +287,7 @@ def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
     """
     path = latest_checkpoint(run.checkpoints)
     if path is None:
-        return None, Progress()
+        return None, RunPosition()
     try:
         progress = load_progress(path)
     except DamagedCheckpointError as fault:
@@ -311,7 +312,7 @@ def check_config(
         raise ConfigError(f"--resume {run.path}: {changed}{advice}")
 
 
-def describe_changes(config: Config, progress: Progress, matters: Callable[[str], bool] = bool) -> str | None:
+def describe_changes(config: Config, progress: RunPosition, matters: Callable[[str], bool] = bool) -> str | None:
     """Returns a line about the fields of config.yaml that were changed since a checkpoint, or None if none was.
 
     Args:
@@ -338,20 +339,20 @@ def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tup
                 yield key, f"{key} was {was} and is {now}"
 
 
-def load_progress(checkpoint: Path) -> Progress:
+def load_progress(checkpoint: Path) -> RunPosition:
     """The progress in a checkpoint.
 
     Raises:
         DamagedCheckpointError: progress.json is missing or damaged, or the folder has the name of another checkpoint.
     """
-    progress = read_progress(checkpoint, Progress)
+    progress = read_progress(checkpoint, RunPosition)
     is_named = checkpoint_name(progress.epoch, progress.batch) == checkpoint.name
     if not is_named or not 0 <= progress.best_epoch < progress.epoch + 1:
         raise DamagedCheckpointError(f"{checkpoint / PROGRESS} is damaged: it is not of a checkpoint of this name")
     return progress
 
 
-def _check_metrics(run: RunFolder, progress: Progress) -> None:
+def _check_metrics(run: RunFolder, progress: RunPosition) -> None:
     length = progress.log_length
     content = b""
     if run.metrics.is_file():

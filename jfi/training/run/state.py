@@ -1,6 +1,6 @@
 """The state of a run: all that the next step depends on, how it begins, and its checkpoints.
 
-A checkpoint has the parameters, the optimizer, the random generators and the running sums, and in `Progress` the
+A checkpoint has the parameters, the optimizer, the random generators and the running sums, and in `RunPosition` the
 position in the epoch, the best epoch and the length of metrics.jsonl. Under torchrun a process has its shards of the
 tables.
 """
@@ -38,7 +38,7 @@ from jfi.training.model.pretrained import fill_rows, load_pretrained
 from jfi.training.run.best_epoch import BestEpoch
 from jfi.training.run.recorder import Recorder, SilentRecorder
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.run_position import Progress, last_progress, load_progress
+from jfi.training.run.run_position import RunPosition, last_progress, load_progress
 from jfi.training.run.warm_start import warm_start
 
 #: Seconds between two looks for a signal while the files of a dataset are verified.
@@ -86,7 +86,7 @@ class RunState:
         self.dataset = dataset = newer
         self.world = world
         self.device = world.device
-        self.progress = Progress(world_size=world.size if world.launched else 0)
+        self.progress = RunPosition(world_size=world.size if world.launched else 0)
         self.groups = Groups(world, None)
         torch.manual_seed(config.training.seed)
         fused = None if world.launched else config.optimizer

@@ -10,14 +10,14 @@ import pyarrow.compute as pc
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import DROP
 from jfi.data.io.table import Table
-from jfi.data.prepared.sources import Tables
+from jfi.data.prepared.sources import SourceTables
 from jfi.data.prepared.stages.column_files import new_map, read_columns
 from jfi.data.prepared.stages.read import RawColumn, read_values
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.prepared.stages.splits import SPLITS, count_training
 from jfi.data.schema.coded import CodedColumn, Dictionary
 from jfi.data.schema.schema import Entity
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.utils.encoding import CROSSED
 from jfi.utils.jagged import blocks
 
@@ -42,9 +42,9 @@ class Columns:
 
     def __init__(
         self,
-        given: Tables,
+        given: SourceTables,
         work: Path,
-        events: Events,
+        events: SortedEvents,
         item_ids: pa.Array | None = None,
     ) -> None:
         self.config, self.events, self.sids = given.config, events, given.sids

@@ -12,7 +12,7 @@ from jfi.data.prepared.stages.splits import count_training
 from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import Categorical, cut, encode
 from jfi.data.schema.schema import DataSchema, FeatureSpec
-from jfi.events.events import Events
+from jfi.events.events import SortedEvents
 from jfi.utils.encoding import UNKNOWN, standardize
 from jfi.utils.jagged import blocks
 
@@ -84,7 +84,7 @@ def id_type(num_ids: int) -> type[np.signedinteger]:
     return next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if num_ids - 1 <= np.iinfo(kind).max)
 
 
-def known_items(schema: DataSchema, columns: Sequence[Categorical], events: Events) -> np.ndarray:
+def known_items(schema: DataSchema, columns: Sequence[Categorical], events: SortedEvents) -> np.ndarray:
     """The items of the training split that have an id of their own, or all of them where ids are hashed."""
     if schema.item_key not in schema.encodings.vocabularies:
         return np.flatnonzero(count_training(events.item, events.split, int(events.item.max()) + 1))

@@ -7,13 +7,13 @@ import numpy as np
 
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.features.past_index import dense_statistics, past_index
-from jfi.data.prepared.stages.columns import Columns as RawColumns
+from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.engagement import read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema, Encodings
 from jfi.events.groups import SESSIONS
-from jfi.events.statistics import Columns, DenseStatistics, Statistics
+from jfi.events.statistics import DenseStatistics, StatisticColumns, Statistics
 
 #: Of implicit feedback the training samples, positives and negatives, that means and deviations come from, about.
 _SAMPLES = 1 << 16
@@ -32,7 +32,7 @@ _NOTED = 0.01
 
 
 def compute_statistics(
-    columns: RawColumns,
+    columns: Columns,
     schema: DataSchema,
     ids: list[Categorical],
     negatives: NegativeSampler | None = None,
@@ -108,7 +108,7 @@ def _spread(rows: np.ndarray, most: int) -> np.ndarray:
     return rows[np.arange(count) * len(rows) // max(count, 1)]
 
 
-def _with_negatives(statistics: Statistics, samples: np.ndarray, negatives: NegativeSampler) -> Columns:
+def _with_negatives(statistics: Statistics, samples: np.ndarray, negatives: NegativeSampler) -> StatisticColumns:
     """The statistics of some samples, spread evenly, and of as many negatives as a run draws."""
     events, per = statistics.index.events, negatives.per_positive
     rows = _spread(samples, max(1, _SAMPLES // (1 + per)))

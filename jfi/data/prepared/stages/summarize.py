@@ -15,7 +15,7 @@ from jfi.data.schema.coded import CodedColumn
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
-from jfi.events.events import Events, user_blocks
+from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.point_in_time import Tallies
 from jfi.semantic_ids.packing import UNKNOWN_SID
 from jfi.utils.jagged import blocks
@@ -81,7 +81,7 @@ def summarize(arrays: Arrays, schema: DataSchema, columns: Columns) -> Summary:
     )
 
 
-def count_lengths(events: Events, samples: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def count_lengths(events: SortedEvents, samples: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """`[L]` int64 each: the lengths of the samples' histories without a limit, ascending, and the samples with each."""
     counts = np.zeros(0, np.int64)
     for rows in samples.values():
