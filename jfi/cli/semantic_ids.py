@@ -10,6 +10,7 @@ from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.io.blocks import read_table
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion
 from jfi.semantic_ids.catalogue import add_items, fit_catalogue, load_catalogue
+from jfi.semantic_ids.codec import Progress
 from jfi.semantic_ids.content import Content
 from jfi.training import ConfigError
 from jfi.training.run.scores import check_place, check_results
@@ -32,18 +33,18 @@ def new_codec(options: argparse.Namespace) -> Codec:
         raise ConfigError(str(error)) from None
 
 
-class Progress:
-    """Shows the progress of a codec's `fit` or `encode`."""
+def showing(task: str, unit: str) -> Progress:
+    """Returns what shows the progress of a codec's `fit` or `encode`."""
+    displays: list[Display] = []
 
-    def __init__(self, task: str, unit: str) -> None:
-        self.task, self.unit, self.display = task, unit, None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.display is None:
-            self.display = Display(self.task, total, unit=self.unit)
-        self.display.update(done - self.display.done)
+    def show(done: int, total: int) -> None:
+        display = displays[0] if displays else Display(task, total, unit=unit)
+        displays[:] = [] if done == total else [display]
+        display.update(done - display.n)
         if done == total:
-            self.display.__exit__()
+            display.close()
+
+    return show
 
 
 def chosen(options: argparse.Namespace) -> dict:
@@ -95,10 +96,10 @@ def run(options: argparse.Namespace) -> None:
     else:
         content = Content(options.text, options.embeddings, options.categorical, options.text_width, options.seed)
         title = f"Semantic IDs of {options.out.name}, by {NAMES[options.codec]}"
-        codec, progress = new_codec(options), Progress("fit", "steps")
+        codec, progress = new_codec(options), showing("fit", "steps")
         print(fit_catalogue(folder, codec, content, table, options.device, chosen(options), title, progress))
         print(f"wrote {folder}")
-    added = add_items(table, options.item, options.out, codec, content, Progress("encode", "items"))
+    added = add_items(table, options.item, options.out, codec, content, showing("encode", "items"))
     write_sids(options.out, options.item, added.items, added.sids, codec)
     unknown = int((added.sids[added.before :] == UNKNOWN_SID).sum())
     late = f"{added.late:,} that had no content and now have an ID, " if added.late else ""

@@ -114,8 +114,8 @@ class ShardedTables(nn.Module):
             table: name of the table.
             rows: [N] bool, True for rows that stay as they are, the same on every rank.
         """
-        shardings = {one.table: one for one in self._shardings}
-        require_keys("tables", shardings, [table])
+        require_keys("tables", shardings := {one.table: one for one in self._shardings}, [table])
+        check_type("rows", rows, Tensor, "a Tensor")
         shard, sharding, got = self.local_shard, shardings[table], [*rows.shape]
         if rows.dtype != torch.bool or got != [sharding.num_rows]:
             raise ValueError(f"rows must be bool of shape [{sharding.num_rows}], got {rows.dtype} of shape {got}")

@@ -235,7 +235,7 @@ class Follower(Steps):
         return [self.dataset.batches(split, size, rank=part, world_size=count, **options) for part in range(count)]
 
     def _display(self, label: str, total: int, done: int) -> Display:
-        return Display(label, total, done, clock=self.clock, silent=True)  # a line of each part says more
+        return Display(label, total, done, silent=True)  # a line of each part says more
 
     def _state(self) -> dict:
         found = super()._state()

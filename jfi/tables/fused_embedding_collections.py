@@ -94,12 +94,12 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             rows: [N] bool, True for rows that stay as they are; the tensor is kept and may be changed in place.
         """
         require_keys("tables", self._fused.weights, [table])
+        check_type("rows", rows, Tensor, "a Tensor")
         weight = self._fused.weights[table]
         elsewhere = rows.is_meta or (rows.device != weight.device and not weight.is_meta)
         if rows.dtype != torch.bool or rows.shape != weight.shape[:1] or elsewhere:
-            on = "any device with memory" if weight.is_meta else weight.device
-            got = f"{rows.dtype} of shape {list(rows.shape)} on {rows.device}"
-            raise ValueError(f"rows must be bool of shape [{weight.shape[0]}] on {on}, got {got}")
+            must = f"[{weight.shape[0]}] on {'any device with memory' if weight.is_meta else weight.device}"
+            raise ValueError(f"rows must be bool of shape {must}, got {rows.dtype} {[*rows.shape]} on {rows.device}")
         self._fused.frozen[table] = rows
 
     def reset_rows(self, table: str, rows: Tensor, ids: Tensor | None = None) -> None:

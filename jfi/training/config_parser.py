@@ -74,13 +74,13 @@ def parse_config(
         if is_setting and "=" not in one and left and not left[0].startswith("--"):
             settings.append(left.pop(0))
     own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
-    given, tree = [*_options([*settings, *unknown], others)], {}
+    given, tree, places = [*_options([*settings, *unknown], others)], {}, _Places()
     for option, value, _ in given:
         if option == "--config":
-            _read_file(tree, value)
+            _read_file(tree, value, places)
     for option, value, hint in given:
         if option != "--config":
-            _override(tree, option, value, hint)
+            _override(tree, option, value, hint, places)
     default = Config()
     if (prepared := tree.get("data", {}).get("prepared")) is not None:
         from jfi.data.prepared.manifest import CHOICES, prepared_config
@@ -92,8 +92,8 @@ def parse_config(
             default = dataclasses.replace(default, data=dataclasses.replace(default.data, **choices))
     try:
         config = _build(Config, tree, "", default)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
+    except (ConfigError, DataError) as error:
+        raise ConfigError(places.located(str(error))) from None
     own.arguments = list(arguments)
     return config, own
 
@@ -104,7 +104,7 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: another version of jfi wrote it, or a key or a value is wrong.
     """
-    _read_file({}, str(path), needs_version=True)
+    _read_file({}, str(path), _Places(), needs_version=True)
     return parse_config(["--config", str(path)])[0]
 
 
@@ -155,15 +155,30 @@ def docstring(section: type) -> tuple[str, dict[str, str]]:
     return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
 
 
+class _Places(dict):
+    """By setting the line of the file that gives it, "" for the command line."""
+
+    def located(self, message: str) -> str:
+        """Returns a message that begins with a setting behind the place of the setting, or of what it is in."""
+        key = re.match(r"[\w.\[\]]*", message)[0]
+        while key and key not in self:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        return f"{self[key]}: {message}" if self.get(key) else message
+
+
 @dataclass(frozen=True)
 class _Source:
-    """The place of a setting: a file, or an option of the command line."""
+    """A file with settings, or an option of the command line."""
 
     name: str
     is_file: bool
+    places: _Places
+
+    def line(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
 
     def fault(self, node: yaml.Node, key: str, what: str) -> ConfigError:
-        place = f"{self.name}:{node.start_mark.line + 1}: {key or 'the file'}" if self.is_file else f"--{key}"
+        place = f"{self.line(node)}: {key or 'the file'}" if self.is_file else f"--{key}"
         return ConfigError(shorten(f"{place}{what}"))
 
 
@@ -189,13 +204,15 @@ def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str,
         yield option, value if is_joined else left.pop(0), hint
 
 
-def _override(tree: dict, option: str, value: str, hint: object) -> None:
+def _override(tree: dict, option: str, value: str, hint: object, places: _Places) -> None:
     """Sets the value of an option in the tree of settings."""
+    kinds, root = _kinds(hint), None
     try:
         root = read_yaml(value, option)
-    except yaml.YAMLError:
-        root = None
-    kinds = _kinds(hint)
+    except yaml.YAMLError as error:
+        if str not in kinds and any(typing.get_origin(kind) in (list, dict) for kind in kinds):
+            why = getattr(error, "problem", error)
+            raise ConfigError(shorten(f"{option}: got {value!r}, which is not YAML: {why}")) from None
     if isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"'):
         is_text = root.tag.rpartition(":")[2] not in _KINDS or root.value != value.strip()
     else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
@@ -203,13 +220,15 @@ def _override(tree: dict, option: str, value: str, hint: object) -> None:
         is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
     if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
+    for given in [one for one in places if one.startswith(option[2:])]:
+        del places[given]
     *folders, name = option[2:].split(".")
     for part in folders:
         tree = tree.setdefault(part, {})
-    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, is_file=False))
+    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, False, places))
 
 
-def _read_file(tree: dict, path: str, needs_version: bool = False) -> None:
+def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = False) -> None:
     """Adds the settings of a file to the tree."""
     try:
         root = read_yaml(Path(path).read_text(encoding="utf-8"), path)
@@ -233,7 +252,7 @@ def _read_file(tree: dict, path: str, needs_version: bool = False) -> None:
             )
             raise ConfigError(f"{path}: {what}")
         root.value = [pair for pair in root.value if pair[0].value != "version"]
-    tree |= _read(tree, root, Config, "", _Source(path, is_file=True))
+    tree |= _read(tree, root, Config, "", _Source(path, True, places))
 
 
 def _copy_hint(path: str) -> str:
@@ -245,14 +264,16 @@ def _copy_hint(path: str) -> str:
 
 def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Source) -> typing.Any:
     """Returns the value of a setting; of a dataclass the given settings, by name, in addition to the `old` ones."""
+    source.places[key] = source.line(node) if source.is_file else ""
     if dataclasses.is_dataclass(hint):
         known, tree = fields(hint), dict(old or {})  # type: ignore[call-overload]
         for name, value in _pairs(node, key, source).items():
             inner = f"{key}.{name}" if key else name
             if name not in known:
-                place = f"{source.name}:{value.start_mark.line + 1}" if source.is_file else source.name
                 near = suggest(name, known, cutoff=0.0, prefix=f"{key}." if key else "")
-                raise ConfigError(f"{place}: unknown key {inner}; {near}")
+                raise ConfigError(
+                    f"{source.line(value) if source.is_file else source.name}: unknown key {inner}; {near}"
+                )
             tree[name] = _read(tree.get(name), value, known[name], inner, source)
         return tree
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -265,8 +286,10 @@ def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Sou
     try:
         value = msgspec.convert(value, hint)
     except msgspec.ValidationError:
-        got = node.value if isinstance(node, yaml.ScalarNode) else value
-        raise source.fault(node, key, f": got {got!r}, must be {describe(hint)}") from None
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        quoted = " in quotes" if is_scalar and node.style in ("'", '"') else ""
+        got = node.value if is_scalar else value
+        raise source.fault(node, key, f": got {got!r}{quoted}, must be {describe(hint)}") from None
     if source.is_file and "://" in str(value) and key.startswith(_WITH_URLS):
         from jfi.data.io.paths import unnamed_urls
 

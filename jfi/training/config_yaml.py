@@ -63,7 +63,8 @@ def _check_size(text: str, place: str) -> None:
             counts[-1] += size
             sizes[anchor] = size
         elif isinstance(event, yaml.AliasEvent):
-            counts[-1] += sizes.get(event.anchor, _MOST_VALUES)  # an alias of what is around it has no end
+            # An alias of what is around it has no end; one of an anchor that is not there is a fault of `yaml.compose`.
+            counts[-1] += _MOST_VALUES if event.anchor in anchors else sizes.get(event.anchor, 0)
         elif isinstance(event, yaml.ScalarEvent):
             counts[-1] += 1
             sizes[event.anchor] = 1

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 from jfi.utils.errors import InputError, import_line, memory_cause, memory_line
 from jfi.utils.files import naming
@@ -58,13 +57,12 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 def begin_command() -> None:
-    """Prepares a command's process; to be called before torch and other packages are imported, which takes seconds.
+    """Prepares a command's process, before torch and other packages are imported, which takes seconds.
 
-    Until `run_command` takes over, Ctrl-C ends the process at once with the line and the code of `run_command`. Threads
-    of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two jobs on the same
-    cores from getting on. A warning of torch.fx that TorchRec causes in every process, and that users can do nothing
-    about, is not logged. What stdout cannot encode is printed as escapes, as on stderr, such as a column's name in
-    another script where the locale has only ASCII.
+    Until `run_command` takes over, Ctrl-C ends the process at once: an import that is interrupted may catch an
+    exception. Threads of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two
+    jobs on the same cores from getting on. A warning of torch.fx that TorchRec causes in every process is not logged.
+    What stdout cannot encode is printed as escapes, as on stderr.
     """
     fx = logging.getLogger("torch.fx._symbolic_trace")
     fx.addFilter(lambda record: "is_fx_tracing will" not in record.getMessage())
@@ -77,7 +75,6 @@ def begin_command() -> None:
 
 
 def _exit_at_once(signum: int, frame: object) -> None:
-    # No exception: an import that is interrupted may catch it, or report another error.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"stopped by {signal.Signals(signum).name}\n".encode())
     os._exit(128 + signum)
@@ -104,26 +101,9 @@ def run_command(main: Callable[[], int | None]) -> int:
             with naming(Path("stdout")):
                 sys.stdout.flush()  # now, since Python ignores an error of its own flush at the end
         return code
-    except (KeyboardInterrupt, Terminated) as stop:
-        signum = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        line, code = f"stopped by {signum.name}", 128 + signum
-    except Exception as error:
-        memory = memory_line(error)
-        if isinstance(error, InputError):
-            memory = memory_cause(error)
-        if memory is not None:
-            line, code = _out_of_memory(memory), ExitCode.MEMORY
-        elif isinstance(error, InputError):
-            line, code = f"error: {error}", ExitCode.WRONG_INPUT
-        elif isinstance(error, FloatingPointError):
-            line, code = f"error: {error}", ExitCode.DIVERGED
-        elif hasattr(error, "exit_code"):
-            line, code = str(error), error.exit_code
-        elif isinstance(error, OSError):
-            line, code = f"error: {_storage(error)}", ExitCode.STORAGE
-        elif (reason := import_line(error)) is not None:
-            line, code = f"error: {reason}", ExitCode.WRONG_INPUT
-        else:
+    except (Exception, KeyboardInterrupt, Terminated) as error:
+        line, code = _describe(error)
+        if code is None:
             if _is_in_group():
                 traceback.print_exc()
                 _end_at_once(1)
@@ -131,37 +111,46 @@ def run_command(main: Callable[[], int | None]) -> int:
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank == "0" or code == ExitCode.MEMORY:
         print(shorten(line) + ("" if rank == "0" else f" (process {rank} of this host)"), file=sys.stderr)
-    _drop_unwritten()
+    try:  # at exit Python would report again that stdout cannot be written
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if _is_in_group():
         _end_at_once(code)
     return int(code)
 
 
-def _out_of_memory(reason: str) -> str:
-    return f"error: out of memory{f' ({reason})' if reason else ''}; nothing that was saved is lost"
+def _describe(error: BaseException) -> tuple[str, int | None]:
+    """Returns the line and the exit code of an error; "" and None for one of the program."""
+    if isinstance(error, KeyboardInterrupt | Terminated):
+        signum = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        return f"stopped by {signum.name}", 128 + signum
+    is_input = isinstance(error, InputError)
+    if (reason := memory_cause(error) if is_input else memory_line(error)) is not None:
+        line = f"error: out of memory{f' ({reason})' if reason else ''}; nothing that was saved is lost"
+        return line, ExitCode.MEMORY
+    if hasattr(error, "exit_code"):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.errno is not None and "[errno " in reason:  # Arrow's: "Error writing bytes to file. Detail: [..."
+            reason = os.strerror(error.errno)
+        return f"error: {reason if error.filename is None else f'{error.filename}: {reason}'}", ExitCode.STORAGE
+    if isinstance(error, FloatingPointError):
+        return f"error: {error}", ExitCode.DIVERGED
+    line = str(error) if is_input else import_line(error)
+    return ("", None) if line is None else (f"error: {line}", ExitCode.WRONG_INPUT)
 
 
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends the process with the line and the code of `run_command` where packages cannot be imported.
-
-    They find no memory, are missing, or do not fit one another.
-    """
-    if isinstance(error, Exception) and (memory := memory_line(error)) is not None:
-        print(shorten(_out_of_memory(memory)), file=sys.stderr)
-        _end_at_once(ExitCode.MEMORY)
-    if (reason := import_line(error)) is not None:
-        print(shorten(f"error: {reason}"), file=sys.stderr)
-        _end_at_once(ExitCode.WRONG_INPUT)
-    sys.__excepthook__(kind, error, trace)
-
-
-def _drop_unwritten() -> None:
-    """Redirects stdout to os.devnull if it cannot be written: at exit Python would report the error again."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Ends the process as `run_command` does where packages find no memory, are missing, or do not fit one another."""
+    line, code = _describe(error) if memory_line(error) is not None or import_line(error) is not None else ("", None)
+    if code is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        print(shorten(line), file=sys.stderr)
+        _end_at_once(code)
 
 
 def _is_in_group() -> bool:
@@ -171,14 +160,12 @@ def _is_in_group() -> bool:
 
 
 def _end_at_once(code: int) -> None:
-    """Ends the process without the interpreter's end.
+    """Ends the process without the interpreter's end, in which threads of the process group may abort it.
 
-    Threads of the process group may hold tensors, and aborted the process when they released one during the
-    interpreter's end: "terminate called without an active exception". To destroy the group would join them, but they
-    may wait for other processes, which wait for this one.
+    To destroy the group would join them, but they may wait for other processes, which wait for this one.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(code)
 
 
@@ -186,13 +173,6 @@ def shorten(text: str) -> str:
     """The text in one line of at most 500 characters."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
-
-
-def _storage(error: OSError) -> str:
-    reason = error.strerror or str(error) or type(error).__name__
-    if error.errno is not None and "[errno " in reason:  # Arrow's, such as "Error writing bytes to file. Detail: [..."
-        reason = os.strerror(error.errno)
-    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:

@@ -1,7 +1,5 @@
 """Pictures: PNG files that are written whole or not at all, with text in any script that has a font on this machine."""
 
-import re
-import unicodedata
 import warnings
 from functools import cache
 from pathlib import Path
@@ -22,70 +20,22 @@ FONTS = (
 )
 
 
-#: Punctuation of Chinese and Japanese.
-_PUNCTUATION = {
-    "、": ", ",
-    "。": ". ",
-    "「": " (",
-    "」": ") ",
-    "『": " (",
-    "』": ") ",
-    "【": " (",
-    "】": ") ",
-    "ー": "-",
-}
-#: The sound of a letter in its Unicode name, as in HIRAGANA LETTER SMALL YA.
-_SOUND = re.compile(r"(?:LETTER|SYLLABLE|VOWEL SIGN) (?:(?:SMALL|CAPITAL|FINAL) )*([A-Z]+)$")
-
-
 def installed_fonts() -> list[str]:
     """Returns the names of `FONTS` that are installed, in that order."""
     installed = set(font_manager.get_font_names())
     return [name for name in FONTS if name in installed]
 
 
-def in_drawable_letters(text: str) -> str:
-    """Writes the characters that no installed font has in Latin letters, and keeps the others.
-
-    Kana, Hangul and other letters become their sound, emoji and other symbols their name in brackets. A character
-    without either, such as a Chinese one, becomes its code: U+8336. Marks that only change the character before
-    them are left out.
-
-    Example:
-        >>> in_drawable_letters("5 €")
-        '5 €'
-    """
-    if text.isascii():
-        return text
-    drawable = frozenset().union(*(_characters(font_manager.findfont(name)) for name in installed_fonts()))
-    if all(ord(character) in drawable for character in text):
-        return text
-    parts = [(part, True) if ord(part) in drawable else _in_latin(part) for part in text]
-    written = "".join(part if joins else f" {part} " for part, joins in parts)
-    return re.sub(r" +(?=[,.!?)\]])|(?<=\() +", "", " ".join(written.split()))
+def is_drawable(text: str) -> bool:
+    """Returns whether the installed fonts have every character of a text; one that none has is drawn as a box."""
+    known = frozenset().union(*(_characters(font_manager.findfont(name)) for name in installed_fonts()))
+    return text.isascii() or known.issuperset(map(ord, text))
 
 
 @cache
 def _characters(font: str) -> frozenset[int]:
     """The code points that a font file has."""
     return frozenset(font_manager.get_font(font).get_charmap())
-
-
-def _in_latin(character: str) -> tuple[str, bool]:
-    """The character in ASCII, and whether it joins its neighbours without a space."""
-    if character in _PUNCTUATION:
-        return _PUNCTUATION[character], True
-    plain = unicodedata.normalize("NFKC", character)  # full-width letters, half-width kana
-    if plain.isascii():
-        return plain, True
-    name, category = unicodedata.name(plain, ""), unicodedata.category(character)
-    if sound := _SOUND.search(name):
-        return sound[1].lower(), True
-    if category in ("Mn", "Me", "Cf"):
-        return "", True
-    if category == "So" and name:
-        return f"[{name.lower()}]", False
-    return f"U+{ord(character):04X}", False
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 110) -> None:

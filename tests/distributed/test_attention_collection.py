@@ -264,6 +264,8 @@ def test_rows_of_another_table_or_size_are_not_frozen(alone):
     for rows in (torch.ones(1, dtype=torch.bool), torch.ones(table.num_rows), torch.ones(0, dtype=torch.bool)):
         with pytest.raises(ValueError, match=rf"rows must be bool of shape \[{table.num_rows}\], got torch"):
             collection.freeze_rows(table.table, rows)
+    with pytest.raises(TypeError, match=r"rows must be a Tensor, got \[True\]"):
+        collection.freeze_rows(table.table, [True])
     with pytest.raises(ValueError, match="tables must hold the key 'itm'"):
         collection.freeze_rows("itm", torch.ones(table.num_rows, dtype=torch.bool))
 

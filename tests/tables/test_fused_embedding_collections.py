@@ -472,6 +472,8 @@ def test_tables_without_a_gradient_and_frozen_rows_stay():
     assert torch.equal(fused.embeddings["brand"].weight, before["embeddings.brand.weight"])
     with pytest.raises(ValueError, match=r"rows must be bool of shape \[30\]"):
         fused.freeze_rows("item", torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"rows must be a Tensor, got \[True\]"):
+        fused.freeze_rows("item", [True])
     with pytest.raises(ValueError, match="tables must hold the key 'itm'"):
         fused.freeze_rows("itm", frozen)
 

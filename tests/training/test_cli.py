@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,39 @@ def config_of_texts(shift: int) -> Config:
     pretrained = {next(texts): PretrainedConfig(next(texts), ids=next(texts))}
     own = {"run_dir": next(texts), "warm_start": next(texts)}
     return Config(DataConfig(**data), ModelConfig(pretrained=pretrained), training=TrainingConfig(**own))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {epochs: '5'}", r":1: training\.epochs: got '5' in quotes, must be an integer of at least 1$"),
+        ("data:\n  features:\n    - {name: a}", r":3: data\.features\[0\] lacks of$"),
+        ("model:\n  pretrained:\n    a: {frozen: false}", r":3: model\.pretrained\.a lacks path$"),
+        ("data:\n  features: *x", r":2: not YAML: found undefined alias 'x'$"),
+        ("data:\n  features: &x [*x]", r": over 100,000 values, which no config is$"),
+        ("data:\n  user: u\nmodel:\n  embedding_dim: 30", r":4: model\.num_heads: got 4, must be a divisor of embeddi"),
+        ("model:\n  num_heads: 4\n  embedding_dim: 30", r":2: model\.num_heads: got 4, must be a divisor of embeddi"),
+        ("encoder:\n  relative_bias: distance", r":2: encoder\.causal: got False, must be true with encoder\.rela"),
+        ("training:\n  monitor: loss", r":2: training\.monitor: got 'loss', must be auc"),
+    ],
+)
+def test_a_fault_of_a_file_names_its_line(yaml_file, text, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(yaml_file(text))}{message}"):
+        parse("--config", yaml_file(text))
+
+
+def test_a_fault_of_an_option_names_no_line_of_a_file(yaml_file):
+    path = yaml_file("data:\n  features: [{name: a, of: item}]\nmodel:\n  num_heads: 4")
+    for arguments, message in (
+        (["--model.num_heads", "3"], r"^model\.num_heads: got 3, must be a divisor of embedding_dim$"),
+        (["--data.features", "[{name: b}]"], r"^data\.features\[0\] lacks of$"),
+        (
+            ["--data.features", "[{name: b, of: item"],
+            r"^--data\.features: got '\[{name: b, of: item', which is not YAML: ",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse("--config", path, *arguments)
 
 
 @pytest.mark.parametrize("shift", [0, 14, 28])

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,67 +22,77 @@ from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_data import save_data
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.scores import scored
+from jfi.utils import display
 from jfi.utils.display import Display
 
 LOG_EVERY = 4
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_log_file_gets_a_line_every_30_seconds():
-    seconds = itertools.count(0.0, 12.0)  # 0 at the start, then 12, 24, 36, ...
+@pytest.fixture
+def written(monkeypatch) -> io.StringIO:
+    """What tasks write to stderr, where a line is due after 0.05 s."""
     out = io.StringIO()
-    with Display("epoch 2", 1000, 200, clock=lambda: next(seconds), stream=out) as display:
-        for _ in range(8):
-            display.update(100, lambda: {"step": 1234, "loss": 0.5})
-    # 300 samples in 36 s, then 600 in 72 s; 500 and 200 samples are left.
-    assert out.getvalue().splitlines() == [
-        "epoch 2: 50% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 01:00 left",
-        "epoch 2: 80% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 00:24 left",
-    ]
+    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setattr(display, "INTERVAL", 0.05)
+    return out
 
 
-def test_a_short_task_and_a_silent_process_write_nothing():
-    out, seconds = io.StringIO(), itertools.count(0.0, 29.0)
-    with Display("test", 10, clock=lambda: next(seconds), stream=out) as display:
-        display.update(10)
-    with Display("test", 10, clock=lambda: next(seconds), stream=out, interval=0.0, silent=True) as display:
-        display.update(10)
-    assert out.getvalue() == ""
+def test_a_log_file_gets_a_line_whenever_one_is_due(written):
+    with Display("epoch 2", 1000, 200) as shown:
+        for _ in range(2):
+            time.sleep(0.06)
+            shown.update(300, lambda: {"step": 1234, "loss": 0.5})
+            shown.update(0, pytest.fail)  # no line is due, so nothing waits for the loss
+    number, left = r"[\d.]+", r"\d\d:\d\d left"
+    for share, line in zip((50, 80), written.getvalue().splitlines(), strict=True):
+        wanted = rf"epoch 2: {share}% of 1000 samples, {number} samples/s, step=1234, loss=0.5, {left}"
+        assert re.fullmatch(wanted, line), line
 
 
-def test_a_terminal_gets_a_bar_and_no_lines():
-    out = Terminal()
-    with Display("epoch 1", 10, clock=itertools.count(0.0, 100.0).__next__, stream=out) as display:
-        display.update(5)
-        display.bar.refresh()
-    assert "epoch 1:  50%" in out.getvalue() and "left" not in out.getvalue()
+def test_a_short_task_and_a_silent_process_write_nothing(monkeypatch, capsys):
+    with Display("test", 10) as shown:
+        shown.update(10)
+    monkeypatch.setattr(display, "INTERVAL", 0.0)
+    with Display("test", 10, silent=True, ticking=True) as shown:
+        shown.update(10)
+    assert capsys.readouterr().err == ""
 
 
-def test_a_task_of_unknown_length_shows_what_is_done_and_the_time():
-    out, seconds = io.StringIO(), itertools.count(0.0, 40.0)
-    with Display("read", None, clock=lambda: next(seconds), stream=out, unit="rows") as display:
-        display.update(0)
-        display.update(8000)
-    assert out.getvalue().splitlines() == ["read: 00:40 so far", "read: 8,000 rows, 100 rows/s, 01:20 so far"]
+def test_a_terminal_gets_a_bar_and_no_lines(written, monkeypatch):
+    monkeypatch.setattr(written, "isatty", lambda: True)
+    with Display("epoch 1", 10) as shown:
+        shown.update(5)
+        shown.refresh()
+    assert "epoch 1:  50%" in written.getvalue() and "left" not in written.getvalue()
 
 
-def test_a_ticking_task_writes_lines_while_nothing_is_done():
-    seconds, out, threads = itertools.count(0.0, 40.0), io.StringIO(), threading.active_count()
-    with Display("read", None, clock=lambda: next(seconds), stream=out, interval=0.0, ticking=True):
-        while out.getvalue().count("\n") < 2:
+def test_a_task_of_unknown_length_shows_what_is_done_and_the_time(written):
+    with Display("read", None, unit="rows") as shown:
+        time.sleep(0.06)
+        shown.update(8000)
+    assert re.fullmatch(r"read: 8000 rows, [\d.]+ rows/s, 00:00 so far\n", written.getvalue())
+
+
+def test_the_parts_of_several_processes_never_pass_the_total(written):
+    with Display("epoch 1", 10) as shown:
+        time.sleep(0.06)
+        shown.update(12)
+    assert written.getvalue().startswith("epoch 1: 100% of 10 samples")
+
+
+def test_a_ticking_task_writes_lines_while_nothing_is_done(written):
+    threads = threading.active_count()
+    with Display("read", None, ticking=True):
+        while written.getvalue().count("\n") < 2:
             time.sleep(0.01)
-    assert out.getvalue().splitlines()[:2] == ["read: 00:40 so far", "read: 01:20 so far"]
+    assert written.getvalue().splitlines()[1].startswith("read: 0 samples")
     assert threading.active_count() == threads  # nobody writes any more
 
 
 @pytest.fixture
 def shown(monkeypatch, capsys) -> Callable[[], list[str]]:
     """Gives the lines written to stderr since the last call, where a line is due at any time."""
-    monkeypatch.setitem(Display.__init__.__kwdefaults__, "interval", 0.0)
+    monkeypatch.setattr(display, "INTERVAL", 0.0)
     return lambda: capsys.readouterr().err.splitlines()
 
 
@@ -127,6 +138,7 @@ def slow_run(tmp_path_factory):
     seconds, err = itertools.count(0.0, 5.0), io.StringIO()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stderr", err)
+        patched.setattr(display, "INTERVAL", 0.0)
         for name in ("draw_curves", "draw_attention"):
             patched.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
         dataset, run = load_dataset(config.data), RunFolder.create(config)
@@ -141,7 +153,7 @@ def test_training_and_evaluation_write_lines_to_a_log(slow_run):
     by_task = {task: [line for line in lines if line.startswith(task)] for task in ("epoch 1:", "validation:", "test:")}
     assert all(by_task.values()), lines
     for line in by_task["epoch 1:"]:
-        assert "samples/s, step " in line and ", loss 0." in line and line.endswith(" left")
+        assert "samples/s, step=" in line and ", loss=0." in line and line.endswith(" left")
     assert "loss" not in by_task["test:"][0]
 
 

@@ -243,7 +243,7 @@ class Steps(RunState):
         return prefetch(assemble, items, self.device if copies else None, loader_threads(self.device))
 
     def _display(self, label: str, total: int, done: int) -> Display:
-        return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
+        return Display(label, total, done, silent=not self.world.is_first)
 
     def _details(self) -> dict[str, int | float]:
         """The step, and this process's mean loss since the last line of the log."""

@@ -17,7 +17,7 @@ from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
 from jfi.models import SequenceDLRM
 from jfi.training.run.recorder import DATA
-from jfi.utils.figures import in_drawable_letters, save_figure, widen_axis
+from jfi.utils.figures import is_drawable, save_figure, widen_axis
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
@@ -191,7 +191,7 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
             # A slot that is empty, since the event has fewer values, is left out.
             if ids[field.key][event] or field.key == HISTORY + field.column
         ]
-        events.append((_title(schema, item), in_drawable_letters(", ".join([*shown, _age(ids[age][event])]))))
+        events.append((_title(schema, item), ", ".join([*shown, _age(ids[age][event])])))
     label, score = batch.labels[row].flatten()[0].item(), model(*inputs)[row].flatten()[0]
     return _Sample(
         title=_title(schema, ids[schema.item_key][0]),
@@ -212,11 +212,10 @@ def _entropies(weights: JaggedTensor) -> torch.Tensor:
 
 
 def _title(schema: DataSchema, item: int) -> str:
-    """The item's title, or the name and value of its column; the value is before a title that no font can show."""
-    value = _value(schema, schema.item_key, item)
-    title = schema.titles[item] if schema.titles else f"{schema.item_key} {value}"
-    drawable = in_drawable_letters(title)
-    return f"{in_drawable_letters(value)}: {drawable}" if schema.titles and drawable != title else drawable
+    """The item's title; the name and value of its column where there is none, or none that the fonts can show."""
+    value = f"{schema.item_key} {_value(schema, schema.item_key, item)}"
+    title = schema.titles[item] if schema.titles else value
+    return title if is_drawable(title) else value
 
 
 def _short(title: str) -> str:
