@@ -179,7 +179,7 @@ def _paths(text: str) -> str | list[str]:
 def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--run", required=True, help="folder of a run of `jfi train`")
     parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
-    history = "rows before them; for statistics those of all users (default: those of a run with statistics)"
+    history = "log of earlier events; with data.statistics of all users (default: the training log)"
     parser.add_argument("--history", help=history)
     parser.add_argument("--users", help="table of users (default: the run's data.users)")
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
@@ -187,7 +187,7 @@ def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model")
     parser.add_argument("--batch-size", type=at_least_one, default=4096, help="rows per call of the model")
-    output = "what a probability is: the logit's sigmoid, or by the run's calibration"
+    output = "probability column: sigmoid of the logit, or Platt-calibrated"
     parser.add_argument("--output", choices=["probabilities", "calibrated"], default="probabilities", help=output)
 
 
@@ -204,9 +204,9 @@ def evaluate() -> OptionParser:
     """Returns the options of `jfi evaluate`."""
     parser = _parser("evaluate", _EVALUATE)
     _scoring(parser)
-    by = "metrics of each value of these columns of the interactions too"
+    by = "also report metrics by value of these columns"
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help=by)
-    important = "how far the AUC falls where each input is shuffled between rows too"
+    important = "also print permutation importance (drop in AUC per input)"
     parser.add_argument("--importance", action="store_true", help=important)
     parser.add_argument("--out", metavar="FILE", help="JSON file of the metrics (default: only print them)")
     parser.add_argument("--scores", metavar="FILE", help="write the scores too, as `jfi predict --out` does")

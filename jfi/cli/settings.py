@@ -102,7 +102,7 @@ def _add_prepare(parser: OptionParser) -> None:
 
 def _add_compare(parser: OptionParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed")
-    poolings = "kinds of pooling; no value trains no model"
+    poolings = "kinds of pooling to train; none for the baselines alone"
     parser.add_argument("--poolings", nargs="*", choices=POOLINGS, default=list(POOLINGS), help=poolings)
     baselines = "whether the table has baselines, whose features need memory"
     parser.add_argument("--baselines", choices=["true", "false"], default="true", help=baselines)

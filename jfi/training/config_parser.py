@@ -83,12 +83,12 @@ def parse_config(
             _override(tree, option, value, hint, places)
     default = Config()
     if (prepared := tree.get("data", {}).get("prepared")) is not None:
-        from jfi.data.prepared.manifest import CHOICES, prepared_config
+        from jfi.data.prepared.manifest import RUN_SETTINGS, prepared_config
 
         # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
         with suppress(DataError):
             made = prepared_config(prepared)
-            choices = {name: getattr(made, name) for name in CHOICES}
+            choices = {name: getattr(made, name) for name in RUN_SETTINGS}
             default = dataclasses.replace(default, data=dataclasses.replace(default.data, **choices))
     try:
         config = _build(Config, tree, "", default)

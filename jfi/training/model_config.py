@@ -117,7 +117,7 @@ class ModelConfig:
         require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
 
     def biases(self) -> Sequence[str | None]:
-        """The biases, of which each has attention heads of its own; none for `auto`, which `settle` replaces."""
+        """The biases, each with attention heads of its own; none for `auto`, which `resolve_defaults` replaces."""
         if self.bias == "auto":
             return [None]
         return self.bias if isinstance(self.bias, list) else [self.bias]
@@ -182,7 +182,7 @@ class OptimizerGroup:
 
     @property
     def decay(self) -> float:
-        """The weight decay; none for `auto`, which `settle` replaces."""
+        """The weight decay; none for `auto`, which `resolve_defaults` replaces."""
         return 0.0 if self.weight_decay == "auto" else self.weight_decay
 
 

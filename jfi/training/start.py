@@ -64,8 +64,8 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
                 print(dataset.summary, flush=True)
         _check_weights(config, dataset)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
-        if trainer.chosen is not None and world.is_first:
-            print(trainer.chosen, flush=True)
+        if trainer.defaults_line is not None and world.is_first:
+            print(trainer.defaults_line, flush=True)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir) if run_dir else new_run_dir())
         with writing_run(path, world):
@@ -202,8 +202,8 @@ def _continue(
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
     if trainer.config != config:  # config.yaml was changed, and leaves settings open
         world.on_first(lambda: save_config(trainer.config, run.config))
-        if trainer.chosen is not None and world.is_first:
-            print(trainer.chosen, flush=True)
+        if trainer.defaults_line is not None and world.is_first:
+            print(trainer.defaults_line, flush=True)
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()
@@ -217,8 +217,8 @@ def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     batches = world.on_first(lambda: describe_batches(run, trainer.config, dataset))
     lines = _warn_of_trained_rows(trainer, batches)
     progress.newest = max(progress.newest, dataset.newest())
-    if (anew := progress.use_batches(batches)) is not None:
-        lines.append(anew)
+    if (restart := progress.use_batches(batches)) is not None:
+        lines.append(restart)
     if world.is_first:
         for line in lines:
             print(line, flush=True)

@@ -59,4 +59,5 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "1" and start < len(deaths):
         for patch in patches(*deaths[start]):
             patch.start()
+    TrainingConfig.log_every = 1  # as the module whose runs these are
     sys.exit(cli.main(["train", *sys.argv[1:]]))

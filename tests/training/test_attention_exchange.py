@@ -14,7 +14,7 @@ from worker import without_pictures
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
 from jfi.training.config import EncoderConfig, PretrainedConfig
-from jfi.training.defaults import settle, settled_as
+from jfi.training.defaults import resolve_defaults, resolved_as
 from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import check_sharded, with_exchange
 from jfi.training.loop.captured_steps import check_graphs
@@ -240,20 +240,20 @@ def test_the_line_of_the_defaults_says_which_exchange(folder, schema):
     dataset, world = load_dataset(tiny(folder, "settled").data), World(launched=True)
     config = configured(folder, "settled", decays=False, exchange="auto")
     config.optimizer.embeddings = dataclasses.replace(config.optimizer.embeddings, weight_decay="auto")
-    alone, decay = settle(config, dataset, World())[0], 25 / dataset.num_samples("train")
+    alone, decay = resolve_defaults(config, dataset, World())[0], 25 / dataset.num_samples("train")
     assert alone.sharding.exchange == "auto" and alone.optimizer.embeddings.decay == pytest.approx(decay, rel=1e-2)
-    settled, line = settle(config, dataset, world)
+    settled, line = resolve_defaults(config, dataset, world)
     assert settled.optimizer.embeddings == alone.optimizer.embeddings and settled.sharding.exchange == "attention"
     assert "sharding.exchange: attention" in line
-    assert settle(config, dataset, world, 0.25)[0].optimizer.embeddings.decay == 0.25
-    assert settled_as(config, settled) == settled
+    assert resolve_defaults(config, dataset, world, 0.25)[0].optimizer.embeddings.decay == 0.25
+    assert resolved_as(config, settled) == settled
     changes = [name for name, _ in config_changes(dataclasses.asdict(config), settled)]
     assert "optimizer.embeddings.weight_decay" in changes and "sharding.exchange" not in changes
     sharding = dataclasses.replace(config.sharding, group_size=1)
-    grouped = settle(dataclasses.replace(config, sharding=sharding), dataset, world)[0]
+    grouped = resolve_defaults(dataclasses.replace(config, sharding=sharding), dataset, world)[0]
     assert grouped.sharding.exchange == "attention" and grouped.optimizer.embeddings.weight_decay == 0
     pooled = dataclasses.replace(config, model=dataclasses.replace(config.model, pooling="mean", bias=None))
     for given in (None, 0.25):
-        settled, line = settle(pooled, dataset, world, given)
+        settled, line = resolve_defaults(pooled, dataset, world, given)
         assert settled.optimizer.embeddings.weight_decay == 0
         assert "sharding.exchange: rows (model.pooling is 'mean')" in line

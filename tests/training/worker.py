@@ -22,7 +22,7 @@ from attention_worker import as_on_a_gpu, use_stand_ins
 
 from jfi.data.prepared.load import prepare_into
 from jfi.distributed import CapturedShardedStep
-from jfi.training import ConfigError, Interrupted, resume, train
+from jfi.training import ConfigError, Interrupted, TrainingConfig, resume, train
 from jfi.training.config_parser import load_config
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import shards_of
@@ -60,6 +60,7 @@ def do(job: dict) -> dict:
         return forward(trainer, batch)
 
     os.environ["MASTER_PORT"] = str(job["port"])
+    TrainingConfig.log_every = 1  # as the modules whose jobs these are
 
     def read(*arguments):
         reads.append(arguments)

@@ -12,8 +12,8 @@ from jfi.data.schema.versioned_json import read_versioned
 
 FORMAT = "jfi prepared dataset 6"
 MANIFEST = "manifest.json"
-#: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "batching", "negatives", "policy")
+#: Settings that a run may override, since they change no file of a prepared dataset.
+RUN_SETTINGS = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
 
     Args:
         folder: of the dataset.
-        choices: other values of `CHOICES`.
+        choices: other values of `RUN_SETTINGS`.
 
     Raises:
         DataError: there is no prepared dataset.
@@ -74,8 +74,8 @@ def with_statistics_features(config: DataConfig, made: list[str]) -> DataConfig:
 def resolve(config: DataConfig) -> DataConfig:
     """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
-    `CHOICES` are the run's own. The names of the tables are the dataset's. Any other field with its default counts as
-    not set, so that the dataset's own holds.
+    `RUN_SETTINGS` are the run's own. The names of the tables are the dataset's. Any other field with its default counts
+    as not set, so that the dataset's own holds.
 
     Raises:
         DataError: there is no prepared dataset, or the config sets a field otherwise.
@@ -88,7 +88,7 @@ def resolve(config: DataConfig) -> DataConfig:
         config = with_statistics_features(config, made.statistics_columns())
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
-        if name == "prepared" or name in CHOICES:
+        if name == "prepared" or name in RUN_SETTINGS:
             settings[name] = own
         elif name in FILES or own in (getattr(default, name), theirs):
             settings[name] = theirs

@@ -14,8 +14,8 @@ from jfi.training.distributed.processes import World
 from jfi.training.metrics.ranking import Score, own_numbers, rank_positives, ranking_metrics
 
 
-class Positives:
-    """The rows of a table whose item training knows, M of them, against sampled negatives as in training.
+class RankedPositives:
+    """Scores sampled negatives, as in training, for each of the M rows of a table whose item training knows.
 
     A draw follows from the number of the positive among the M, so a held-out split as a table, in the order of
     (timestamp, user, item), has the negatives that training evaluates it with.

@@ -14,7 +14,7 @@ from typing import Literal
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
 from jfi.data.config import FILES
 from jfi.data.prepared.fingerprint import DATA, NAME, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
-from jfi.data.prepared.manifest import CHOICES, resolve
+from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
 from jfi.data.prepared.sources import column_settings
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -168,7 +168,7 @@ def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
 def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
     """The settings with two values, but for names of tables and those that are a run's own."""
     was, now = column_settings(was), column_settings(now)  # a manifest has these
-    for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *CHOICES, "prepared")]:
+    for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *RUN_SETTINGS, "prepared")]:
         if getattr(was, name) != getattr(now, name):
             yield name, getattr(was, name), getattr(now, name)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
-from jfi.training.defaults import settled_as
+from jfi.training.defaults import resolved_as
 from jfi.utils.files import unfinished_name, write_file
 from jfi.utils.json_files import read_json
 from jfi.utils.versions import versions
@@ -103,7 +103,7 @@ class RunFolder:
         if path is None or not cls(Path(path)).config.is_file():
             return False
         known = load_config(cls(Path(path)).config)
-        return settled_as(config, known) == known
+        return resolved_as(config, known) == known
 
 
 def new_run_dir(prefix: str = "") -> Path:

@@ -29,7 +29,7 @@ from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration, calibrate
 from jfi.training.metrics.label_metrics import Predictions
-from jfi.training.metrics.ranked_positives import Positives
+from jfi.training.metrics.ranked_positives import RankedPositives
 from jfi.training.metrics.unknown_values import UnknownCounts, UnknownShares
 from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder, writing_file
@@ -61,7 +61,7 @@ class Scores:
     labels: list[LabelSpec]
     user: np.ndarray
     unknown: UnknownShares
-    positives: Positives | None = None
+    positives: RankedPositives | None = None
     calibration: Calibration | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -167,7 +167,7 @@ def scored(
             width = () if len(schema.labels) == 1 else (len(schema.labels),)
             score = new_map(files / "score.npy", np.float32, (rows.num_rows, *width))
             user = new_map(files / "user.npy", np.int64, rows.num_rows)
-            positives = Positives(rows, files, config, evaluate) if implicit else None
+            positives = RankedPositives(rows, files, config, evaluate) if implicit else None
         unknown = UnknownCounts()
         total = rows.num_rows + (0 if positives is None else positives.num_samples)
         with Display("predict", total, unit="rows" if positives is None else "samples") as display:

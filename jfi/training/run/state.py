@@ -28,7 +28,7 @@ from jfi.training.checkpoints.checkpoint import (
 )
 from jfi.training.checkpoints.tensor_files import MismatchedCheckpointError
 from jfi.training.config import Config, ConfigError
-from jfi.training.defaults import settle
+from jfi.training.defaults import resolve_defaults
 from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import shard_model
 from jfi.training.model.build_model import build_model, build_optimizer, draw_tables, table_configs
@@ -79,7 +79,7 @@ class RunState:
         decay = None
         if warm is not None:
             decay = BestEpoch.of(warm, "training.warm_start: run").config.optimizer.embeddings.decay
-        config, self.chosen = settle(config, newer, world, decay)
+        config, self.defaults_line = resolve_defaults(config, newer, world, decay)
         self.config = config
         #: Whether a new run starts from another one.
         self.warm = warm is not None
@@ -280,7 +280,7 @@ class RunState:
 
     @contextmanager
     def _all_recorded(self) -> Iterator[None]:
-        """Within, every process has what all have recorded of new ids, and afterwards the first one: any may write."""
+        """Gathers recorded new ids on every rank for the checkpoint; afterwards only rank 0 keeps them."""
         if self.growing is not None:
             self.growing.gather_recorded()
         yield
