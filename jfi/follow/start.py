@@ -30,8 +30,7 @@ from jfi.training.distributed.processes import World, join_world
 from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.run.recorder import LineFile
 from jfi.training.run.run_data import check_tables, learnt_files, load_schema, own_policy
-from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_folder import RunFolder, writing_run
 from jfi.training.run.run_position import check_config, last_progress
 from jfi.utils.errors import InputError
 from jfi.utils.files import temporary_folder, write_file

@@ -18,11 +18,9 @@ from jfi.training.loop.trainer import Trainer
 from jfi.training.metrics.label_metrics import Result
 from jfi.training.metrics.unknown_values import expected_shares
 from jfi.training.run.logger import Logger, check_packages
-from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
-from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir
-from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, load_shared, save_data
+from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir, writing_run
 from jfi.training.run.run_position import check_config, config_changes, last_progress
-from jfi.training.run.shared_data import load_shared
 from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import absolute_path
 

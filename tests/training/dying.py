@@ -13,6 +13,7 @@ from unittest import mock
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from jfi import cli
+from jfi.training import TrainingConfig
 from jfi.training.checkpoints.tensor_files import TensorWriter
 from jfi.training.loop.trainer import Trainer
 

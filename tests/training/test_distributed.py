@@ -46,10 +46,9 @@ from jfi.training.distributed.processes import World, _init_process_group, join_
 from jfi.training.distributed.sharding import _plan, check_sharded, sharders_of
 from jfi.training.loop.trainer import Trainer
 from jfi.training.run.recorder import read_metrics
-from jfi.training.run.run_data import save_data
+from jfi.training.run.run_data import load_shared, save_data
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
-from jfi.training.run.shared_data import load_shared
 
 LOG_EVERY = 1
 

@@ -15,7 +15,7 @@ from test_run import assert_same_run, tiny, tiny_data
 
 from jfi.training.config_parser import save_config
 from jfi.training.distributed.processes import World
-from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_folder import writing_run
 from jfi.training.run.saved_run import load_run
 
 LOG_EVERY = 4

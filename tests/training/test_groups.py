@@ -12,10 +12,9 @@ from jfi.training import Config, train
 from jfi.training.distributed.processes import join_world
 from jfi.training.loop.trainer import Trainer
 from jfi.training.run.recorder import read_metrics
-from jfi.training.run.run_data import save_data
+from jfi.training.run.run_data import load_shared, save_data
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
-from jfi.training.run.shared_data import load_shared
 
 LOG_EVERY = 1
 

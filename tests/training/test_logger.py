@@ -123,6 +123,10 @@ class Wandb(Fake):
 
     ended: list[int] = []  # noqa: RUF012
 
+    @property
+    def experiment(self) -> object:
+        return sys.modules["wandb"].run
+
     def log_hyperparams(self, params: dict) -> None:
         super().log_hyperparams(params)
         wandb = sys.modules["wandb"]

@@ -14,8 +14,7 @@ from test_run import tiny
 
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import World
-from jfi.training.run.run_folder import check_new, new_run_dir
-from jfi.training.run.run_lock import writing_run
+from jfi.training.run.run_folder import check_new, new_run_dir, writing_run
 from jfi.training.run.saved_run import load_run
 
 LOG_EVERY = 4

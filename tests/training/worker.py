@@ -66,7 +66,7 @@ def do(job: dict) -> dict:
         reads.append(arguments)
         return prepare_into(*arguments)
 
-    counted = mock.patch("jfi.training.run.shared_data.prepare_into", read)
+    counted = mock.patch("jfi.training.run.run_data.prepare_into", read)
     stand_in = stand_in_graphs(outcome) if job.get("stand_in") else nullcontext()
     hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_evaluation=summing_end)
     with hooks, counted, stand_in, without_pictures():

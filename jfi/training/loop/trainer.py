@@ -10,7 +10,7 @@ depend on a file, a signal or all predictions are made by one process and broadc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
 import numpy as np
@@ -26,8 +26,8 @@ from jfi.training.metrics.label_metrics import Predictions, Result, normalized_e
 from jfi.training.metrics.ranking import rank_split
 from jfi.training.metrics.unknown_values import OutsideCounts
 from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
-from jfi.training.run.logger import Logger
-from jfi.training.run.recorder import Recorder, SilentRecorder, describe_earlier, open_recorder, read_metrics
+from jfi.training.run.logger import Logger, Tracker
+from jfi.training.run.recorder import Recorder, describe_earlier, read_metrics
 from jfi.training.run.run_data import name_data
 from jfi.training.run.run_folder import RunFolder
 
@@ -63,9 +63,7 @@ class Trainer(Steps):
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
-            open_recorder(
-                run, data, self.config, (progress.log_length, progress.step), logger, world.is_first
-            ) as recorder,
+            self._record(run, data, logger) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
@@ -74,7 +72,8 @@ class Trainer(Steps):
                 if self.warm and progress.step == 0:
                     start = {split: self._evaluate(split, run, stop) for split in ("validation", "test")}
                     progress.start = {split: metrics for split, (metrics, _) in start.items()}
-                    recorder.metrics("validation", 0, 0, *start["validation"])
+                    if recorder is not None:
+                        recorder.metrics("validation", 0, 0, *start["validation"])
                 while not progress.finished(training):
                     epoch = self._train(run, recorder, stop)
                     self._end_evaluation(epoch, *self._evaluate("validation", run, stop), run, recorder, check)
@@ -87,7 +86,8 @@ class Trainer(Steps):
                     self._captured.reset()  # NCCL would wait at its end for graphs of its collectives
             self.load_best(run, check)
             test, speed = self._evaluate("test", run, stop)
-            recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
+            if recorder is not None:
+                recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
         self._say(describe_earlier(log, data))
         world.on_first(lambda: draw_curves(log, self.config.monitor, run.curves))
@@ -104,11 +104,18 @@ class Trainer(Steps):
         best = progress.best_epoch, progress.evaluated_epoch
         return Result(str(run.path), *best, validation, test, progress.train_seconds, progress.start)
 
+    def _record(self, run: RunFolder, data: str, logger: Logger | None) -> AbstractContextManager[Recorder | None]:
+        """Opens what records the metrics, in the process that writes."""
+        if not self.world.is_first:
+            return nullcontext()
+        tracker = Tracker(self.config.training, self.config.as_dict(), logger)
+        return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
+
     def _say(self, line: str | None) -> None:
         if line is not None and self.world.is_first:
             print(line, flush=True)
 
-    def _train(self, run: RunFolder, recorder: Recorder | SilentRecorder, stop: StopRequest) -> float:
+    def _train(self, run: RunFolder, recorder: Recorder | None, stop: StopRequest) -> float:
         """Trains up to the next evaluation, and returns the number of epochs trained so far, such as 1.25."""
         progress, training = self.progress, self.config.training
         order = self._parts("train", training.batch_size)[0].order
@@ -150,7 +157,7 @@ class Trainer(Steps):
         self._speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
         return progress.epochs_at(end, order.num_batches)
 
-    def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
+    def _log_window(self, recorder: Recorder | None, speed: float) -> None:
         """Records the mean loss since the last line of the log, and samples a second; reports ids outside of tables."""
         self.check_data()
         step, outside = self.progress.step, all_outside_ids(self.model)
@@ -167,7 +174,8 @@ class Trainer(Steps):
         if [label.task for label in self._labels] == ["binary"]:
             metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
-        recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
+        if recorder is not None:
+            recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
 
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
@@ -211,13 +219,13 @@ class Trainer(Steps):
         metrics: dict[str, float],
         speed: float,
         run: RunFolder,
-        recorder: Recorder | SilentRecorder,
+        recorder: Recorder | None,
         check: Callable[[], None],
     ) -> None:
         progress = self.progress
         progress.end_evaluation(epoch, metrics, self.config.monitor, self._calibration)
-        recorder.metrics("validation", epoch, progress.step, metrics, speed)
-        if self.world.is_first:
+        if recorder is not None:
+            recorder.metrics("validation", epoch, progress.step, metrics, speed)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             trained = f"; trained {self._speed:,.0f} samples/s" if self._speed else ""
             captured = "" if self._captured is None else f"; {self._captured.summary()}"

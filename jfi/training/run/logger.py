@@ -77,9 +77,7 @@ class Tracker:
     """
 
     def __init__(self, config: TrainingConfig, params: dict[str, Any], logger: Logger | None = None) -> None:
-        #: The run of W&B that the logger has opened, which Lightning leaves open until the process ends.
-        self._run: Any = None
-        before = _wandb_run()
+        self._open_before, self._has_failed = _wandb_run(), False
         self._logger = _make_logger(config) if logger is None else logger
         if self._logger is None:
             return
@@ -87,7 +85,6 @@ class Tracker:
             self._logger.log_hyperparams(params)
         except Exception as error:
             _log.warning("training.logger failed, and does not get the config: %s", _shown(error))
-        self._keep_run(before)
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Sends the finite metrics of a line, named like validation/auc."""
@@ -97,29 +94,22 @@ class Tracker:
     def close(self, failed: bool) -> None:
         """Ends the logger, and a run of W&B that it has opened: another training in the process would go on with it."""
         self._send("finalize", "failed" if failed else "success")
-        if self._run is None or self._run is not _wandb_run():
+        run = _wandb_run()  # Lightning leaves it open until the process ends
+        if run is None or run is self._open_before or getattr(self._logger, "experiment", None) is not run:
             return
         try:
-            self._run.finish(exit_code=int(failed))
+            run.finish(exit_code=int(failed))
         except Exception as error:
             _log.warning("training.logger: the run of W&B does not end: %s", _shown(error))
 
     def _send(self, method: str, *arguments: object) -> None:
-        if self._logger is None:
+        if self._logger is None or self._has_failed:
             return
-        before = _wandb_run()
         try:
             getattr(self._logger, method)(*arguments)
         except Exception as error:
-            self._logger = None
+            self._has_failed = True
             _log.warning("training.logger failed, and gets no more metrics: %s", _shown(error))
-        self._keep_run(before)
-
-    def _keep_run(self, before: Any) -> None:
-        """Keeps the run that is open now and was not before the logger was called."""
-        run = _wandb_run()
-        if run is not None and run is not before:
-            self._run = run
 
 
 def _wandb_run() -> Any:

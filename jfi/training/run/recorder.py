@@ -6,8 +6,8 @@ import math
 import os
 from pathlib import Path
 
-from jfi.training.config import Config, ConfigError
-from jfi.training.run.logger import Logger, Tracker
+from jfi.training.config import ConfigError
+from jfi.training.run.logger import Tracker
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.files import naming
 
@@ -74,14 +74,15 @@ class Recorder:
         from torch.utils.tensorboard import SummaryWriter
 
         self._data, self._tracker = data, tracker
-        self._file = LineFile(run.metrics, length)
+        #: metrics.jsonl.
+        self.file = LineFile(run.metrics, length)
         self._board = SummaryWriter(str(run.tensorboard), purge_step=step)
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, fault: object, *_: object) -> None:
-        self._file.close()
+        self.file.close()
         self._board.close()
         if self._tracker is not None:
             self._tracker.close(fault is not None)
@@ -90,49 +91,11 @@ class Recorder:
         """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1), DATA: self._data}
-        self._file.append(record)
-        for name, value in metrics.items():
+        self.file.append(record)
+        for name, value in {**metrics, SPEED: speed}.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
-        self._board.add_scalar(f"{SPEED}/{split}", speed, step)
         if self._tracker is not None:
             self._tracker.metrics(split, {**metrics, SPEED: speed}, step)
-
-    def length(self) -> int:
-        """Flushes metrics.jsonl to the disk and returns its length in bytes."""
-        return self._file.length()
-
-    def sha256(self) -> str:
-        """The checksum of metrics.jsonl, in hexadecimal."""
-        return self._file.sha256()
-
-
-class SilentRecorder:
-    """The Recorder of the processes that write nothing."""
-
-    def __enter__(self) -> "SilentRecorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def metrics(self, split: str, epoch: float, step: int, metrics: dict[str, float], speed: float) -> None:
-        pass
-
-    def length(self) -> int:
-        return 0
-
-    def sha256(self) -> str:
-        return ""
-
-
-def open_recorder(
-    run: RunFolder, data: str, config: Config, start: tuple[int, int], logger: Logger | None, is_first: bool
-) -> Recorder | SilentRecorder:
-    """Returns what records the metrics of a run, in the process that writes; `start` is of a length and a step on."""
-    if not is_first:
-        return SilentRecorder()
-    tracker = Tracker(config.training, config.as_dict(), logger)
-    return Recorder(run, *start, data, tracker)
 
 
 def read_metrics(path: Path, length: int | None = None) -> list[dict]:

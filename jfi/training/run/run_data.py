@@ -14,19 +14,39 @@ from typing import Literal
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
 from jfi.data.config import FILES
 from jfi.data.prepared.fingerprint import DATA, NAME, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
+from jfi.data.prepared.load import open_temporary, prepare_into
 from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
 from jfi.data.prepared.sources import column_settings
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
-from jfi.training.distributed.processes import World
+from jfi.training.distributed.processes import World, shared_folder
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import load_progress
-from jfi.training.run.shared_data import load_shared
 from jfi.utils.files import sha256_of, verify, write_sums, writing_folder
 
 _POLICY = "policy.json"
 #: What to do where the data of a run has changed.
 DataChanged = Literal["refuse", "accept"]
+
+
+def load_shared(config: DataConfig, world: World, schema: DataSchema | None = None) -> InteractionDataset:
+    """The dataset of a config; under torchrun one process of each host reads the tables, and all map what it made.
+
+    That process writes a prepared dataset, see `shared_folder`.
+
+    Args:
+        config: the tables, or a prepared dataset, which is mapped as it is.
+        world: the processes that call this together.
+        schema: of a run that goes on.
+
+    Raises:
+        DataError: as `load_dataset`, on every process.
+        OSError: the temporary files cannot be written.
+    """
+    if not world.launched or config.prepared is not None:
+        return load_dataset(config, schema)
+    with shared_folder(world, "jfi-dataset-", lambda folder: prepare_into(config, folder, schema)) as folder:
+        return open_temporary(config, folder, schema)
 
 
 def save_data(run: RunFolder, dataset: InteractionDataset) -> None:

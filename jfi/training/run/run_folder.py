@@ -10,14 +10,16 @@ tensorboard/    the same metrics for TensorBoard
 curves.png      metrics over the epochs
 attention.png   the attention of a few test samples, unless none of them has a history
 follow/         of a run that follows a log: its metrics, and the state of the log, see `jfi.follow.state`
-.lock           held by the process that writes the run, see `jfi.training.run.run_lock`
+.lock           held by the process that writes the run, see `writing_run`
 """
 
 import dataclasses
 import itertools
 import json
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,14 @@ from typing import Any
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import resolved_as
+from jfi.training.distributed.processes import World
 from jfi.utils.files import unfinished_name, write_file
 from jfi.utils.json_files import read_json
 from jfi.utils.versions import versions
-from jfi.utils.writer_lock import LOCK
+from jfi.utils.writer_lock import LOCK, LockedError, acquire, release
+
+#: Seconds that a restarted process waits for the one that it replaces to be gone.
+_PATIENCE = 30.0
 
 
 class RunFolder:
@@ -132,3 +138,27 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+@contextmanager
+def writing_run(path: Path, world: World) -> Iterator[None]:
+    """Makes the folder `path` and holds its lock; under torchrun the first process holds it for all.
+
+    Raises:
+        ConfigError: another process holds it; the message names the process and the host.
+    """
+    held: list[int] = []
+    world.on_first(lambda: held.append(_acquire(path)))
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            release(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    try:
+        return acquire(path, _PATIENCE if restarted else 0.0)
+    except LockedError as holder:
+        raise ConfigError(f"{path}: {holder} is writing this run") from None

@@ -36,7 +36,7 @@ from jfi.training.model.ema import ModelAverage
 from jfi.training.model.parameter_groups import Groups
 from jfi.training.model.pretrained import fill_rows, load_pretrained
 from jfi.training.run.best_epoch import BestEpoch
-from jfi.training.run.recorder import Recorder, SilentRecorder
+from jfi.training.run.recorder import Recorder
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import RunPosition, last_progress, load_progress
 from jfi.training.run.warm_start import warm_start
@@ -248,14 +248,12 @@ class RunState:
         load_checkpoint(run.checkpoints / self.progress.best_checkpoint, best, self.world)
         self._load_modules(best)
 
-    def save(
-        self, run: RunFolder, recorder: Recorder | SilentRecorder, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def save(self, run: RunFolder, recorder: Recorder | None, meanwhile: Callable[[], None] | None = None) -> None:
         """Writes a checkpoint, and removes those but this one and that of the best epoch.
 
         Args:
             run: the run.
-            recorder: of its metrics.
+            recorder: of its metrics; None for a process that writes none.
             meanwhile: as of `check_data`; None, after a signal, does not wait until the dataset's files are verified.
 
         Raises:
@@ -268,7 +266,8 @@ class RunState:
         with self._all_recorded():
             state = self._state()
             self.check_finite(state["window"][0].item())
-            progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
+            if recorder is not None:
+                progress.log_length, progress.log_sha256 = recorder.file.length(), recorder.file.sha256()
             progress.config = self.config.as_dict()
             name = checkpoint_name(progress.epoch, progress.batch)
             try:
