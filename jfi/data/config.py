@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
-from jfi.data.setting_types import Positive, Seed, Size, check_bounds
+from jfi.data.setting_types import Positive, Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -173,7 +173,6 @@ class DataConfig:
             without its id: "refuse" raises an error that names the first one, "drop" leaves them out, also of tables to
             score; the summary and the log count them.
         split_column: column of the split, with `split: column`: train, validation (or val, valid, dev) or test.
-        split_seed: another seed assigns users to other splits, with `split: user`.
         validation: files of the validation rows, as `interactions`, with `split: files`.
         test: files of the test rows, as `interactions`, with `split: files`.
         request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
@@ -219,7 +218,6 @@ class DataConfig:
     missing_values: list[str] = field(default_factory=list)
     null_ids: Literal["refuse", "drop"] = "refuse"
     split_column: str | None = None
-    split_seed: Seed = 0
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
     request_id: str | None = None

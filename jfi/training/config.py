@@ -185,10 +185,10 @@ class Config:
             events = [data.item] if self.model.item_id else []
             events += [*data.names("item", "category"), *data.names("event"), *data.crosses()]
             width = event_width({name: data.feature(name).width or default for name in events}, default)
-            heads = self.encoder.num_heads
+            heads = self.model.num_heads
             fits = self.encoder.num_layers == 0 or width % heads == 0
-            why = "model.embedding_dim" if width == default else f"the width of events in data.features, {width}"
-            require(fits, "encoder.num_heads", heads, f"a divisor of {why}")
+            must = f"a divisor of the width of events in data.features, {width}, with encoder.num_layers"
+            require(fits, "model.num_heads", heads, must)
 
     def with_training(self, **changes: Any) -> "Config":
         """A copy with some fields of `training` changed."""

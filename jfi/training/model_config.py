@@ -49,14 +49,13 @@ class PretrainedConfig:
     """Embeddings from a file, for the values of a categorical column.
 
     Args:
-        path: a Parquet file with two columns, the values and lists of numbers, or a `.npy` file of `[rows, width]`.
-        ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
+        path: a Parquet file with two columns, the values and lists of numbers; or a `.npy` file of `[rows, width]`,
+            with the values of its rows in a UTF-8 text file of the same name, such as items.txt, one a line.
         frozen: whether these rows are kept fixed, under torchrun with `sharding.exchange: attention` alone. Values that
             the file lacks have random rows that are trained.
     """
 
     path: str
-    ids: str | None = None
     frozen: bool = True
 
 
@@ -67,7 +66,7 @@ class ModelConfig:
     Args:
         embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
-        num_heads: heads of the target attention, a divisor of `embedding_dim`.
+        num_heads: heads of the target attention, and of the encoder's blocks, a divisor of `embedding_dim`.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
             from the newest event, up to 32); by `recency`, which is the position with a table that begins with heads
             for the newest events; or `weights` of the events; or null. In a list each bias has its own heads, whose
@@ -125,11 +124,10 @@ class ModelConfig:
     def with_absolute_paths(self) -> "ModelConfig":
         """A copy whose files are named by absolute paths."""
 
-        def absolute(one: PretrainedConfig) -> PretrainedConfig:
-            ids = None if one.ids is None else absolute_path(one.ids)
-            return dataclasses.replace(one, path=absolute_path(one.path), ids=ids)
-
-        return dataclasses.replace(self, pretrained={name: absolute(one) for name, one in self.pretrained.items()})
+        absolute = {
+            name: dataclasses.replace(one, path=absolute_path(one.path)) for name, one in self.pretrained.items()
+        }
+        return dataclasses.replace(self, pretrained=absolute)
 
 
 @dataclass
@@ -139,7 +137,6 @@ class EncoderConfig:
     Args:
         num_layers: number of blocks; 0 for no encoder. With `model.pooling: none` there is none either. Time grows with
             the sum of the squared lengths: see `data.max_history`.
-        num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
         relative_bias: learned score bias per block and head, of the pair of events: `distance`, the number of events
@@ -147,7 +144,6 @@ class EncoderConfig:
     """
 
     num_layers: Natural = 0
-    num_heads: Count = 4
     dropout: Dropout = 0.0
     causal: bool = False
     relative_bias: Literal["distance"] | None = None
@@ -230,9 +226,9 @@ class ShardingConfig:
             the GPU of a fifth of their rows, for tables that exceed GPU memory; it needs `exchange: rows`), or `auto`:
             the planner chooses, with `exchange: attention` always `fused`.
         exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
-            sends queries to the processes that own the rows, and partial outputs back; `auto` takes attention where
-            the model and the tables allow it, and prints its choice.
-        replicate_below: with `attention`, every process reads tables of at most this many rows whole.
+            sends queries to the processes that own the rows, and partial outputs back, and every process reads tables
+            of at most 100,000 rows whole; `auto` takes attention where the model and the tables allow it, and prints
+            its choice.
         communication: dtype in which embeddings and their gradients are sent.
         group_size: null shards each table over all processes. With a number, which must divide the number of processes,
             each group of that many processes has all tables and learns from its own samples; every 10 steps, and at the
@@ -242,9 +238,10 @@ class ShardingConfig:
     type: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise"] = "auto"
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
     exchange: Literal["auto", "attention", "rows"] = "auto"
-    replicate_below: Natural = 100_000
     communication: Literal["float32", "bfloat16"] = "float32"
     group_size: Count | None = None
+    #: With `attention`, every process reads tables of at most this many rows whole; the default of jfi.distributed.
+    replicate_below: ClassVar[int] = 100_000
     #: Steps between two averages of groups: rare enough to send little, and losses hardly differ from those of 1.
     average_every: ClassVar[int] = 10
 

@@ -318,7 +318,6 @@ def test_a_policy_of_other_surfaces_is_refused_by_name(config, tmp_path):
     [
         ({"dwell": None, "surface": None}, "neither data.dwell nor data.surface is set"),
         ({"label": None}, "there is no binary label; a conversion must say"),
-        ({"conversion": "bought"}, "no column 'bought'"),
         ({"surface": "many"}, "^data.surface is 'many', which has 480 values; it must have 1 to 256"),
         ({"surface": "none"}, "^data.surface is 'none', which has 0 values; it must have 1 to 256"),
     ],
@@ -331,3 +330,5 @@ def test_a_log_that_no_policy_can_be_fitted_to(config, changes, message):
     pyarrow.parquet.write_table(data, config.interactions)
     with pytest.raises(DataError, match=message):
         training_log(replace_data(config, **changes))
+    with pytest.raises(DataError, match="no column 'bought'"):
+        training_log(config, "bought")

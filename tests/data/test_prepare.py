@@ -121,7 +121,7 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "separators": {},
         },
         {"user_categorical": [], "user_dense": [], "item_dense": [], "num_quantiles": 1, "max_history": 3},
-        {"split": "user", "split_seed": 1, "fractions": [0.5, 0.25, 0.25]},
+        {"split": "user", "fractions": [0.5, 0.25, 0.25]},
         {"split": "column", "split_column": "part"},
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},

@@ -139,7 +139,7 @@ def test_impressions_are_of_the_row_in_both_ways(config):
 
 def test_an_encoder_where_no_window_cuts(config):
     dataset = load_dataset(replace(config, max_history=200))
-    encoder = EncoderConfig(num_layers=2, num_heads=2, causal=True, relative_bias="distance")
+    encoder = EncoderConfig(num_layers=2, causal=True, relative_bias="distance")
     check_equal(model_of(dataset, encoder, bias="history_age"), dataset)
 
 

@@ -25,7 +25,7 @@ from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder
 ROOT = Path(__file__).parents[2]
 TINY = [
     *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2"],
-    *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.num_layers", "1", "--encoder.num_heads", "2"],
+    *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.num_layers", "1"],
     *["--encoder.causal", "true", "--encoder.relative_bias", "distance"],
     *["--training.device", "cpu", "--training.epochs", "1", "--training.batch_size", "64"],
 ]

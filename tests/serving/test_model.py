@@ -172,7 +172,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
     plain = {"embedding_dim": 8, "num_heads": 2, "dense_arch": [8], "over_arch": [8], "cross_layers": 0, "dropout": 0.0}
     model = ModelConfig(**plain | model)
-    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), table.dataset.schema)
+    trained = build_model(model, EncoderConfig(**encoder), table.dataset.schema)
     reads_age = model.pooling == "attention" and "history_age" in model.biases()
     assert_served(table, trained, model.pooling != "none", reads_age)
 
@@ -352,7 +352,7 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     model = ModelConfig(
         embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0
     )
-    encoder = EncoderConfig(num_layers=1, num_heads=2, causal=True, relative_bias="distance")
+    encoder = EncoderConfig(num_layers=1, causal=True, relative_bias="distance")
     trained = build_model(model, encoder, table.dataset.schema).eval()
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)

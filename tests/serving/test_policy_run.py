@@ -250,7 +250,7 @@ def drawn_model(run, model: ModelConfig, encoder: EncoderConfig) -> SequenceDLRM
     [
         ({"bias": "weights"}, {}, False),
         ({"bias": ["weights", "history_age"]}, {}, False),
-        ({"bias": "weights"}, {"num_layers": 1, "num_heads": 2}, False),
+        ({"bias": "weights"}, {"num_layers": 1}, False),
         ({"bias": "position"}, {}, True),
         ({"bias": "weights"}, {}, True),
     ],

@@ -1,12 +1,13 @@
-"""Short runs write a line of metrics more often than long ones: every `LOG_EVERY` steps of the test's module."""
+"""Small runs have their own constants, by the names of the test's module: `LOG_EVERY` and `REPLICATE_BELOW`."""
 
 import pytest
 
-from jfi.training import TrainingConfig
+from jfi.training import ShardingConfig, TrainingConfig
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _lines_of_short_runs(request):
+def _constants_of_small_runs(request):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TrainingConfig, "log_every", getattr(request.module, "LOG_EVERY", TrainingConfig.log_every))
+        for section, name in ((TrainingConfig, "log_every"), (ShardingConfig, "replicate_below")):
+            patched.setattr(section, name, getattr(request.module, name.upper(), getattr(section, name)))
         yield

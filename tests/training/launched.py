@@ -127,7 +127,8 @@ def wait_for_all(processes: list[subprocess.Popen], seconds: float = 360, grace:
 def job(folder: Path, config: Config, **options: object) -> dict:
     path = folder / f"{Path(config.training.run_dir).name}.yaml"
     save_config(config, path)
-    return {"port": free_port(), "config": str(path), **options}
+    constants = [TrainingConfig.log_every, ShardingConfig.replicate_below]
+    return {"port": free_port(), "config": str(path), "constants": constants, **options}
 
 
 def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING, steps: int = 63) -> None:

@@ -12,7 +12,7 @@ from launched import assert_same_metrics, free_port, in_two_processes, job, tiny
 from worker import without_pictures
 
 from jfi.data import DataSchema, load_dataset
-from jfi.training import Config, ConfigError, train
+from jfi.training import Config, ConfigError, ShardingConfig, train
 from jfi.training.config import EncoderConfig, PretrainedConfig
 from jfi.training.defaults import resolve_defaults, resolved_as
 from jfi.training.distributed.processes import World
@@ -22,11 +22,11 @@ from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import config_changes
 from jfi.training.run.saved_run import load_run
 
-LOG_EVERY = 1
+LOG_EVERY, REPLICATE_BELOW = 1, 10
 
 STEPS, STOP_AT = 21, 7
 #: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.
-REMOTE = {"exchange": "attention", "replicate_below": 10}
+REMOTE = {"exchange": "attention"}
 RUNS = {
     "row_wise": REMOTE,
     "table_wise": REMOTE | {"type": "table_wise"},
@@ -34,7 +34,7 @@ RUNS = {
     "whole": {"exchange": "auto"},
     "halves": REMOTE | {"communication": "bfloat16"},
     "stopped": REMOTE,
-    "switched": {"replicate_below": 10, "exchange": "rows"},
+    "switched": {"exchange": "rows"},
     "groups": REMOTE | {"group_size": 1},
     "attention in parts": REMOTE,
 }
@@ -187,8 +187,7 @@ def schema(folder) -> DataSchema:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"replicate_below": 0}, "events of feature"),
-        ({"type": "column_wise", "replicate_below": 10}, "sharding.type is 'column_wise'"),
+        ({"type": "column_wise"}, "sharding.type is 'column_wise'"),
         ({"compute_kernel": "fused_uvm_caching"}, "device memory"),
     ],
 )
@@ -196,6 +195,12 @@ def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, 
     config = configured(folder, "refused", **{"exchange": "attention", **change})
     with pytest.raises(ConfigError, match=rf"sharding\.exchange: got 'attention', must be .*{re.escape(reason)}"):
         with_exchange(config, schema)
+
+
+def test_events_of_several_large_tables_are_refused(folder, schema, monkeypatch):
+    monkeypatch.setattr(ShardingConfig, "replicate_below", 0)
+    with pytest.raises(ConfigError, match=r"the events of feature 'history' lie in \['item_id', 'rating'\]$"):
+        with_exchange(configured(folder, "refused", exchange="attention"), schema)
 
 
 @pytest.mark.parametrize("exchange", ["auto", "rows"])

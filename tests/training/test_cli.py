@@ -92,7 +92,7 @@ def config_of_texts(shift: int) -> Config:
     data |= {"features": [*features, FeatureConfig(next(texts), "event", cross=[next(texts)])]}
     data |= {"labels": [LabelConfig(next(texts), next(texts))]}
     data |= {"missing_values": [*itertools.islice(texts, 9)], "header": {"items": [next(texts), next(texts)]}}
-    pretrained = {next(texts): PretrainedConfig(next(texts), ids=next(texts))}
+    pretrained = {next(texts): PretrainedConfig(next(texts))}
     own = {"run_dir": next(texts), "warm_start": next(texts)}
     return Config(DataConfig(**data), ModelConfig(pretrained=pretrained), training=TrainingConfig(**own))
 
@@ -202,8 +202,8 @@ def test_a_key_that_is_there_twice_is_refused_with_its_line(yaml_file):
     path = yaml_file("data:\n  features: [{name: a,\n   of: item, name: b}]\n")
     assert fault("--config", path) == f"{path}:3: the key name is there twice, first in line 2"
     assert "name is there twice" in fault("--data.features", "[{name: a, of: item, name: b}]")
-    path = yaml_file("model: &model {num_heads: 2}\nencoder: {<<: {num_heads: 2}, num_layers: 1}\n")
-    assert parse("--config", path).encoder.num_heads == 2
+    path = yaml_file("model: &model {num_heads: 2}\nencoder: {<<: {dropout: 0.5}, num_layers: 1}\n")
+    assert parse("--config", path).encoder.dropout == 0.5
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_key_that_is_there_twice_is_refused_with_its_line(yaml_file):
         (["--model.num_head", "2"], "--model.num_head", "--model.num_heads"),
         (["--model.poolings=mean"], "--model.poolings", "--model.pooling"),
         (["--optimizer.dense.lerning_rate", "2"], "--optimizer.dense.lerning_rate", "--optimizer.dense.learning_rate"),
-        (["--encoder.num_head", "2"], "--encoder.num_head", "--encoder.num_heads"),
+        (["--encoder.num_layer", "2"], "--encoder.num_layer", "--encoder.num_layers"),
         (["--epochs", "2"], "--epochs", "--training.epochs"),
         (["--training.e", "2"], "--training.e", "--training.seed"),
     ],
@@ -259,11 +259,7 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
         (["--encoder.num_layers", "-1"], ["encoder.num_layers", "-1", "an integer of at least 0"]),
         (["--encoder.num_layers", "two"], ["encoder.num_layers", "int", "two"]),
-        (["--encoder.num_heads", "0"], ["encoder.num_heads", "0", "at least 1"]),
-        (
-            ["--encoder.num_layers", "2", "--encoder.num_heads", "3"],
-            ["encoder.num_heads", "3", "a divisor of model.embedding_dim"],
-        ),
+        (["--model.num_heads", "0"], ["model.num_heads", "0", "at least 1"]),
         (["--encoder.dropout", "1"], ["encoder.dropout", "[0, 1)"]),
         (["--encoder.causal", "maybe"], ["encoder.causal", "got 'maybe', must be true or false"]),
         (["--encoder.relative_bias", "distanc"], ["encoder.relative_bias", "distanc", "distance"]),

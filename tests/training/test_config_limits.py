@@ -26,7 +26,6 @@ LIMITS = [
     ("model.over_arch", [[1], [2, 1]], [[], [0], [2, 0]]),
     *((f"{section}.dropout", [0.0, BELOW], [-TINY, 1.0, math.nan]) for section in ("model", "encoder")),
     ("encoder.num_layers", [0, 1], [-1]),
-    ("encoder.num_heads", [1, 3], [0]),
     ("optimizer.ema_decay", [None, TINY, BELOW], [0.0, 1.0]),
     ("sharding.group_size", [None, 1], [0, -1]),
     *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size")),
@@ -89,12 +88,12 @@ def test_without_options_nothing_unusual_is_on():
 
 
 def test_options_that_must_go_together():
-    Config(encoder=EncoderConfig(num_layers=0, num_heads=3))  # without an encoder its heads do not matter
-    Config(encoder=EncoderConfig(num_layers=1, num_heads=64))
     with pytest.raises(ConfigError, match=r"^encoder\.causal: got False, must be true with encoder.relative_bias$"):
         EncoderConfig(relative_bias="distance")
-    with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
-        Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
+    narrow = DataConfig("a.csv", features=[FeatureConfig("item_id", "item", width=6)])
+    Config(narrow)  # without an encoder, attention is on projected events
+    with pytest.raises(ConfigError, match=r"^model\.num_heads: got 4, must be a divisor of the width of events"):
+        Config(narrow, encoder=EncoderConfig(num_layers=1))
 
 
 #: Option of `data` with the settings that it needs, accepted values, refused values.

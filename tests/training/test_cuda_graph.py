@@ -61,7 +61,7 @@ def test_what_is_captured(model):
         (by_user, {}, "data.batching is user"),
         (lambda c: c, {"capturable": False}, "optimizer.dense.name is adam"),
         (
-            lambda c: dataclasses.replace(c, encoder=EncoderConfig(num_layers=1, num_heads=2)),
+            lambda c: dataclasses.replace(c, encoder=EncoderConfig(num_layers=1)),
             {},
             "a JaggedEncoder has linear layers",
         ),

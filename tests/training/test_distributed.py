@@ -50,7 +50,7 @@ from jfi.training.run.run_data import load_shared, save_data
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
 
-LOG_EVERY = 1
+LOG_EVERY, REPLICATE_BELOW = 1, 10
 
 STOP_AT = 17
 #: Where sums over a batch are taken in another order each time.
@@ -134,7 +134,7 @@ def given(folder: Path, name: str, old: Path, optimizer: str, sharding: str = "a
         for column in ("item_id", "country")
     }
     if is_frozen:
-        config.sharding.exchange, config.sharding.replicate_below = "attention", 10
+        config.sharding.exchange = "attention"
     return config
 
 
@@ -353,7 +353,7 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
 def test_parts_of_a_batch_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
     config = tiny(folder, "in parts", "rowwise_adagrad", "row_wise", epochs=1, gradient_accumulation_steps=3)
-    config.sharding = dataclasses.replace(config.sharding, exchange="attention", replicate_below=10)
+    config.sharding = dataclasses.replace(config.sharding, exchange="attention")
     assert train_pipelined(config) == {"embedding_bag_collection", "embedding_collection"}
     ours, theirs = (
         read_metrics(run / "metrics.jsonl") for run in (folder / config.training.run_dir, alone["rowwise_adagrad"])

@@ -16,7 +16,7 @@ from jfi.training.run.run_data import load_shared, save_data
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import load_run
 
-LOG_EVERY = 1
+LOG_EVERY, REPLICATE_BELOW = 1, 10
 
 STEPS, STOP_AT = 21, 7
 SETTINGS = {
@@ -134,7 +134,7 @@ def one_launched(monkeypatch):
 
 
 def test_ids_of_owner_ranks_are_pipelined(folder, alone, one_launched):
-    config = configured(folder, "pipelined", exchange="attention", replicate_below=10)
+    config = configured(folder, "pipelined", exchange="attention")
     with join_world("cpu") as world:
         dataset = load_shared(config.data, world)
         trainer = Trainer(config, dataset, world)

@@ -122,8 +122,10 @@ def schema():
 
 def test_npy_with_ids_gives_the_same_rows(tmp_path):
     np.save(tmp_path / "items.npy", VECTORS)
-    (tmp_path / "ids.txt").write_text("\n".join(IDS) + "\n")
-    one = PretrainedConfig(str(tmp_path / "items.npy"), ids=str(tmp_path / "ids.txt"))
+    one = PretrainedConfig(str(tmp_path / "items.npy"))
+    with pytest.raises(ConfigError, match=r"model\.pretrained\.item: \S+/items\.txt: no such file"):
+        read_pretrained("item", one, schema(), 8)
+    (tmp_path / "items.txt").write_text("\n".join(IDS) + "\n")
     data = schema()
     values = list(data.encodings.vocabularies["item"].values)
     rows, vectors = read_pretrained("item", one, data, 8)

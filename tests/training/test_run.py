@@ -424,7 +424,7 @@ def test_a_used_folder_is_refused(tmp_path):
 def test_other_poolings_train(tmp_path, monkeypatch, pooling):
     config = tiny(tmp_path / "run", epochs=1)
     config.model.pooling = pooling
-    config.encoder = EncoderConfig(num_layers=1, num_heads=2)
+    config.encoder = EncoderConfig(num_layers=1)
     monkeypatch.undo()
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
@@ -448,7 +448,7 @@ def test_several_biases_layers_crosses_and_statistics(tmp_path, monkeypatch):
 def test_every_parameter_is_optimized_once():
     dataset = load_dataset(tiny(None).data)
     config = OptimizerConfig()
-    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset.schema, optimizer=config)
+    model = build_model(tiny(None).model, EncoderConfig(num_layers=2), dataset.schema, optimizer=config)
     optimizer = build_optimizer(config, model)
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
     *groups, dense = (group["params"] for group in optimizer.param_groups)

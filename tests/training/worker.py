@@ -1,6 +1,7 @@
 """One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
 
 JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
+"constants" later ones have the test module's `LOG_EVERY` and `REPLICATE_BELOW` too, with
 "stop_at": n the last rank sends itself SIGTERM in step n, with "differ": {...} it has other fields of `training`, with
 "stand_in" its captured steps run on buffers in a CPU's memory. Outcomes are written as a JSON list.
 """
@@ -22,7 +23,7 @@ from attention_worker import as_on_a_gpu, use_stand_ins
 
 from jfi.data.prepared.load import prepare_into
 from jfi.distributed import CapturedShardedStep
-from jfi.training import ConfigError, Interrupted, TrainingConfig, resume, train
+from jfi.training import ConfigError, Interrupted, ShardingConfig, TrainingConfig, resume, train
 from jfi.training.config_parser import load_config
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import shards_of
@@ -60,7 +61,8 @@ def do(job: dict) -> dict:
         return forward(trainer, batch)
 
     os.environ["MASTER_PORT"] = str(job["port"])
-    TrainingConfig.log_every = 1  # as the modules whose jobs these are
+    if "constants" in job:
+        TrainingConfig.log_every, ShardingConfig.replicate_below = job["constants"]
 
     def read(*arguments):
         reads.append(arguments)

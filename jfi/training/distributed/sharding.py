@@ -117,7 +117,7 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
         for feature in arch.features:
             remote_field(feature, tables, sharding.replicate_below)
     except ValueError as error:
-        return str(error)
+        return str(error).partition(": ")[0]  # without advice for code
     return None
 
 

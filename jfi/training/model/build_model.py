@@ -134,7 +134,7 @@ def build_model(
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
         pooling=attention if config.pooling == "attention" else config.pooling,
-        encoder=_encoder(encoder, sequences, width),
+        encoder=_encoder(encoder, sequences, width, config.num_heads),
         dropout=config.dropout,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
@@ -305,14 +305,16 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
     ]
 
 
-def _encoder(encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], width: int) -> JaggedEncoder | None:
+def _encoder(
+    encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], width: int, num_heads: int
+) -> JaggedEncoder | None:
     if not sequences or not encoder.num_layers:
         return None
     relative = None if encoder.relative_bias is None else PositionBias(_NUM_POSITIONS)
     return JaggedEncoder(
         [replace(sequence, bias=None, relative_bias=relative) for sequence in sequences],
         width,
-        encoder.num_heads,
+        num_heads,
         encoder.num_layers,
         dropout=encoder.dropout,
         causal=encoder.causal,

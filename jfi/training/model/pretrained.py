@@ -66,12 +66,10 @@ def _project(vectors: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_npy(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
-    if config.ids is None:
-        raise ConfigError(f"{key}.ids is not set; a .npy file needs the ids of its rows, a text file with one a line")
     try:
         vectors = np.load(config.path, allow_pickle=False)
         # Text mode ends lines at LF, CR LF and CR; str.splitlines would at U+2028 too.
-        with open(config.ids, encoding="utf-8-sig") as file:
+        with open(Path(config.path).with_suffix(".txt"), encoding="utf-8-sig") as file:
             lines = [line.removesuffix("\n") for line in file]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {_fault(error, config.path)}") from None

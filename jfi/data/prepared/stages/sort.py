@@ -107,7 +107,7 @@ def order_and_split(
         if config.request_id is not None:
             _check_groups(columns, split, config.request_id, tables)
     if config.split == "user":
-        of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions, config.split_seed)
+        of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions)
         for begin, end in blocks(count):
             split[begin:end] = of_users[columns["user"][begin:end]]
     if config.split == "leave_one_out":

@@ -75,12 +75,12 @@ def leave_one_out(user: np.ndarray, labeled: np.ndarray, group: np.ndarray | Non
     return np.where(counts >= 3, split, _TRAIN).astype(np.int8)
 
 
-def split_users(ids: Sequence[str], fractions: list[float], seed: int) -> np.ndarray:
-    """`[U]` int8, the index in SPLITS of each user, by a hash of the id and the seed.
+def split_users(ids: Sequence[str], fractions: list[float]) -> np.ndarray:
+    """`[U]` int8, the index in SPLITS of each user, by a hash of the id.
 
     A user is in the same split whatever other users there are. The sizes are those of `fractions` on average.
     """
-    point = mix(mix(hash_text(ids)) ^ np.uint64(seed)) / 2.0**64
+    point = mix(mix(hash_text(ids))) / 2.0**64
     return np.searchsorted(np.cumsum(fractions[:2]), point, side="right").astype(np.int8)
 
 
