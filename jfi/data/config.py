@@ -21,6 +21,8 @@ NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
 #: The most events of a timeline, as a multiple of `max_history`: of a longer log each event is looked up 4/3 times.
 TIMELINE = 4
+#: Intervals of a numeric feature of events, between quantiles of the training rows: each has rows enough to learn from.
+NUM_QUANTILES = 16
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
 Batching = Literal["sample", "user"]
@@ -65,7 +67,7 @@ class FeatureConfig:
             such as the device or the position. A categorical column may have an entry of event and one of context,
             which share an embedding table, so that their other settings must be equal.
         type: "category" for ids of an embedding table; "number" for a dense feature, or, of an event, for ids of
-            intervals between quantiles of the training rows.
+            16 intervals between quantiles of the training rows.
         width: width of the embedding table; None means `model.embedding_dim`. The tables that events have must
             have one width: those of the item's id, of categories of the item and of features of the event.
         max_values: maximum number of values that get their own ids: those with the most training rows; of two with the
@@ -159,7 +161,6 @@ class DataConfig:
             timeline, which is looked up and moved once, and each sample sees the events that its history would have:
             the same predictions, in a fraction of the time if users have many samples.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
-        num_quantiles: number of quantiles of a numeric feature of events.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
         delimiter: text between the fields of text files, such as `;` or `|`; several characters, such as `::`, or one
@@ -210,7 +211,6 @@ class DataConfig:
     max_history: Size = 200
     batching: Batching = "sample"
     max_slots: Size = 8
-    num_quantiles: Size = 16
     encoding: str = "utf-8"
     quoting: bool = True
     delimiter: str | None = None

@@ -72,7 +72,8 @@ def test_standardize_by_the_moments_of_training_rows():
     assert moments(np.array([np.nan, 2.0]), np.array([1, 0])) == (0.0, 1.0)
 
 
-def test_every_kind_of_column(write):
+def test_every_kind_of_column(write, monkeypatch):
+    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 2)
     rows = [f"u{i % 3},{i % 5},{i},{i % 2},{i / 10},{'x;y' if i % 2 else ''}" for i in range(10)]
     users = ["u0,a b,20,F", "u1,b,40,M"]
     items = [f"{i},{'g|h' if i % 2 else 'g'},{i},Title {i}" for i in range(4)]
@@ -90,7 +91,6 @@ def test_every_kind_of_column(write):
         separators={"hobbies": " ", "genres": "|", "tags": ";"},
         title="title",
         fractions=FRACTIONS,
-        num_quantiles=2,
     )
     dataset = load_dataset(config)
     assert [spec.key for spec in dataset.features] == [

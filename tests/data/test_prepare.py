@@ -81,7 +81,6 @@ def config_of(path: str, **settings) -> DataConfig:
         separators={"genre": "|"},
         title="title",
         fractions=[0.6, 0.2, 0.2],
-        num_quantiles=5,
         max_slots=3,
         max_history=20,
     )
@@ -120,7 +119,7 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "title": None,
             "separators": {},
         },
-        {"user_categorical": [], "user_dense": [], "item_dense": [], "num_quantiles": 1, "max_history": 3},
+        {"user_categorical": [], "user_dense": [], "item_dense": [], "max_history": 3},
         {"split": "user", "fractions": [0.5, 0.25, 0.25]},
         {"split": "column", "split_column": "part"},
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},

@@ -29,9 +29,13 @@ def config_of(path: str, **settings: object) -> DataConfig:
         separators={"tags": ";"},
         title="title",
         fractions=[0.6, 0.2, 0.2],
-        num_quantiles=4,
         **settings,
     )
+
+
+@pytest.fixture(autouse=True)
+def _four_quantiles(monkeypatch):
+    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 4)
 
 
 def line(i: int, item: object = None, seconds: object = None, tags: str = "x;y", city: str = "Rome") -> str:

@@ -264,7 +264,7 @@ def test_a_fault_after_many_quoted_line_breaks_has_its_line(write):
     assert message(path) == "r.csv:60002: 2 fields, expected 3"
 
 
-@pytest.mark.parametrize("name", ["max_history", "max_slots", "num_quantiles", "negatives"])
+@pytest.mark.parametrize("name", ["max_history", "max_slots", "negatives"])
 def test_counts_that_no_memory_holds_are_refused(write, name):
     with pytest.raises(DataError, match=rf"^data.{name}: got 10{{30}}, must be an integer in .*, 2147483648\)$"):
         DataConfig(interactions=write("r.csv", HEADER), **{name: 10**30})

@@ -105,7 +105,6 @@ def config_of(table: Path, run: Path, **data: object) -> Config:
         statistics=[],
         max_history=12,
         max_slots=2,
-        num_quantiles=4,
     )
     model = ModelConfig(embedding_dim=4, num_heads=1, dense_arch=[4], over_arch=[8], cross_layers=0, dropout=0.1)
     training = TrainingConfig(run_dir=str(run), epochs=1, batch_size=32, device="cpu", patience=None)

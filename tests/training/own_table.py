@@ -52,7 +52,6 @@ def config_of(table: Path, run: Path, **training: object) -> Config:
             event_categorical=["tags"],
             event_dense=["seconds"],
             separators={"tags": ";"},
-            num_quantiles=4,
         ),
         model=ModelConfig(
             embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], cross_layers=0, dropout=0.0

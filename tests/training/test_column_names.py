@@ -69,7 +69,6 @@ def config_of(folder: Path, names: dict) -> Config:
         weight=names["weight"],
         request_id=names["group"],
         features=features,
-        num_quantiles=4,
     )
     model = ModelConfig(
         embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age", cross_layers=0, dropout=0.0

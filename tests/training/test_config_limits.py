@@ -98,7 +98,7 @@ def test_options_that_must_go_together():
 
 #: Option of `data` with the settings that it needs, accepted values, refused values.
 DATA_LIMITS = [
-    *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots", "num_quantiles")),
+    *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots")),
     ("negatives", {"label": None}, [1, MANY], [0, MANY + 1]),
     ("negatives", {"label": "liked"}, [0], [MANY + 1]),
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),

@@ -24,7 +24,7 @@ LOG_EVERY = 4
 
 #: Edits of config.yaml.
 FIELDS = {
-    "num_quantiles: 4": "num_quantiles: 5",
+    "max_slots: 8": "max_slots: 9",
     "label: clicked": "label: seconds > 20",
     "num_heads: 2": "num_heads: 4",
     "ranking: sampled": "ranking: none",

@@ -189,7 +189,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     config_of_run = config(folder, tmp_path / "run")
     data, prepared = config_of_run.data, tmp_path / "prepared"
     prepare_dataset(data, prepared, show=False)
-    choices = {"max_history": data.max_history, "num_quantiles": data.num_quantiles}
+    choices = {"max_history": data.max_history}
     here, there = load_dataset(data), load_dataset(DataConfig(prepared=str(prepared), **choices))
     assert there.schema.codec.fingerprint == here.schema.codec.fingerprint
     for split in ("train", "test"):

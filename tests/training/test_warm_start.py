@@ -80,12 +80,12 @@ def test_known_values_keep_their_rows_and_new_ones_get_fresh_rows(old, grown, tm
         assert torch.equal(trainer.modules["average"].module.state_dict()[ITEMS], state[ITEMS])
 
 
-def test_quantile_tables_are_copied_by_id_where_they_have_as_many_rows(old, grown, tmp_path):
+def test_quantile_tables_are_copied_by_id_where_they_have_as_many_rows(old, grown, tmp_path, monkeypatch):
     name = "embedding_collection.embeddings.seconds.weight"
     config = config_of(grown, tmp_path / "run", seed=5)
     state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
     assert torch.equal(state[name], load_run(old).model.state_dict()[name])
-    config.data.num_quantiles = 7
+    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 7)
     state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
     assert torch.equal(state[name], fresh(config)[name])
 

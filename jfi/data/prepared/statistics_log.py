@@ -50,7 +50,7 @@ def _tables(config: DataConfig) -> SourceTables:
     """The tables with the settings and the columns that statistics need."""
     config = config.with_statistics()
     names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions"
-    names = f"{names} num_quantiles encoding quoting delimiter header missing_values null_ids".split()
+    names = f"{names} encoding quoting delimiter header missing_values null_ids".split()
     names += ["split", "validation", "test"] if config.split == "files" else []
     own = {name: getattr(config, name) for name in names}
     groups = {*config.statistics_groups()}

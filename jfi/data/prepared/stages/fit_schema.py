@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, SID
+from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, NUM_QUANTILES, SID
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import encode, learn_edges, learn_vocabulary, moments
@@ -47,7 +47,7 @@ def learn_schema(columns: Columns) -> DataSchema:
             contexts += shown
     contexts.sort(key=lambda spec: config.names("context", "category").index(spec.column))
     for name in config.names("event", "number"):
-        edges = learn_edges(columns.numbers(name, "event"), train, config.num_quantiles)
+        edges = learn_edges(columns.numbers(name, "event"), train, NUM_QUANTILES)
         encodings.edges[name], width = edges, config.feature(name).width
         history.append(
             FeatureSpec(HISTORY + name, "history", name, module_name(name), len(edges) + 2, of="event", width=width)
