@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.kernels import plan
+from jfi.ops._attention import Prepared
 from jfi.ops.dispatch import PLAIN, operators, refusal
 from jfi.ops.target_attention import run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
@@ -202,7 +203,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
                 None,
                 *(query, key, None, *events, *by_id, scale, max_seqlen),
                 *(attended, lse, needed, impl),
-                chosen=ctx.plan,
+                prepared=Prepared(ctx.plan),
             )
             grads = iter(grads)
             found: list[Any] = [next(grads) if need else None for need in needed]
