@@ -71,8 +71,8 @@ def attend_absorbed(
             samples.
 
     Returns:
-        [F, B, D], or [B, D], in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,
-        which is never cast.  An empty history gives output_bias.
+        [F, B, D], or [B, D], in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the
+        history, which is never cast.  An empty history gives output_bias.
     """
     by_id = history if isinstance(history, RowsById) else None
     fields = (history.rows,) if isinstance(history, RowsById) else history
