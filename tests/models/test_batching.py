@@ -9,7 +9,8 @@ from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
 from jfi.data.batches.chunks import cut_chunks
-from jfi.modules import PositionBias
+from jfi.models.sequence_arch import _why_not_shared
+from jfi.modules import JaggedEncoder, PositionBias
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.model.build_model import build_model, draw_tables, table_configs
 from jfi.utils.jagged import blocks
@@ -148,9 +149,9 @@ def test_an_encoder_that_rows_cannot_share_is_refused(config):
     model = model_of(dataset, EncoderConfig(num_layers=1))
     with pytest.raises(ValueError, match="causal"):
         run(model, dataset, "test", "user", 64)
-    model = model_of(dataset, EncoderConfig(num_layers=1, causal=True))
-    features = model.sequence_arch.encoder.features
-    model.sequence_arch.encoder.features = [replace(one, bias=PositionBias(32)) for one in features]
+    features = model.sequence_arch.features
+    encoder = JaggedEncoder([replace(one, bias=PositionBias(32)) for one in features], WIDTH, causal=True)
+    model.sequence_arch._not_shared = _why_not_shared(encoder)
     with pytest.raises(ValueError, match="have no bias, got PositionBias"):
         run(model, dataset, "test", "user", 64)
 

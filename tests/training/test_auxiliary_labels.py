@@ -148,12 +148,12 @@ def test_a_warm_start_with_another_rule_of_the_label_says_so(folder, run, capsys
     assert line in capsys.readouterr().out.splitlines()
 
 
-def test_a_weight_of_positives_is_not_for_them():
+def test_their_losses_are_not_reported():
     labels = [LabelSpec("label"), LabelSpec("auxiliary")]
     outputs, target = torch.randn(4, 2), torch.ones(4, 2)
-    weighted, plain = Objective(labels, [1.0, 0.5], 3.0, num_auxiliary=1)(outputs, target, None)
+    weighted, plain = Objective(labels, [1.0, 0.5], num_auxiliary=1)(outputs, target, None)
     each = binary_cross_entropy_with_logits(outputs, target, reduction="none").sum(0)
-    torch.testing.assert_close(weighted, 3 * each[0] + 0.5 * each[1])
+    torch.testing.assert_close(weighted, each[0] + 0.5 * each[1])
     torch.testing.assert_close(plain, each[0])
 
 
