@@ -32,7 +32,7 @@ def read_labels(table: Table, one: LabelConfig) -> np.ndarray:
     column = only_column(label)
     if column is None:
         return parse_rule(label).holds(table)
-    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task == "binary" else ""
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
     values = table.numbers(column, advice)
     if task == "regression":
         wrong = np.abs(values) > LARGEST_NUMBER

@@ -47,7 +47,7 @@ def summarize(arrays: Arrays, schema: DataSchema, columns: Columns) -> Summary:
     shares_of = [
         (one, {name: _share_of_ones(column, samples[name]) for name in splits})
         for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
-        if one.task == "binary"
+        if one.task != "regression"
     ]
     shares = shares_of[0][1] if config.task == "binary" else {}
     unseen = {name: {} for name in _HELD_OUT}
