@@ -64,7 +64,7 @@ def test_every_command_takes_names_that_its_output_cannot_encode(tmp_path):
         ["train", *config],
         ["train", "--resume", str(tmp_path / "run")],
         ["prepare", *config, "--out", str(tmp_path / "prepared")],
-        ["compare", *config, "--training.run_dir", str(tmp_path / "baselines"), "--poolings"],
+        ["compare", *config, "--training.run_dir", str(tmp_path / "baselines"), "--models", "baselines"],
         ["evaluate", *run, *new, "--out", str(tmp_path / "metrics.json"), "--by", "место", "товар"],
         ["predict", *run, *new, "--out", str(tmp_path / "scores.csv")],
         ["policy", *config, "--remove", "0.3", "--out", str(tmp_path / "policy.json")],

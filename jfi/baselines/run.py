@@ -43,7 +43,7 @@ def run_baselines(
         (['item mean', 'item + user mean', 'popularity by time'], ['half_life'])
     """
     if dataset.schema.labels[0].task != "binary":
-        advice = "jfi compare leaves them out with --baselines false"
+        advice = "jfi compare leaves them out with --models none mean sum attention"
         raise ConfigError(f"baselines predict a binary label, got a regression; {advice}")
     results: dict[str, list[BaselineResult]] = {}
     for seed in seeds if dataset.is_implicit else seeds[:1]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from jfi.baselines import BaselineResult, run_baselines
-from jfi.cli.settings import POOLINGS
+from jfi.cli.settings import MODELS
 from jfi.data import load_dataset
 from jfi.data.prepared.manifest import resolve
 from jfi.training import Config, ConfigError, Result, train
@@ -25,10 +25,8 @@ from jfi.utils.files import write_file
 _TITLES = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user", "r2": "R²", "rmse": "RMSE", "mae": "MAE"}
 
 
-def compare(
-    config: Config, seeds: Sequence[int], poolings: Sequence[str] = POOLINGS, with_baselines: bool = True
-) -> dict[str, dict]:
-    """Trains kinds of pooling with every seed under `training.run_dir`, and writes comparison.json there."""
+def compare(config: Config, seeds: Sequence[int], models: Sequence[str] = MODELS) -> dict[str, dict]:
+    """Trains some or all of `MODELS` with every seed under `training.run_dir`, and writes comparison.json there."""
     for seed in seeds:
         config.with_training(seed=seed)  # refuses a wrong seed before the first training
     run_dir = config.training.run_dir
@@ -43,12 +41,12 @@ def compare(
     label, several = dataset.schema.labels[0], len(dataset.schema.labels) > 1
     folder = new_run_dir("compare-") if run_dir is None else Path(run_dir)
     baselines: dict[str, list[BaselineResult]] = {}
-    if with_baselines:
+    if "baselines" in models:
         print("-- baselines", flush=True)
         baselines = run_baselines(newer_samples(config, dataset, World()), seeds, config.monitor)
-    results: dict[str, list[Result]] = {pooling: [] for pooling in poolings}
+    results: dict[str, list[Result]] = {pooling: [] for pooling in models if pooling != "baselines"}
     for seed in seeds:
-        for pooling in poolings:
+        for pooling in results:
             print(f"-- {pooling}, seed {seed}")
             run = config.with_training(run_dir=str(folder / f"{pooling}-seed{seed}"), seed=seed)
             run = dataclasses.replace(run, model=dataclasses.replace(config.model, pooling=pooling))
@@ -111,7 +109,4 @@ def main(config: Config, options: Namespace) -> None:
     """Compares, and prints the table."""
     if launched():
         raise ConfigError("jfi compare trains in one process; run it without torchrun")
-    with_baselines = options.baselines == "true"
-    if not options.poolings and not with_baselines:
-        raise ConfigError("--poolings names no kind and --baselines is false; nothing is left to compare")
-    compare(config, options.seeds, options.poolings, with_baselines)
+    compare(config, options.seeds, options.models)

@@ -11,7 +11,8 @@ from jfi.utils.exit_codes import EXIT_CODES
 
 #: Shows all settings in place of the most important ones.
 ALL = "--help=all"
-POOLINGS = ("none", "mean", "sum", "attention")
+#: What `jfi compare` compares: models by their pooling of histories, and baselines.
+MODELS = ("baselines", "none", "mean", "sum", "attention")
 
 _DATA = ("interactions", "users", "items", "user", "item", "timestamp", "label", "features", "statistics", "split")
 _DATA = [f"data.{name}" for name in (*_DATA, "max_history", "prepared")]
@@ -39,7 +40,7 @@ jfi prepare --verify clicks.prepared
 _COMPARE = """Trains without histories and with each pooling of them, and baselines of statistics of the past.
 
 jfi compare --config quickstart.yaml --seeds 0 1 2
-jfi compare --data.interactions clicks.csv --data.label clicked --poolings
+jfi compare --data.interactions clicks.csv --data.label clicked --models baselines
 """
 
 
@@ -102,7 +103,5 @@ def _add_prepare(parser: OptionParser) -> None:
 
 def _add_compare(parser: OptionParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed")
-    poolings = "kinds of pooling to train; none for the baselines alone"
-    parser.add_argument("--poolings", nargs="*", choices=POOLINGS, default=list(POOLINGS), help=poolings)
-    baselines = "whether the table has baselines, whose features need memory"
-    parser.add_argument("--baselines", choices=["true", "false"], default="true", help=baselines)
+    models = "baselines, whose features need memory, and models by their pooling of histories, none for no histories"
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help=models)

@@ -145,7 +145,7 @@ def test_the_command_writes_its_table(tmp_path, monkeypatch, capsys, results):
     monkeypatch.chdir(tmp_path)
     overrides = options(num_users=150, num_items=60)
     arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), *overrides, "--training.run_dir", "out"]
-    command = ["compare", *arguments, "--seeds", "0", "1", "--poolings"]
+    command = ["compare", *arguments, "--seeds", "0", "1", "--models", "baselines"]
     assert commands.call(*command) == ExitCode.SUCCESS
     record = json.loads((tmp_path / "out/comparison.json").read_text())
     assert record["seeds"] == [0, 1] and list(record["summary"]) == NAMES

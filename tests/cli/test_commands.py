@@ -94,7 +94,7 @@ def test_all_settings_and_the_own_options_of_the_short_help_are_in_the_long_one(
         (["config", "list", "dwell"], "jfi config list: takes no dwell"),
         (["config", "copy", "quickstrat"], "jfi config copy: got 'quickstrat'; did you mean 'quickstart'?"),
         (["config", "remove"], "action: invalid choice: 'remove'"),
-        (["compare", "--poolings", "--baselines", "false"], "nothing is left to compare"),
+        (["compare", "--models"], "--models: expected at least one argument"),
     ],
 )
 def test_wrong_commands_are_one_line(arguments, message, capsys):

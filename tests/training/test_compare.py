@@ -83,7 +83,8 @@ def test_the_table_is_of_the_first_label_and_its_task(tmp_path, capsys, task):
     data = DataConfig(interactions=pa.table(columns), features=[], statistics=[], **given)
     training = TrainingConfig(run_dir=str(tmp_path / "out"), epochs=1, device="cpu", batch_size=128)
     with without_pictures():
-        found = compare(Config(data, ModelConfig(embedding_dim=4), training=training), [0], ["mean"], "label" in task)
+        models = ["mean", "baselines"] if "label" in task else ["mean"]
+        found = compare(Config(data, ModelConfig(embedding_dim=4), training=training), [0], models)
     record = json.loads((tmp_path / "out/comparison.json").read_text())
     ((run,),) = record["runs"].values()
     shown = capsys.readouterr().out

@@ -252,7 +252,7 @@ def test_settings_that_do_not_fit(folder):
     with pytest.raises(ConfigError, match=r"model.experts: got 2, must be 0 with a single label; see data.labels"):
         Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
     numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), labels=regression("seconds")))
-    with pytest.raises(ConfigError, match=r"baselines predict a binary label, got a regression; .*--baselines false"):
+    with pytest.raises(ConfigError, match=r"baselines predict a binary label, got a regression; .*--models none mean"):
         run_baselines(numbers)
 
 
