@@ -102,9 +102,9 @@ def varlen(problem: Problem) -> Prepared:
     )
 
 
-def flash_4(problem: Problem) -> Prepared:
+def flash_4(problem: Problem, deterministic: bool = False) -> Prepared:
     """FlashAttention 4 over packed rows."""
-    shape, attention = problem.shape, flash_attention_4(problem.shape)
+    shape, attention = problem.shape, flash_attention_4(problem.shape, deterministic)
     bounds = problem.query_offsets.int(), problem.offsets.int(), shape.most_queries, shape.N
     return Prepared(
         list(problem.inputs.values()),
@@ -317,6 +317,7 @@ def unfused(problem: Problem) -> Prepared:
 OURS = Implementation("jfi", ours, ours=True, graph=True)
 VARLEN = Implementation("torch varlen_attn", varlen)
 FLASH_4 = Implementation("FlashAttention 4", flash_4)
+FLASH_4_SAME_BITS = Implementation("FlashAttention 4, deterministic", functools.partial(flash_4, deterministic=True))
 HSTU = Implementation("HSTU, no softmax", hstu)
 IKBO = Implementation("IKBO, Triton", ikbo)
 PADDED = Implementation("padded SDPA", padded_sdpa)

@@ -126,8 +126,11 @@ def varlen_attn(shape: Shape) -> Callable[..., Tensor]:
     return varlen_attn
 
 
-def flash_attention_4(shape: Shape) -> Callable[..., Tensor]:
-    """Returns FlashAttention 4, whose CuTe kernels run on Hopper too, with the arguments of `varlen_attn`."""
+def flash_attention_4(shape: Shape, deterministic: bool = False) -> Callable[..., Tensor]:
+    """Returns FlashAttention 4, whose CuTe kernels run on Hopper too, with the arguments of `varlen_attn`.
+
+    deterministic: its backward gives the same bits each time, as jfi's does.
+    """
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:
@@ -145,6 +148,7 @@ def flash_attention_4(shape: Shape) -> Callable[..., Tensor]:
             max_seqlen_q=max_queries,
             max_seqlen_k=longest,
             causal=causal,
+            deterministic=deterministic,
         )
         return found[0] if isinstance(found, tuple) else found
 

@@ -153,6 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headlines": headlines,
     "target": lambda: table.markdown(read("h200/target"), brief=True),
     "self": lambda: table.markdown(read("h200/self"), brief=True),
+    "same bits": lambda: table.markdown(read("h200/same_bits")),
     "layer": lambda: table.markdown(read("h200/layer")),
     "rows": lambda: table.markdown(read("h200/rows")),
     "step": lambda: table.markdown(read("h200/step")),
