@@ -112,10 +112,12 @@ def main() -> None:
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
     from jfi.follow.start import follow
-    from jfi.training import resume, train
+    from jfi.training import TrainingConfig, resume, train
     from jfi.training.config_parser import load_config
     from jfi.utils.exit_codes import run_command
     from jfi.utils.files import write_file
+
+    TrainingConfig.log_every = 4  # as in test_disturbed_runs, whose runs these are
 
     def do() -> None:
         run = Path(job["run"])
