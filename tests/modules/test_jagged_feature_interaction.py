@@ -544,3 +544,13 @@ def test_a_few_steps_lower_the_loss(events, target):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_one_feature_is_one_node():
+    """Its parameters and targets enter the node as they are, and its output is the layer's."""
+    layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history"], ["item"])], 8)
+    history = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+    node = layer({"history": history}, {"item": torch.randn(3, 8)}).values().grad_fn
+    inputs = [type(x).__name__ for x, _ in node.next_functions if x is not None]
+    assert type(node).__name__ == "_AbsorbedTargetAttentionBackward"
+    assert inputs == ["AccumulateGrad"] * 6
