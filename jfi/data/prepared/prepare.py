@@ -58,7 +58,7 @@ _STATE = ".jfi-preparing.json"
 
 
 def prepare_dataset(
-    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool = True
+    config: DataConfig, out: str | Path, memory: str | None = None, schema: DataSchema | None = None, show: bool = True
 ) -> None:
     """Writes the tables of a config as a prepared dataset, which `data.prepared` names.
 
@@ -68,7 +68,7 @@ def prepare_dataset(
     Args:
         config: the tables and their columns.
         out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
-        memory: most that the sorting engine holds in memory, such as "4GB".
+        memory: most that the sorting engine holds in memory, such as "4GB"; None is half of what is free.
         schema: of a run with these columns, to encode the tables with; None learns one.
         show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
 
@@ -94,7 +94,8 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(out))
-    check_memory(memory)
+    if memory is not None:
+        check_memory(memory)
     if schema is not None:
         check_fits(schema, column_settings(config))
     with naming(work), _locked(work, config, schema), _keeping(work):
@@ -104,7 +105,7 @@ def prepare_dataset(
 
 
 def make_dataset(
-    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str = "1GB"
+    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str | None = None
 ) -> None:
     """Writes a prepared dataset into the folder `result` of the stages.
 
@@ -113,7 +114,7 @@ def make_dataset(
         schema: to encode the tables with; None learns one.
         work: the folder of the stages.
         stages: those that are done are not done again.
-        memory: most that the sorting engine holds in memory.
+        memory: most that the sorting engine holds in memory; None is half of what is free.
     """
     given = open_tables(config)
     if schema is not None and given.sids is not None:
@@ -124,7 +125,7 @@ def make_dataset(
             write_prepared(given, schema, work, stages.durable)
 
 
-def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
+def read_and_sort(given: Tables, work: Path, stages: "Stages", memory: str | None = None, check: bool = True) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
     read, rows, order = (work / name for name in ("read", "rows", "order"))
     config, scratch = given.config, work / SCRATCH

@@ -32,7 +32,6 @@ from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_
 from jfi.data.prepared.stages.columns import SCRATCH, Columns
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
 from jfi.data.prepared.stages.engagement import read_engagement
-from jfi.data.prepared.stages.external_sort import MemoryLimitError
 from jfi.data.prepared.stages.read import read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
@@ -174,10 +173,7 @@ class ScoringRows:
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            try:
-                sort_rows(folder / "read", folder / "rows", config, "1GB", folder / SCRATCH, advance)
-            except MemoryLimitError as error:
-                raise MemoryLimitError("sorting the rows needs more memory than 1GB; give fewer at a time") from error
+            sort_rows(folder / "read", folder / "rows", config, None, folder / SCRATCH, advance)
         remove_columns(folder / "read")
         self._open(positives)
 

@@ -23,7 +23,7 @@ ROW = "row"
 Advance = Callable[[int], None]
 
 
-def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scratch: Path, advance: Advance) -> None:
+def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str | None, scratch: Path, advance: Advance) -> None:
     """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
 
     `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in
@@ -33,7 +33,7 @@ def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str, scrat
         source: folder of the first stage.
         folder: of this stage, empty.
         config: the meaning of the columns.
-        memory: most that the engine holds in memory.
+        memory: most that the engine holds in memory; None is half of what is free.
         scratch: folder for the engine's temporary files.
         advance: called with the number of rows after each block, once as they are given and once as they return.
     """
@@ -78,7 +78,7 @@ def order_and_split(
     source: Path,
     folder: Path,
     config: DataConfig,
-    memory: str,
+    memory: str | None,
     scratch: Path,
     advance: Advance,
     tables: Callable[[], Iterable[Table]],
