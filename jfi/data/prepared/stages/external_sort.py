@@ -118,7 +118,9 @@ def sort_batches(
         except duckdb.OutOfMemoryException as error:
             if "max_temp_directory_size" in str(error):  # nearly all of the space that the disk has left
                 raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
-            advice = "; name more by --memory" if memory else ", half of what is free here; free more, or give fewer rows"
+            advice = (
+                "; name more by --memory" if memory else ", half of what is free here; free more, or give fewer rows"
+            )
             raise MemoryLimitError(f"sorting the table needs more memory than {limit}{advice}") from error
 
 

@@ -23,7 +23,9 @@ ROW = "row"
 Advance = Callable[[int], None]
 
 
-def sort_rows(source: Path, folder: Path, config: DataConfig, memory: str | None, scratch: Path, advance: Advance) -> None:
+def sort_rows(
+    source: Path, folder: Path, config: DataConfig, memory: str | None, scratch: Path, advance: Advance
+) -> None:
     """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
 
     `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in
