@@ -79,7 +79,7 @@ def test_json_lines(write):
 
 
 def test_json_lines_of_more_than_a_block(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.io.decode.PART", 40)
+    monkeypatch.setattr("jfi.data.io.text.PART", 40)
     lines = [f'{{"user": {i}, "late": {i}}}' if i > 7 else f'{{"user": {i}}}' for i in range(11)]
     lines[5:5] = ["", " "]
     table = read_table(write("r.jsonl", *lines), ["user", "late"])

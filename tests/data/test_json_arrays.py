@@ -42,7 +42,7 @@ def test_an_array_has_the_values_of_its_lines(tmp_path, monkeypatch, seed, inden
     expected["line"] = starts
     assert columns(str(tmp_path / "r.json")) == expected
     for part in (3, 50, 333):
-        monkeypatch.setattr("jfi.data.io.decode.PART", part)
+        monkeypatch.setattr("jfi.data.io.text.PART", part)
         assert columns(str(tmp_path / "r.json")) == expected
 
 
@@ -85,7 +85,7 @@ def test_a_fault_has_its_line(write, monkeypatch, content, expected):
     path = write("r.json", content)
     found = message(path)
     assert found.startswith(expected)
-    monkeypatch.setattr("jfi.data.io.decode.PART", 5)
+    monkeypatch.setattr("jfi.data.io.text.PART", 5)
     assert message(path).split(":")[1] == found.split(":")[1]
 
 
@@ -95,7 +95,7 @@ def test_an_empty_array_has_no_rows(write, content):
 
 
 def test_a_column_that_later_parts_lack_is_missing_there(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.io.decode.PART", 20)
+    monkeypatch.setattr("jfi.data.io.text.PART", 20)
     path = write("r.jsonl", *['{"user": 1, "x": 2, "tags": ["a"]}'] * 3, *['{"user": 1}'] * 5)
     assert columns(path)["x"] == ["2"] * 3 + [None] * 5
 

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jfi.data.prepared.stages import external_sort
-from jfi.data.prepared.stages.external_sort import MemoryLimitError, free_memory, sort_batches
+from jfi.data.prepared.stages import sort as external_sort
+from jfi.data.prepared.stages.sort import MemoryLimitError, free_memory, sort_batches
 
 GIB = 1 << 30
 BATCHES = [pa.RecordBatch.from_pydict({"x": np.arange(1 << 18)[::-1].copy()})] * 4

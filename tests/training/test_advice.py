@@ -23,8 +23,8 @@ from jfi.cli import options, train
 from jfi.cli.settings import parser
 from jfi.data import FeatureConfig
 from jfi.data.prepared import scoring
-from jfi.data.prepared.stages import external_sort
-from jfi.data.prepared.stages.external_sort import sort_batches
+from jfi.data.prepared.stages import sort as external_sort
+from jfi.data.prepared.stages.sort import sort_batches
 from jfi.training import Config
 from jfi.training.config_parser import load_config, parse_config, save_config
 

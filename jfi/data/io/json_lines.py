@@ -13,9 +13,9 @@ import pyarrow.json
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
-from jfi.data.io.decode import LONGEST_ROW, stream_utf8
 from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, of_other_kind
+from jfi.data.io.text import LONGEST_ROW, stream_utf8
 from jfi.utils.encoding import text_of
 
 _OBJECT = 'must be an object such as {"user_id": 1}'

@@ -18,14 +18,13 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
-from jfi.data.prepared.fits import check_fits
-from jfi.data.prepared.samples import choose_samples
-from jfi.data.prepared.sources import Tables, column_settings, open_tables
+from jfi.data.prepared.manifest import check_equal, check_fits, resolve
 from jfi.data.prepared.stages.column_files import (
     ColumnWriter,
     map_to_write,
@@ -34,19 +33,21 @@ from jfi.data.prepared.stages.column_files import (
     write_arrow,
     write_true_rows,
 )
-from jfi.data.prepared.stages.columns import SCRATCH, Columns
-from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items
-from jfi.data.prepared.stages.engagement import read_engagement
-from jfi.data.prepared.stages.external_sort import MemoryLimitError, check_memory
-from jfi.data.prepared.stages.fit_schema import learn_schema
-from jfi.data.prepared.stages.read import check_rows, read_rows, read_warnings
-from jfi.data.prepared.stages.sort import order_and_split, read_order_and_split, sort_rows
-from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
+from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items, learn_schema
+from jfi.data.prepared.stages.read import Tables, check_rows, column_settings, open_tables, read_rows, read_warnings
+from jfi.data.prepared.stages.sort import (
+    MemoryLimitError,
+    check_memory,
+    order_and_split,
+    read_order_and_split,
+    sort_rows,
+)
+from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.stages.summarize import summarize
-from jfi.data.prepared.store import BY_ITEM, EVENTS, write_files
-from jfi.data.prepared.tables import event_table
-from jfi.data.schema.labels import target_names
+from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import Events, index_type, order_by_item
 from jfi.utils.display import Display
@@ -117,7 +118,7 @@ def make_dataset(
         memory: most that the sorting engine holds in memory; None is half of what is free.
     """
     given = open_tables(config)
-    if schema is not None and given.sids is not None:
+    if schema is not None and schema.codec is not None and given.sids is not None:
         given.sids.check_codec(schema.codec, "the run")
     read_and_sort(given, work, stages, memory)
     with stages.run("result", None, "encode and write") as advance:
@@ -162,7 +163,8 @@ def sorted_events(
     if histories is None and config.history is not None:
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
     targets = {name: columns[name] for name in target_names(config)}
-    return Events(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
+    user, item, time, label = (columns[name] for name in ("user", "item", "time", "label"))
+    return Events(user, item, time, label, split, histories, targets)
 
 
 def write_prepared(given: Tables, schema: DataSchema | None, work: Path, durable: bool) -> None:
@@ -281,3 +283,67 @@ def _digest(schema: DataSchema) -> str:
     with temporary_folder("jfi-schema-") as folder:
         schema.save(folder / "schema")
         return sha256_of(folder / "schema" / SUMS)
+
+
+def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
+    """Makes samples with histories of the tables that a config names.
+
+    Tables are prepared (see `prepare_dataset`) into a temporary folder, whose files the dataset maps: they are gone
+    when the dataset is.
+
+    Vocabularies, quantiles and means come from the training rows only, or from `schema`. A history holds the user's
+    events strictly before the sample, whichever split those rows belong to, since they are known by then.
+
+    Without a label, negatives are drawn from the items of the training split. Held-out positives whose item is not in
+    the training split are dropped, since an unseen id would reveal the label; the count is logged. They remain in the
+    histories.
+
+    Args:
+        config: the tables and their columns, or a prepared dataset.
+        schema: of a run with these columns. With it nothing is learnt from the tables, and a value that it does not
+            know gets id 0.
+
+    Raises:
+        DataError: a fault in the files or in the config, as one line that names file and line or the setting, or a
+            config that does not fit the schema.
+        OSError: the temporary folder is full.
+
+    Example::
+
+        >>> import pyarrow as pa
+        >>> from jfi.data import DataConfig, load_dataset
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+        >>> config = DataConfig(interactions=pa.table(rows), label="like")
+        >>> dataset = load_dataset(config)
+        >>> [spec.key for spec in dataset.features]
+        ['item_id', 'history_item_id', 'history_age']
+        >>> load_dataset(config, dataset.schema).schema is dataset.schema
+        True
+    """
+    if config.prepared is not None:
+        config = resolve(config)
+        check_data_config(config)
+        dataset = open_prepared(config)
+        if schema is not None:
+            check_equal(schema, dataset.schema, config.prepared)
+        return dataset
+    with temporary_folder("jfi-dataset-") as folder:
+        prepare_into(config, folder, schema)
+        return open_temporary(config, folder, schema)
+
+
+def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> None:
+    """Prepares the tables of a config below an empty folder, for `open_temporary`."""
+    check_data_config(config)
+    if schema is not None:
+        check_fits(schema, column_settings(config))
+    with naming(folder):
+        make_dataset(config, schema, folder, Stages(folder, durable=False))
+
+
+def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
+    """The dataset of `prepare_into`, which is left when its files are removed."""
+    config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
+    dataset = open_prepared(config, verified=False, schema=schema)
+    dataset.folder = None
+    return dataset

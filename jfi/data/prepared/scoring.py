@@ -14,7 +14,6 @@ from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import (
     describe_left_out,
@@ -27,17 +26,16 @@ from jfi.data.io.blocks import (
 from jfi.data.io.paths import File
 from jfi.data.io.table import Table
 from jfi.data.prepared.prepare import Stages, sorted_events
-from jfi.data.prepared.sources import Tables
 from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.stages.columns import SCRATCH, Columns
+from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
-from jfi.data.prepared.stages.engagement import read_engagement
-from jfi.data.prepared.stages.read import read_rows
+from jfi.data.prepared.stages.read import Tables, read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, as_array
+from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.events.events import first_rows, order_by_item, user_blocks
 from jfi.events.groups import SESSIONS
 from jfi.history_policies import Policy

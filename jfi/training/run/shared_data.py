@@ -1,7 +1,7 @@
 """One copy of a dataset for all processes of a host."""
 
 from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
-from jfi.data.prepared.load import open_temporary, prepare_into
+from jfi.data.prepared.prepare import open_temporary, prepare_into
 from jfi.training.distributed.processes import World, shared_folder
 
 
