@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1616,
     "cpu": 922,
     "cuda_graphs": 780,
-    "data": 8399,
+    "data": 8329,
     "distributed": 2185,
     "events": 2336,
     "follow": 1639,
