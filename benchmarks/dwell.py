@@ -32,8 +32,8 @@ from benchmarks.quality.run import environment
 from benchmarks.synthetic_data import synthetic_config
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.batches.choose_events import EventChooser
-from jfi.data.prepared.sources import open_tables
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
+from jfi.data.prepared.stages.read import open_tables
 from jfi.events.events import Histories
 from jfi.history_policies import Policy, fit
 from jfi.serving.dataset_schema import schema_of

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.prepared.stages.external_sort import sort_batches
+from jfi.data.prepared.stages.sort import sort_batches
 from jfi.utils.jagged import BLOCK
 
 BY = ["user", "item", "time", "row"]

@@ -9,11 +9,10 @@ import pyarrow as pa
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sources import open_tables
 from jfi.data.prepared.stages.column_files import read_columns
 from jfi.data.prepared.stages.columns import Columns
-from jfi.data.prepared.stages.encode_columns import encode_features
-from jfi.data.prepared.stages.fit_schema import learn_schema
+from jfi.data.prepared.stages.encode_columns import encode_features, learn_schema
+from jfi.data.prepared.stages.read import open_tables
 from jfi.data.prepared.stages.sort import ROW
 from jfi.data.prepared.stages.statistics import compute_statistics
 

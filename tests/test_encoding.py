@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfi.data.schema.coded import CodedColumn
-from jfi.data.schema.columns import cut, encode, learn_edges, learn_vocabulary, moments
+from jfi.data.schema.columns import CodedColumn, cut, encode, learn_edges, learn_vocabulary, moments
 from jfi.utils.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
 from jfi.utils.errors import suggest
 

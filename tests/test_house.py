@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1615,
     "cpu": 922,
     "cuda_graphs": 780,
-    "data": 8389,
+    "data": 8329,
     "distributed": 2185,
     "events": 2336,
     "follow": 1638,

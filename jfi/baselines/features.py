@@ -11,7 +11,7 @@ import numpy as np
 
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
-from jfi.data.features.past_index import past_index
+from jfi.data.prepared.stages.statistics import past_index
 from jfi.events.groups import AUTO, HALF_LIVES
 from jfi.events.point_in_time import Tallies
 from jfi.events.statistics import Statistics

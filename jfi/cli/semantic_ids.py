@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from jfi.data.config import SID
-from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.io.blocks import read_table
+from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion
 from jfi.semantic_ids.catalogue import add_items, fit_catalogue, load_catalogue
 from jfi.semantic_ids.codec import Progress

@@ -93,8 +93,8 @@ def _add_train(parser: OptionParser) -> None:
 
 def _add_prepare(parser: OptionParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write, must not exist")
-    memory = "most that sorting holds in memory"
-    parser.add_argument("--memory", default="1GB", metavar="SIZE", help=memory)
+    memory = "most that sorting holds in memory, such as 4GB (default: half of what is free)"
+    parser.add_argument("--memory", metavar="SIZE", help=memory)
     run = "prepare with the config and the vocabularies of this run, so that it can go on with the dataset"
     parser.add_argument("--run", type=Path, help=run)
     verify = "verify the checksums of a dataset; takes no other option"

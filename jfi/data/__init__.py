@@ -9,7 +9,7 @@ from jfi.data.errors import DataError
 if TYPE_CHECKING:
     from jfi.data.batches.batch import Batch as Batch
     from jfi.data.batches.dataset import InteractionDataset as InteractionDataset
-    from jfi.data.prepared.load import load_dataset as load_dataset
+    from jfi.data.prepared.prepare import load_dataset as load_dataset
     from jfi.data.schema.schema import DataSchema as DataSchema
     from jfi.data.schema.schema import FeatureSpec as FeatureSpec
 
@@ -19,7 +19,7 @@ _LAZY = {
     "DataSchema": "jfi.data.schema.schema",
     "FeatureSpec": "jfi.data.schema.schema",
     "InteractionDataset": "jfi.data.batches.dataset",
-    "load_dataset": "jfi.data.prepared.load",
+    "load_dataset": "jfi.data.prepared.prepare",
 }
 __all__ = ["DataConfig", "DataError", "FeatureConfig", "LabelConfig", *_LAZY]
 

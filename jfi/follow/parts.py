@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jfi.data import DataError
-from jfi.data.io.layouts import find_layout
+from jfi.data.io.paths import find_layout
 from jfi.utils.files import naming, sha256_of
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import find_files
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
 from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.prepared.sources import column_settings, open_tables
+from jfi.data.prepared.stages.read import column_settings, open_tables
 from jfi.follow.records import ANY, Records, number_users
 from jfi.serving.counters import CountersError, LogCounters
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.data import DataSchema
-from jfi.data.features.past_index import past_index
 from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.columns import Categorical
 from jfi.events.live_index import LiveRows
 from jfi.follow.state import Overlay

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from jfi.data.errors import DataError
-from jfi.data.features.semantic_ids import read_sids
 from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import CODEC
+from jfi.data.schema.semantic_ids import read_sids
 from jfi.semantic_ids.codec import Codec, Progress
 from jfi.semantic_ids.content import Content
 from jfi.semantic_ids.packing import UNKNOWN_SID

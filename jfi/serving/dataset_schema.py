@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
-from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.stages.engagement import SECONDS
-from jfi.data.prepared.statistics_log import read_log
+from jfi.data.prepared.event_logs import read_log
+from jfi.data.prepared.stages.columns import SECONDS
+from jfi.data.prepared.stages.read import column_settings
 from jfi.events.counters import counters_of
 from jfi.events.groups import NUM_VALUES, SESSIONS
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic_data import synthetic_data
 
 from jfi.data import Batch, DataConfig, InteractionDataset, load_dataset
-from jfi.data.batches.balance import assign_samples
+from jfi.data.batches.order import assign_samples
 from jfi.data.schema.columns import Categorical
 from jfi.utils.jagged import ranges, repeat
 

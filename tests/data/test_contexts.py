@@ -6,7 +6,7 @@ import torch
 from data_configs import data_config, replace_data
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
-from jfi.data.prepared.fingerprint import DATA, TIMELINES, TRAIN, fingerprint_of
+from jfi.data.prepared.store import DATA, TIMELINES, TRAIN, fingerprint_of
 from jfi.data.schema.columns import moments
 from jfi.utils.encoding import standardize
 

@@ -12,9 +12,9 @@ from data_configs import data_config, replace_data
 from history_policies.logs import segments_of
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
-from jfi.data.batches.chunks import timeline_ranges
+from jfi.data.batches.order import timeline_ranges
+from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.training_log import training_log
 from jfi.history_policies import EventLog, Policy, fit
 from jfi.history_policies.device import DeviceTables, first_seen, select_on_device
 from jfi.utils.jagged import ranges

@@ -7,8 +7,7 @@ from data_configs import data_config
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.schema import columns
-from jfi.data.schema.coded import CodedColumn
-from jfi.data.schema.columns import cut, encode, learn_edges, learn_vocabulary, moments, sort_values
+from jfi.data.schema.columns import CodedColumn, cut, encode, learn_edges, learn_vocabulary, moments, sort_values
 from jfi.utils.encoding import standardize
 
 # Six rows train, two validate, two test.

@@ -5,8 +5,8 @@ import dataclasses
 from data_configs import data_config
 
 from jfi.data import load_dataset
-from jfi.data.prepared.fingerprint import DATA, TIMELINES, TRAIN, fingerprint_of
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.store import DATA, TIMELINES, TRAIN, fingerprint_of
 
 
 def test_a_changed_value_of_any_row_is_seen(write, tmp_path):

@@ -79,7 +79,7 @@ def test_json_lines(write):
 
 
 def test_json_lines_of_more_than_a_block(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.io.decode.PART", 40)
+    monkeypatch.setattr("jfi.data.io.text.PART", 40)
     lines = [f'{{"user": {i}, "late": {i}}}' if i > 7 else f'{{"user": {i}}}' for i in range(11)]
     lines[5:5] = ["", " "]
     table = read_table(write("r.jsonl", *lines), ["user", "late"])
@@ -93,8 +93,8 @@ def test_json_lines_of_more_than_a_block(write, monkeypatch):
     ("line", "expected"),
     [
         ('{"user": 1', "r.jsonl:3: not JSON: expecting ',' delimiter at column "),
-        ("[1, 2]", 'r.jsonl:3: must be an object such as {"user_id": 1}, one a line'),
-        ("7", 'r.jsonl:3: must be an object such as {"user_id": 1}, one a line'),
+        ("[1, 2]", 'r.jsonl:3: must be an object such as {"user_id": 1}'),
+        ("7", 'r.jsonl:3: must be an object such as {"user_id": 1}'),
         ('{"user": {"id": 1}}', "r.jsonl:3: 'user' is an object; it must have one value per row"),
         ('{"user": [1]}', "r.jsonl:3: 'user' is a list here and a single value in other rows; it must be of one kind"),
         ('{"user": "\\ud800"}', "r.jsonl:3: 'user' holds half of a surrogate pair, which is no character"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jfi.data import load_dataset
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
 from jfi.history_policies import fit
 from jfi.training.config_parser import parse_config
 

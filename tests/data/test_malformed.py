@@ -111,7 +111,7 @@ def test_much_damage_is_read_or_refused(tmp_path, record_property):
 def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
     """The columns as `read_blocks` gives them, in parts of some bytes and blocks of a few rows."""
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.data.io.decode.PART", 50)
+        patch.setattr("jfi.data.io.text.PART", 50)
         patch.setattr("jfi.data.io.blocks.BLOCK", 7)
         tables = list(read_blocks(path, COLUMNS))
     return {column: [x for table in tables for x in table.strings(column).to_pylist()] for column in COLUMNS}

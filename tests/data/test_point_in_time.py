@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from statistics_columns import with_statistics
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
-from jfi.data.features.past_index import past_index
+from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.statistics_log import read_log
+from jfi.data.prepared.stages.read import column_settings
+from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.schema import DataSchema
 from jfi.events import co_occurrence, groups, past, point_in_time, statistics
 from jfi.events.counters import counters_of, index_of_counters

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
 from jfi.history_policies import fit
 
 SURFACES = ["feed", "search", "story"]

@@ -17,7 +17,7 @@ from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import prepare
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.schema import coded
+from jfi.data.schema import columns as coded
 from jfi.data.schema.schema import DataSchema
 from jfi.events import events
 from jfi.utils.encoding import Vocabulary
@@ -29,7 +29,7 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
     monkeypatch.setattr(table_blocks, "BLOCK", 7)
-    monkeypatch.setattr("jfi.data.io.decode.PART", 100)
+    monkeypatch.setattr("jfi.data.io.text.PART", 100)
     monkeypatch.setattr("jfi.data.schema.columns.BLOCK", 7)
     prepare_dataset(config, out)
     monkeypatch.undo()

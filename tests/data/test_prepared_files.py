@@ -19,7 +19,7 @@ from jfi.data.prepared.checksums import Verification
 from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
-from jfi.data.prepared.stages.external_sort import MemoryLimitError, sort_batches
+from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
 from jfi.data.prepared.store import verify_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config

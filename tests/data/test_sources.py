@@ -313,7 +313,7 @@ def test_types_of_parquet_that_arrow_lists_apart(tmp_path):
 
 @pytest.mark.parametrize("part", [7, 11, 1 << 24])
 def test_line_ends_in_two_quoted_fields_of_a_row(tmp_path, monkeypatch, part):
-    monkeypatch.setattr("jfi.data.io.decode.PART", part)
+    monkeypatch.setattr("jfi.data.io.text.PART", part)
     (tmp_path / "r.csv").write_bytes(b'a,b\r\n"x\n\ny","a\nb"\r\n1,2\r\n"c\r\nd","e\rf"\r\n')
     read = read_table(str(tmp_path / "r.csv"), ["a", "b"])
     assert read.strings("a").to_pylist() == ["x\n\ny", "1", "c\r\nd"]

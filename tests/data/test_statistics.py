@@ -20,7 +20,7 @@ from jfi.data.config import LabelConfig
 from jfi.data.prepared.manifest import Manifest, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.training.config_parser import parse_config
 from jfi.utils.encoding import standardize

@@ -6,7 +6,7 @@ from synthetic_data import synthetic_data
 
 from examples import synthetic_tables
 from jfi.data import load_dataset
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
 from jfi.history_policies import fit
 
 SYNTHETIC = {"num_users": 400, "num_items": 60, "num_categories": 6, "mean_length": 80, "labeled": 20}

@@ -12,9 +12,9 @@ from data_configs import data_config, regression
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
 from jfi.data.config_checks import check_data_config
-from jfi.data.prepared.fingerprint import DATA, TRAIN, fingerprint_of
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.store import DATA, TRAIN, fingerprint_of
 
 HEADER = "user_id,item_id,timestamp,rating,seen,seconds,importance"
 LABELS = [

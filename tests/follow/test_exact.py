@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, LabelConfig, load_dataset
+from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.follow.parts import PartFolder
 from jfi.follow.rows import SAMPLES, PartRows, Reading

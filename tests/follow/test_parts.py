@@ -15,7 +15,7 @@ import pytest
 import jfi
 from jfi.data import DataError, FeatureConfig
 from jfi.data.io.blocks import read_table
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
 from jfi.follow.start import follow

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jfi.data import DataError, load_dataset
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.parts import Part
 from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import LogState, open_state

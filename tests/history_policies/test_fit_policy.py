@@ -13,7 +13,7 @@ from history_policies.logs import SURFACES, planted
 
 from benchmarks.online_shoppers import fit_sessions, read_sessions, share_of_entropy
 from jfi.data import DataConfig
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
 from jfi.history_policies import EventLog, Policy, fit
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import torch
 from data_configs import data_config
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
-from jfi.data.batches.chunks import cut_chunks
+from jfi.data.batches.order import cut_chunks
 from jfi.models.sequence_arch import _why_not_shared
 from jfi.modules import JaggedEncoder, PositionBias
 from jfi.training.config import EncoderConfig, ModelConfig
@@ -234,7 +234,7 @@ def test_chunks_hold_what_their_rows_see(config, max_timeline):
 def test_chunks_are_the_same_however_many_rows_are_cut_at_once(config, monkeypatch):
     arrays = load_dataset(config).arrays()
     whole = cut_chunks(arrays.events, arrays.samples["train"], 10, 25)
-    monkeypatch.setattr("jfi.data.batches.chunks.blocks", lambda count: blocks(count, 7))
+    monkeypatch.setattr("jfi.data.batches.order.blocks", lambda count: blocks(count, 7))
     parts = cut_chunks(arrays.events, arrays.samples["train"], 10, 25)
     assert np.array_equal(parts.first, whole.first)
     assert np.array_equal(parts.order, whole.order)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jfi.data import DataError
-from jfi.data.features.semantic_ids import read_sids, write_sids
+from jfi.data.schema.semantic_ids import read_sids, write_sids
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.utils.files import read_sums, sha256_of, write_sums
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jfi
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.artifact import PAST, PAST_IDS, ArtifactError
 from jfi.serving.counters import LogCounters, RequestStatistics

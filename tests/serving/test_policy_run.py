@@ -23,7 +23,7 @@ from synthetic_data import files, synthetic_data
 import jfi
 from examples import synthetic_tables
 from jfi.data import DataError, load_dataset
-from jfi.data.prepared.training_log import training_log
+from jfi.data.prepared.event_logs import training_log
 from jfi.history_policies import Policy, fit
 from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig

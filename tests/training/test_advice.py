@@ -23,7 +23,8 @@ from jfi.cli import options, train
 from jfi.cli.settings import parser
 from jfi.data import FeatureConfig
 from jfi.data.prepared import scoring
-from jfi.data.prepared.stages.external_sort import sort_batches
+from jfi.data.prepared.stages import sort as external_sort
+from jfi.data.prepared.stages.sort import sort_batches
 from jfi.training import Config
 from jfi.training.config_parser import load_config, parse_config, save_config
 
@@ -240,7 +241,9 @@ def test_a_table_to_score_gets_no_advice_that_is_for_a_config(
     path = tmp_path / name
     if content is None:
         path = trained / "table.csv"
-        monkeypatch.setattr(scoring, "sort_rows", lambda *_: list(sort_batches([LARGE] * 2, ["row"], "1MB", tmp_path)))
+        monkeypatch.setattr(external_sort, "free_memory", lambda: 0)
+        monkeypatch.setattr(external_sort, "_MIN_MEMORY", 1 << 20)
+        monkeypatch.setattr(scoring, "sort_rows", lambda *_: list(sort_batches([LARGE] * 2, ["row"], None, tmp_path)))
     else:
         path.write_bytes(content)
     line = fault(capsys, "predict", "--run", trained / "run", "--interactions", path, "--out", tmp_path / "out.csv")

@@ -18,7 +18,7 @@ from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared.manifest import prepared_config
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.schema import coded
+from jfi.data.schema import columns as coded
 from jfi.training import (
     Config,
     ConfigError,

@@ -14,7 +14,7 @@ from test_run import assert_same_run, killed_after, tiny
 
 from jfi.data import DataSchema
 from jfi.data.config import FILES
-from jfi.data.prepared.fits import check_equal
+from jfi.data.prepared.manifest import check_equal
 from jfi.training import resume, train
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.saved_run import SavedRun, load_run

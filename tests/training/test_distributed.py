@@ -27,8 +27,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from worker import do, without_pictures
 
 from jfi.data import Batch, FeatureConfig, load_dataset
-from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.schema.schema import CODEC
+from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.semantic_ids import DiscretePCA
 from jfi.training import (
     Config,

@@ -20,11 +20,11 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.features.semantic_ids import codec_folder, write_sids
 from jfi.data.io.blocks import read_table
+from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.manifest import Manifest
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.training_log import training_log
+from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.history_policies import Policy, fit
 from jfi.semantic_ids import Codec, DiscretePCA
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors

@@ -22,9 +22,9 @@ import jfi
 from jfi.data import DataError, load_dataset
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages import external_sort
+from jfi.data.prepared.stages import sort as external_sort
 from jfi.data.prepared.stages.read import RowReader
-from jfi.data.schema import coded
+from jfi.data.schema import columns as coded
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.config_parser import save_config
 from jfi.training.metrics.label_metrics import Predictions

@@ -20,7 +20,7 @@ from jfi.cli import evaluate
 from jfi.data import Batch
 from jfi.data.batches.dataset import Batches
 from jfi.data.io import blocks
-from jfi.data.schema import coded
+from jfi.data.schema import columns as coded
 from jfi.training import ConfigError, train
 from jfi.training.run.scores import check_results
 from jfi.utils.files import temporary_folder

@@ -17,7 +17,7 @@ import jfi
 from jfi.data import DataError
 from jfi.data.io import blocks as table_blocks
 from jfi.data.prepared import scoring
-from jfi.data.schema import coded
+from jfi.data.schema import columns as coded
 from jfi.events.groups import GROUPS
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.training.run.saved_run import SavedRun

@@ -20,9 +20,9 @@ import jfi
 from jfi import SemanticIDEmbedding
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config_checks import check_data_config
-from jfi.data.features.semantic_ids import codec_folder, write_sids
-from jfi.data.prepared.fingerprint import NAME
 from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.store import FINGERPRINT
+from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export, inputs_of, tables_of
@@ -296,10 +296,10 @@ def test_a_run_whose_codec_was_replaced_is_refused(copied):
     """Its schema and its data agree, but the parameters are of the codec before."""
     rebuild_ids(copied, "8", seed="1")
     schema = load_dataset(config(copied, "run").data).schema
-    shutil.copy(copied / f"run/data/{NAME}", copied)
+    shutil.copy(copied / f"run/data/{FINGERPRINT}", copied)
     shutil.rmtree(copied / "run/data")
     schema.save(copied / "run/data")
-    shutil.copy(copied / NAME, copied / "run/data")
+    shutil.copy(copied / FINGERPRINT, copied / "run/data")
     run = load_config(copied / "run/config.yaml")
     save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
     for command in (jfi.load_run, lambda path: resume(path, data_changed="accept")):

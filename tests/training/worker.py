@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from attention_worker import as_on_a_gpu, use_stand_ins
 
-from jfi.data.prepared.load import prepare_into
+from jfi.data.prepared.prepare import prepare_into
 from jfi.distributed import CapturedShardedStep
 from jfi.training import ConfigError, Interrupted, ShardingConfig, TrainingConfig, resume, train
 from jfi.training.config_parser import load_config

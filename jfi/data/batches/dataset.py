@@ -13,9 +13,8 @@ import numpy as np
 from jfi.data.batches.assemble import Arrays, assemble
 from jfi.data.batches.batch import Batch
 from jfi.data.batches.choose_events import EventChooser
-from jfi.data.batches.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
 from jfi.data.batches.negatives import Candidates, Kind
-from jfi.data.batches.order import BatchPart, Order, SampleOrder
+from jfi.data.batches.order import BatchPart, ChunkOrder, Chunks, Order, SampleOrder, cut_chunks, timeline_ranges
 from jfi.data.config import Batching
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import Histories

@@ -1,69 +1,129 @@
-"""JSON Lines -> tables: an object per line."""
+"""JSON -> tables: an object per line, or one array of objects."""
 
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
-from jfi.data.io.decode import LONGEST_ROW, stream_utf8
 from jfi.data.io.paths import File
 from jfi.data.io.table import Reading, Table, columns_in, of_other_kind
+from jfi.data.io.text import LONGEST_ROW, stream_utf8
 from jfi.utils.encoding import text_of
 
-_LINE = 'must be an object such as {"user_id": 1}, one a line'
+_OBJECT = 'must be an object such as {"user_id": 1}'
 #: Integers up to it are exact in float64.
 _EXACT = 2.0**53
+_BLANK, _BLANKS = b" \t\r\n", re.compile(rb"[ \t\r\n]*")
+_QUOTE, _COMMA, _LINE_END = b'",\n'
+#: By byte of JSON how many more lists and objects are open after it.
+_DEPTH = np.zeros(256, np.int8)
+_DEPTH[[*b"[{"]], _DEPTH[[*b"]}"]] = 1, -1
+_IS_STRUCTURE = _DEPTH != 0
+_IS_STRUCTURE[[_QUOTE, _COMMA, _LINE_END]] = True
 
 
 def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
-    """Yields the columns of a file of JSON Lines that are in `wanted`; a table has the rows of about 16 MiB.
+    """Yields the columns of a file of JSON that are in `wanted`; a table has the rows of about 16 MiB.
 
     Values keep the types that Arrow finds in a part of the file, or are texts where they are of several types.
 
     Raises:
-        DataError: a line is not an object, a name is twice in one, or a value is an object or a list of lists.
+        DataError: a row is not an object, a name is twice in one, or a value is an object or a list of lists.
     """
     known: dict[str, None] = {}
-    before = 0
-    for content in _whole_lines(file):
-        block = _Block(file.path, content, before)
+    parts = stream_utf8(file)
+    first = next(parts, b"")
+    split = _split_array if first.lstrip().startswith(b"[") else _split_lines
+    for block in split(file.path, chain([first], parts)):
         data = block.parse(wanted)
         known.update((name, None) for name in data.column_names if name)
+        for name in known.keys() - data.column_names:  # of rows before
+            data = data.append_column(name, pa.nulls(len(data)))
         yield Table(file.path, columns_in(data, wanted), list(known), block.line, reading=reading)
-        before += content.count(b"\n")
 
 
-def _whole_lines(file: File) -> Iterator[bytes]:
+def _split_lines(path: str, parts: Iterator[bytes]) -> Iterator["_Block"]:
     rest: list[bytes] = []  # of a line that goes on
     begun, lines = False, 1
-    for part in stream_utf8(file):
+    for part in parts:
         end = part.rfind(b"\n") + 1
         if sum(map(len, rest)) + (part.find(b"\n") if end else len(part)) > LONGEST_ROW:
-            raise DataError(f"{file.path}:{lines}: a line longer than {LONGEST_ROW >> 20} MiB; {_LINE}")
+            raise DataError(f"{path}:{lines}: a line longer than {LONGEST_ROW >> 20} MiB; it {_OBJECT}")
         if end:
+            yield _Block(path, b"".join([*rest, part[:end]]), lambda line, lines=lines: lines + line)
             lines += part.count(b"\n")
-            yield b"".join([*rest, part[:end]])
             begun, rest = True, []
         rest.append(part[end:])
     if not begun or any(rest):
-        yield b"".join(rest)
+        yield _Block(path, b"".join(rest), lambda line: lines + line)
+
+
+def _split_array(path: str, parts: Iterator[bytes]) -> Iterator["_Block"]:
+    """Yields the elements of an array, a line each."""
+    text, line, begun, is_closed = b"", 1, False, False
+    for part in chain(parts, [None]):
+        text += part or b""
+        if is_closed:
+            if text.strip(_BLANK):
+                raise DataError(f"{path}:{line}: text follows the array")
+            text = b""
+            continue
+        start = 0 if begun else text.index(b"[") + 1
+        content = np.frombuffer(re.sub(rb"\\[^\n]", b"__", text), np.uint8)
+        at = start + np.flatnonzero(_IS_STRUCTURE[content[start:]])
+        kinds = content[at]
+        is_outside = np.cumsum(kinds == _QUOTE) % 2 == 0  # of texts
+        depth = np.cumsum(np.where(is_outside, _DEPTH[kinds], 0))
+        ends, line_ends = at[is_outside & (kinds == _COMMA) & (depth == 0)], np.flatnonzero(content == _LINE_END)
+        if is_closed := bool((depth < 0).any()):
+            last = at[(depth < 0).argmax()]
+            ends = np.append(ends[ends < last], last)
+        starts = [start, *(ends[:-1] + 1)]
+
+        def line_of(row: int, text=text, line=line, starts=starts, line_ends=line_ends) -> int:
+            return line + int(np.searchsorted(line_ends, _BLANKS.match(text, starts[row]).end()))
+
+        if not len(ends):
+            if part is None:
+                raise DataError(f"{path}:{line_of(0)}: the array that goes on here is not closed")
+            if len(text) > LONGEST_ROW:
+                raise DataError(f"{path}:{line_of(0)}: an element longer than {LONGEST_ROW >> 20} MiB; it {_OBJECT}")
+            continue
+        flat = bytearray(text)
+        np.frombuffer(flat, np.uint8)[at[is_outside & (kinds == _LINE_END)]] = ord(" ")
+        rows = [flat[a:b].strip(_BLANK) for a, b in zip(starts, ends, strict=True)]
+        if rows == [b""] and is_closed and not begun:
+            rows = []
+        if b"" in rows:
+            raise DataError(f"{path}:{line_of(rows.index(b''))}: an element of the array is missing; it {_OBJECT}")
+        yield _Block(path, b"\n".join(rows), line_of, " of the element")
+        begun, line, text = True, line + int(np.searchsorted(line_ends, ends[-1])), text[ends[-1] + 1 :]
 
 
 class _Block:
-    """Some whole lines of a file, after `before` others."""
+    """Some rows of a file, a line each.
 
-    def __init__(self, path: str, content: bytes, before: int) -> None:
-        self._path, self._content, self._before = path, content, before
+    Args:
+        path: of the file.
+        content: the lines.
+        line_of: from the number of a line of the content to the line of the file.
+        unit: what columns of a line are counted in, for messages.
+    """
+
+    def __init__(self, path: str, content: bytes, line_of: Callable[[int], int], unit: str = "") -> None:
+        self._path, self._content, self._line_of, self._unit = path, content, line_of, unit
 
     def line(self, row: int) -> int:
         """Returns the line of a row of the block."""
-        return self._before + self._rows()[row][0]
+        return self._line_of(self._rows()[row][0])
 
     def parse(self, wanted: Container[str]) -> pa.Table:
         """Returns all columns of the block; values of those that are not in `wanted` may be missing."""
@@ -97,7 +157,7 @@ class _Block:
 
     def _rows(self) -> list[tuple[int, bytes]]:
         """Returns the number and the text of each line that is not blank."""
-        lines = enumerate(self._content.split(b"\n"), 1)
+        lines = enumerate(self._content.split(b"\n"))
         return [(number, line) for number, line in lines if line and not line.isspace()]
 
     def _parse_slowly(self, wanted: Container[str]) -> pa.Table:
@@ -110,21 +170,21 @@ class _Block:
         return pa.table(columns or {"": pa.nulls(len(rows))})
 
     def _fault(self, line: int, what: str) -> DataError:
-        return DataError(f"{self._path}:{self._before + line}: {what}")
+        return DataError(f"{self._path}:{self._line_of(line)}: {what}")
 
     def _record(self, line: int, text: bytes) -> dict[str, Any]:
         if text.lstrip()[:1] == b"[":  # before a large array is decoded
-            raise self._fault(line, _LINE)
+            raise self._fault(line, _OBJECT)
         try:
             record = _DECODER.decode(text.decode())
         except json.JSONDecodeError as error:
-            raise self._fault(line, f"not JSON: {error.msg.lower()} at column {error.colno}") from error
+            raise self._fault(line, f"not JSON: {error.msg.lower()} at column {error.colno}{self._unit}") from error
         except ValueError as error:
             raise self._fault(line, str(error)) from error
         except RecursionError as error:
             raise self._fault(line, "nested too deeply") from error
         if not isinstance(record, dict):
-            raise self._fault(line, _LINE)
+            raise self._fault(line, _OBJECT)
         return record
 
     def _column(self, name: str, values: list[Any], rows: list[tuple[int, bytes]]) -> pa.Array:

@@ -18,14 +18,13 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
-from jfi.data.prepared.fits import check_fits
-from jfi.data.prepared.samples import choose_samples
-from jfi.data.prepared.sources import SourceTables, column_settings, open_tables
+from jfi.data.prepared.manifest import check_equal, check_fits, resolve
 from jfi.data.prepared.stages.column_files import (
     ColumnWriter,
     map_to_write,
@@ -34,19 +33,28 @@ from jfi.data.prepared.stages.column_files import (
     write_arrow,
     write_true_rows,
 )
-from jfi.data.prepared.stages.columns import SCRATCH, Columns
-from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items
-from jfi.data.prepared.stages.engagement import read_engagement
-from jfi.data.prepared.stages.external_sort import MemoryLimitError, check_memory
-from jfi.data.prepared.stages.fit_schema import learn_schema
-from jfi.data.prepared.stages.read import check_rows, read_rows, read_warnings
-from jfi.data.prepared.stages.sort import order_and_split, read_order_and_split, sort_rows
-from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
+from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items, learn_schema
+from jfi.data.prepared.stages.read import (
+    SourceTables,
+    check_rows,
+    column_settings,
+    open_tables,
+    read_rows,
+    read_warnings,
+)
+from jfi.data.prepared.stages.sort import (
+    MemoryLimitError,
+    check_memory,
+    order_and_split,
+    read_order_and_split,
+    sort_rows,
+)
+from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.stages.summarize import summarize
-from jfi.data.prepared.store import BY_ITEM, EVENTS, write_files
-from jfi.data.prepared.tables import event_table
-from jfi.data.schema.labels import target_names
+from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display
@@ -58,7 +66,7 @@ _STATE = ".jfi-preparing.json"
 
 
 def prepare_dataset(
-    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool = True
+    config: DataConfig, out: str | Path, memory: str | None = None, schema: DataSchema | None = None, show: bool = True
 ) -> None:
     """Writes the tables of a config as a prepared dataset, which `data.prepared` names.
 
@@ -68,7 +76,7 @@ def prepare_dataset(
     Args:
         config: the tables and their columns.
         out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
-        memory: most that the sorting engine holds in memory, such as "4GB".
+        memory: most that the sorting engine holds in memory, such as "4GB"; None is half of what is free.
         schema: of a run with these columns, to encode the tables with; None learns one.
         show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
 
@@ -94,7 +102,8 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(out))
-    check_memory(memory)
+    if memory is not None:
+        check_memory(memory)
     if schema is not None:
         check_fits(schema, column_settings(config))
     with naming(work), _locked(work, config, schema), _keeping(work):
@@ -104,7 +113,7 @@ def prepare_dataset(
 
 
 def make_dataset(
-    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str = "1GB"
+    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str | None = None
 ) -> None:
     """Writes a prepared dataset into the folder `result` of the stages.
 
@@ -113,10 +122,10 @@ def make_dataset(
         schema: to encode the tables with; None learns one.
         work: the folder of the stages.
         stages: those that are done are not done again.
-        memory: most that the sorting engine holds in memory.
+        memory: most that the sorting engine holds in memory; None is half of what is free.
     """
     given = open_tables(config)
-    if schema is not None and given.sids is not None:
+    if schema is not None and schema.codec is not None and given.sids is not None:
         given.sids.check_codec(schema.codec, "the run")
     read_and_sort(given, work, stages, memory)
     with stages.run("result", None, "encode and write") as advance:
@@ -124,7 +133,9 @@ def make_dataset(
             write_prepared(given, schema, work, stages.durable)
 
 
-def read_and_sort(given: SourceTables, work: Path, stages: "Stages", memory: str = "1GB", check: bool = True) -> None:
+def read_and_sort(
+    given: SourceTables, work: Path, stages: "Stages", memory: str | None = None, check: bool = True
+) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
     read, rows, order = (work / name for name in ("read", "rows", "order"))
     config, scratch = given.config, work / SCRATCH
@@ -161,7 +172,8 @@ def sorted_events(
     if histories is None and config.history is not None:
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
     targets = {name: columns[name] for name in target_names(config)}
-    return SortedEvents(*(columns[name] for name in ("user", "item", "time", "label")), split, histories, targets)
+    user, item, time, label = (columns[name] for name in ("user", "item", "time", "label"))
+    return SortedEvents(user, item, time, label, split, histories, targets)
 
 
 def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> None:
@@ -280,3 +292,67 @@ def _digest(schema: DataSchema) -> str:
     with temporary_folder("jfi-schema-") as folder:
         schema.save(folder / "schema")
         return sha256_of(folder / "schema" / SUMS)
+
+
+def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
+    """Makes samples with histories of the tables that a config names.
+
+    Tables are prepared (see `prepare_dataset`) into a temporary folder, whose files the dataset maps: they are gone
+    when the dataset is.
+
+    Vocabularies, quantiles and means come from the training rows only, or from `schema`. A history holds the user's
+    events strictly before the sample, whichever split those rows belong to, since they are known by then.
+
+    Without a label, negatives are drawn from the items of the training split. Held-out positives whose item is not in
+    the training split are dropped, since an unseen id would reveal the label; the count is logged. They remain in the
+    histories.
+
+    Args:
+        config: the tables and their columns, or a prepared dataset.
+        schema: of a run with these columns. With it nothing is learnt from the tables, and a value that it does not
+            know gets id 0.
+
+    Raises:
+        DataError: a fault in the files or in the config, as one line that names file and line or the setting, or a
+            config that does not fit the schema.
+        OSError: the temporary folder is full.
+
+    Example::
+
+        >>> import pyarrow as pa
+        >>> from jfi.data import DataConfig, load_dataset
+        >>> rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+        >>> config = DataConfig(interactions=pa.table(rows), label="like")
+        >>> dataset = load_dataset(config)
+        >>> [spec.key for spec in dataset.features]
+        ['item_id', 'history_item_id', 'history_age']
+        >>> load_dataset(config, dataset.schema).schema is dataset.schema
+        True
+    """
+    if config.prepared is not None:
+        config = resolve(config)
+        check_data_config(config)
+        dataset = open_prepared(config)
+        if schema is not None:
+            check_equal(schema, dataset.schema, config.prepared)
+        return dataset
+    with temporary_folder("jfi-dataset-") as folder:
+        prepare_into(config, folder, schema)
+        return open_temporary(config, folder, schema)
+
+
+def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> None:
+    """Prepares the tables of a config below an empty folder, for `open_temporary`."""
+    check_data_config(config)
+    if schema is not None:
+        check_fits(schema, column_settings(config))
+    with naming(folder):
+        make_dataset(config, schema, folder, Stages(folder, durable=False))
+
+
+def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
+    """The dataset of `prepare_into`, which is left when its files are removed."""
+    config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
+    dataset = open_prepared(config, verified=False, schema=schema)
+    dataset.folder = None
+    return dataset

@@ -14,7 +14,6 @@ from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import (
     describe_left_out,
@@ -27,18 +26,16 @@ from jfi.data.io.blocks import (
 from jfi.data.io.paths import File
 from jfi.data.io.table import Table
 from jfi.data.prepared.prepare import Stages, sorted_events
-from jfi.data.prepared.sources import SourceTables
 from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.stages.columns import SCRATCH, Columns
+from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
-from jfi.data.prepared.stages.engagement import read_engagement
-from jfi.data.prepared.stages.external_sort import MemoryLimitError
-from jfi.data.prepared.stages.read import read_rows
+from jfi.data.prepared.stages.read import SourceTables, read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, as_array
+from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.events.events import first_rows, order_by_item, user_blocks
 from jfi.events.groups import SESSIONS
 from jfi.history_policies import Policy
@@ -174,10 +171,7 @@ class ScoringRows:
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            try:
-                sort_rows(folder / "read", folder / "rows", config, "1GB", folder / SCRATCH, advance)
-            except MemoryLimitError as error:
-                raise MemoryLimitError("sorting the rows needs more memory than 1GB; give fewer at a time") from error
+            sort_rows(folder / "read", folder / "rows", config, None, folder / SCRATCH, advance)
         remove_columns(folder / "read")
         self._open(positives)
 

@@ -1,35 +1,136 @@
 """A prepared dataset: a folder of Arrow files that every process maps; docs/prepared-data.md specifies them."""
 
 import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
-from jfi.data.batches.choose_events import load_policy
+from jfi.data.batches.choose_events import Engagement, load_policy
 from jfi.data.batches.dataset import InteractionDataset
-from jfi.data.batches.engagement import Engagement
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.features.past_index import dense_statistics, past_index
 from jfi.data.prepared.checksums import open_checked
-from jfi.data.prepared.fingerprint import NAME as FINGERPRINT
-from jfi.data.prepared.fingerprint import fingerprint_of
 from jfi.data.prepared.manifest import MANIFEST, Manifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
-from jfi.data.prepared.stages.encode_columns import column_name, known_items
+from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.encode_columns import CONTEXT, check_kind, column_name, id_type, known_items
 from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.statistics import dense_statistics, past_index
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.prepared.summary import Summary
-from jfi.data.prepared.tables import dense_names, table_of
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import target_names
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import SortedEvents, index_type
 from jfi.events.statistics import Statistics
-from jfi.utils.files import is_storage_fault, naming, sha256_of, verify, write_sums
+from jfi.utils.files import DamagedFileError, is_storage_fault, naming, read_sums, sha256_of, verify, write_sums
+from jfi.utils.jagged import blocks
+
+
+def event_table(columns: Columns, schema: DataSchema) -> dict[str, np.ndarray | pa.Array]:
+    """The columns of events; those that are encoded, the ids and the dense features among them, have zeros."""
+    events, config, count = columns.events, columns.config, len(columns.events)
+    kind = index_type(count)
+    found = {"user": events.user.astype(kind, copy=False), "item": events.item.astype(kind, copy=False)}
+    found |= {"time": events.time, "label": events.label, "split": events.split, **events.targets}
+    if config.engagement_columns():
+        found |= {"dwell": np.zeros(count, np.float32), "surface": np.zeros(count, np.int32)}
+        found |= {} if config.session is None else {"session": np.zeros(count, np.int64)}
+    for spec in schema.features[:-1]:
+        if spec.of == "event" and spec.multi_valued:
+            offsets = check_kind(schema, spec.column, columns.categories(spec.column, "event")).offsets
+            found[column_name(spec)] = _lists(offsets, np.zeros(offsets[-1], id_type(spec.num_ids)))
+        elif spec.of == "event":
+            found[column_name(spec)] = np.zeros(count, id_type(spec.num_ids))
+    return found | {name: np.zeros(count, np.float32) for name in dense_names(config)["event"]}
+
+
+def table_of(arrays: Arrays, schema: DataSchema, config: DataConfig, of: Entity) -> dict[str, np.ndarray | pa.Array]:
+    """The columns of users or of items."""
+    found: dict[str, np.ndarray | pa.Array] = {}
+    for spec, ids in zip(schema.features, arrays.columns, strict=False):
+        if spec.of == of and spec.slot is None:
+            found[column_name(spec)] = _ids(ids, id_type(spec.num_ids))
+    dense = arrays.dense[("user", "item").index(of)]
+    found |= {name: np.ascontiguousarray(dense[:, i]) for i, name in enumerate(dense_names(config)[of])}
+    # Without a column the number of rows would be lost.
+    return found or {"": pa.nulls(len(dense))}
+
+
+def dense_names(config: DataConfig) -> dict[Entity, list[str]]:
+    """The dense columns in the tables of users, of items and of events."""
+    contexts = [CONTEXT + name for name in config.names("context", "number")]
+    return {"user": config.names("user", "number"), "item": config.names("item", "number"), "event": contexts}
+
+
+def _ids(column: Categorical, kind: type[np.signedinteger]) -> np.ndarray | pa.Array:
+    ids = column.ids.astype(kind, copy=False)
+    return ids if column.offsets is None else _lists(column.offsets, ids)
+
+
+def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64, copy=False)), pa.array(values))
+
+
+#: The file's name in a prepared dataset and in a run; it has the layout of SHA256SUMS.
+FINGERPRINT = "fingerprint.sha256"
+#: Its entries: of all arrays, of the training samples, and of what a user's events are cut into timelines by.
+DATA, TRAIN, TIMELINES = "data", "train", "timelines"
+
+
+def fingerprint_of(dataset: InteractionDataset) -> dict[str, str]:
+    """SHA-256 by entry of the arrays of a dataset that is a map of files; reads each array once.
+
+    They are of the values as the schema encodes them, which is all that training sees: another file format, or a value
+    that is unknown before and after, makes no difference. Those of a prepared dataset were computed when it was
+    prepared.
+    """
+    if dataset.folder is not None and (dataset.folder / FINGERPRINT).is_file():
+        return read_fingerprint(dataset.folder)
+    arrays, events = dataset.arrays(), dataset.arrays().events
+    rows, train = [] if events.rows is None else [events.rows], arrays.samples["train"]
+    own = (events.user, events.item, events.time, events.label)
+    samples = (part[train[begin:end]] for part in own for begin, end in blocks(len(train)))
+    timelines = (events.user, events.time, *rows)
+    every = list(_all_of(arrays))
+    kinds = np.frombuffer(str([(part.dtype.str, part.shape) for part in every]).encode(), np.uint8)
+    return {DATA: _digest([kinds, *every]), TRAIN: _digest(samples), TIMELINES: _digest(timelines)}
+
+
+def read_fingerprint(folder: Path) -> dict[str, str]:
+    """The fingerprint of a prepared dataset, or that in a run.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        return read_sums(folder, FINGERPRINT)
+    except DamagedFileError as fault:
+        raise DataError(str(fault)) from None
+
+
+def _all_of(arrays: Arrays) -> Iterator[np.ndarray]:
+    events, (users, items, contexts) = arrays.events, arrays.dense
+    yield from (events.user, events.item, events.time, events.label, *events.targets.values(), *arrays.samples.values())
+    yield from [] if events.rows is None else [events.rows]
+    for column in arrays.columns:
+        yield from [column.ids] if column.offsets is None else [column.ids, column.offsets]
+    yield from (users, items, *contexts)
+    if (fields := arrays.engagement) is not None:
+        yield from (fields.dwell, fields.surface, *([] if fields.session is None else [fields.session]))
+
+
+def _digest(parts: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
 
 EVENTS, BY_ITEM = "events.arrow", "by_item.arrow"
 _SUMMARY, _LENGTHS, _SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"

@@ -11,7 +11,7 @@ SHA256SUMS           the checksum of each of these files
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,10 +20,40 @@ import pyarrow.parquet
 
 from jfi.data.config import Task
 from jfi.data.errors import DataError
-from jfi.data.schema.versioned_json import read_versioned
 from jfi.semantic_ids.codec import Codec
 from jfi.utils.encoding import HashBuckets, HashedIds, Vocabulary
 from jfi.utils.files import DamagedFileError, reading_file, sha256_of, verify, write_sums, writing_folder
+from jfi.utils.json_files import decode_json
+
+T = TypeVar("T")
+
+
+class _Versioned(msgspec.Struct):
+    format: str
+
+
+def read_versioned(path: Path, kind: type[T], known: str, advice: str, verified: bool = True) -> T:
+    """Returns the content of a JSON file, as `jfi.utils.json_files.read_json`.
+
+    Args:
+        path: of the file.
+        kind: the type of the content.
+        known: the value of its field `format` that this version of jfi reads.
+        advice: what to do about a file of another version.
+        verified: whether to verify its checksum.
+
+    Raises:
+        DataError: it is missing, damaged or of another format, as one line that names it.
+    """
+    with reading_file(path, DataError):
+        content = path.read_bytes()
+    found = decode_json(content, _Versioned, path, DataError).format
+    if found != known:
+        raise DataError(f"{path}: not a file of this version of jfi (its 'format' must be '{known}'); {advice}")
+    if verified:
+        verify(path.parent, [path.name], DataError)
+    return decode_json(content, kind, path, DataError)
+
 
 Role = Literal["user", "item", "context", "history", "bucket"]
 Entity = Literal["user", "item", "event"]

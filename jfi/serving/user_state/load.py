@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.features.semantic_ids import SemanticIDs
 from jfi.data.io.blocks import name_of, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
-from jfi.data.prepared.sources import SourceTables, column_settings
 from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.read import SourceTables, column_settings
 from jfi.data.prepared.stages.sort import read_ids
-from jfi.data.schema.coded import nth_values
+from jfi.data.schema.columns import nth_values
+from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.serving.dataset_schema import read_counters
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import LONGEST_ID, Limits

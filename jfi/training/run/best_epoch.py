@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from jfi.data import DataError, DataSchema
-from jfi.data.prepared.fits import check_fits
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.manifest import check_fits
+from jfi.data.prepared.stages.read import column_settings
 from jfi.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     latest_checkpoint,

@@ -3,7 +3,7 @@
 schema.json, vocabularies.parquet    the schema, see `jfi.data.schema.schema`
 policy.json                          with `data.policy` a copy of that file, which the run goes on with
 SHA256SUMS                           the checksums of these files, which stay as they are from the start of a run on
-fingerprint.sha256                   the fingerprint of the data, see `jfi.data.prepared.fingerprint`: it follows data
+fingerprint.sha256                   the fingerprint of the data, see `jfi.data.prepared.store`: it follows data
                                      that is accepted, and has a checksum of its own
 """
 
@@ -13,10 +13,10 @@ from typing import Literal
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
 from jfi.data.config import FILES
-from jfi.data.prepared.fingerprint import DATA, NAME, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
-from jfi.data.prepared.load import open_temporary, prepare_into
 from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.prepare import open_temporary, prepare_into
+from jfi.data.prepared.stages.read import column_settings
+from jfi.data.prepared.store import DATA, FINGERPRINT, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed.processes import World, shared_folder
@@ -58,7 +58,7 @@ def save_data(run: RunFolder, dataset: InteractionDataset) -> None:
         if dataset.policy is not None:
             dataset.policy.save(unfinished / _POLICY)
         write_sums(unfinished, {path.name: sha256_of(path) for path in unfinished.iterdir()})
-        write_sums(unfinished, fingerprint, NAME)
+        write_sums(unfinished, fingerprint, FINGERPRINT)
 
 
 def own_policy(run: RunFolder, config: Config) -> Config:
@@ -210,7 +210,7 @@ def _compare(
         raise ConfigError(f"--resume {run.path}: {data} has changed{what and f': {what}'}; {advice}")
     # The fingerprint last: killed before, the run asks again.
     _save_summary(run, dataset)
-    write_sums(run.data, now, NAME)
+    write_sums(run.data, now, FINGERPRINT)
     if dataset.summary is not None:
         print(dataset.summary, flush=True)
 

@@ -14,7 +14,7 @@ from jfi.data import DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM

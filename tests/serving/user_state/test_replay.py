@@ -11,7 +11,7 @@ import pytest
 
 import jfi
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import UserState, scan_records, write_layout

@@ -9,7 +9,7 @@ import pytest
 
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.sources import column_settings
+from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of

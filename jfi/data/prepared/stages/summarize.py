@@ -7,13 +7,12 @@ import pyarrow as pa
 
 from jfi.data.batches.assemble import Arrays
 from jfi.data.config import DataConfig
-from jfi.data.features.past_index import past_index
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import SPLITS
+from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.prepared.summary import Summary, date_of
-from jfi.data.schema.coded import CodedColumn
-from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.columns import Categorical, CodedColumn
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.point_in_time import Tallies

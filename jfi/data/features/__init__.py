@@ -1,1 +1,0 @@
-"""Columns that are computed: statistics of the past, semantic IDs."""
