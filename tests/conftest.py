@@ -14,6 +14,9 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from interpreter import make_faster
+
+make_faster()
 
 # No example has to end, or to be drawn, in a given time.
 settings.register_profile("jfi", deadline=None, suppress_health_check=[HealthCheck.too_slow])
