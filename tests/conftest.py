@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 # The code around an artifact's kernels, whose optimizer takes a fifth of the compiler's time.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
+import pictures
 import pytest
 from hypothesis import HealthCheck, settings
 from interpreter import make_faster
@@ -40,6 +41,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    pictures.replace()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "distributed"), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from attention_worker import as_on_a_gpu, use_stand_ins
 from interpreter import make_faster
 
