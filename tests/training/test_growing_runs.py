@@ -110,7 +110,11 @@ def test_a_run_whose_tables_grow_has_rows_of_the_values_that_it_has_seen(
 
 
 @pytest.mark.parametrize(
-    ("ema", "every"), [(0.9, {"checkpoint_every": 9}), (None, {"eval_every": 10, "gradient_accumulation_steps": 2})]
+    ("ema", "every"),
+    [
+        (0.9, {"checkpoint_every": 9}),
+        pytest.param(None, {"eval_every": 10, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_ends_at_each_checkpoint_goes_on_to_the_same_bits(table, tmp_path, monkeypatch, ema, every):
     """The ids of the steps between an admission and a checkpoint are not lost."""
@@ -136,6 +140,7 @@ def test_a_run_that_ends_at_each_checkpoint_goes_on_to_the_same_bits(table, tmp_
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_ends_at_any_step_goes_on_to_the_same_bits(table, tmp_path, monkeypatch):
     made = config(table, tmp_path / "whole", SMALL, 0.9, admit_every=4)
     train(made)
