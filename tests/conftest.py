@@ -2,8 +2,10 @@
 
 import functools
 import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # The code around an artifact's kernels, whose optimizer takes a fifth of the compiler's time.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "cxx/g++"))
 
 import pictures
 import pytest
