@@ -132,7 +132,7 @@ def _absorb_kernel(weights, products, DTYPE: tl.constexpr, SPEC: tl.constexpr):
 
 def _sizes_of(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[int, ...]:
     w_q, _, w_k, _, w_o = weights
-    return num_queries, num_heads, w_o.shape[1] // num_heads, w_k.shape[2], w_q.shape[2]
+    return num_queries, num_heads, w_o.shape[-2] // num_heads, w_k.shape[-1], w_q.shape[-1]
 
 
 @cache
@@ -159,16 +159,16 @@ def absorb(
         ValueError: a product of one feature has 2³¹ numbers or more.
     """
     w_q, _, w_k, _, w_o = weights
-    features, rows = w_q.shape[0], num_queries * num_heads * w_k.shape[2]
-    if rows * max(w_q.shape[2], w_o.shape[1]) >= 2**31:  # positions within a feature's product have 32 bits
-        sizes = f"{num_queries} · {num_heads} · {w_k.shape[2]} · {max(w_q.shape[2], w_o.shape[1])}"
+    stacked, rows = w_q.shape[:-2], num_queries * num_heads * w_k.shape[-1]
+    if rows * max(w_q.shape[-1], w_o.shape[-2]) >= 2**31:  # positions within a feature's product have 32 bits
+        sizes = f"{num_queries} · {num_heads} · {w_k.shape[-1]} · {max(w_q.shape[-1], w_o.shape[-2])}"
         raise ValueError(f"num_queries · num_heads · D_x · max(D_e, D) must be below 2**31, got {sizes}")
-    w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
-    b_qk = w_q.new_empty(features, rows, dtype=dtype)
-    w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
+    w_qk = w_q.new_empty(*stacked, rows, w_q.shape[-1], dtype=dtype)
+    b_qk = w_q.new_empty(*stacked, rows, dtype=dtype)
+    w_vo = w_q.new_empty(*stacked, rows, w_o.shape[-2], dtype=dtype)
     precision = precision_of(dtype, plan.device_of(w_q.device))
     launch, tiles = _absorb_launcher(*_sizes_of(weights, num_queries, num_heads), precision, dtype)
-    launch((features * num_queries * num_heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
+    launch((stacked.numel() * num_queries * num_heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
     return w_qk, b_qk, w_vo
 
 
@@ -333,20 +333,22 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """Computes `jfi.ops.absorbed_target_attention.weight_gradients` of contiguous rows and weights."""
     dquery, target, _, grad = rows
-    features, batch, width = dquery.shape
+    batch, width = dquery.shape[-2:]
+    stacked = dquery.shape[:-2]
+    features = stacked.numel()
     sizes = _sizes_of(weights, num_queries, num_heads)
     device = plan.device_of(grad.device)
     (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype, device), grad.dtype)
     # Distances between the sums of chunks have 32 bits.
-    most = (2**31 - 1) // (features * width * max(target.shape[2], grad.shape[2]))
+    most = (2**31 - 1) // (features * width * max(target.shape[-1], grad.shape[-1]))
     most = max(1, min(most, BATCH_PROGRAMS_PER_SM * device.num_sms // (features * tiles)))
     chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
     splits = max(1, ceil_div(batch, chunk))
-    shapes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
+    shapes = (width, target.shape[-1]), (width,), (width, grad.shape[-1]), (grad.shape[-1],)
     sums = [torch.empty(splits, features, *shape, dtype=torch.float32, device=grad.device) for shape in shapes]
     launch((features, tiles, splits), (rows, tuple(sums)), (batch, chunk))
     out = [torch.empty_like(x) for x in weights]
-    out.append(weights[1].new_empty(features, grad.shape[2], dtype=bias_dtype))
+    out.append(weights[1].new_empty(*stacked, grad.shape[-1], dtype=bias_dtype))
     launch, tiles = by_split[splits > 1]
     launch((features * num_queries * num_heads, tiles, 1), (tuple(sums), weights, tuple(out)), (splits,))
     return tuple(out)

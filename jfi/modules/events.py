@@ -51,7 +51,7 @@ class Events:
         offsets: [F * B + 1], of the events; of ragged targets B is the number of users.
         fields: [S, ...] each; concatenated they are the events, `sequence_width` wide. Of vectors elsewhere one tensor
             of their shape and dtype without memory.
-        target: [F, B, target_width]; of ragged targets [F, R, target_width].
+        target: [F, B, target_width], or [B, target_width] of one feature; B is R where targets are ragged.
         by_id: rows of tables, which the attention reads itself.
         digits: events whose digits it reads itself, feature by feature.
         remote: events whose rows lie on several ranks, those of each feature in one of these.
@@ -79,6 +79,11 @@ class Events:
     target_offsets: Tensor | None = None
     target_times: Tensor | None = None
     max_visible: int | None = None
+
+    @property
+    def stacked_target(self) -> Tensor:
+        """Returns the targets [F, B, target_width], also of one feature."""
+        return self.target.unsqueeze(0) if self.target.dim() == 2 else self.target
 
     @property
     def history(self) -> Tensor:
@@ -184,7 +189,7 @@ def _read_group(
     events = Events(firsts[0].offsets(), ())
     if targets is not None:
         if len(group.features) == 1:
-            fields = [targets[key].unsqueeze(0) for (key,) in group.target_keys]
+            fields = [targets[key] for (key,) in group.target_keys]
         else:
             fields = [torch.stack([targets[key] for key in keys]) for keys in group.target_keys]
         events.target = fields[0] if len(fields) == 1 else combine(fields, feature)

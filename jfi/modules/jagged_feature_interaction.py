@@ -209,8 +209,7 @@ class JaggedFeatureInteraction(nn.Module):
         outputs = []
         for number, group in enumerate(self.groups):
             outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), self.num_heads))
-        # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
-        values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
+        values = outputs[0] if len(outputs) == 1 else self._in_order(outputs)
         return KeyedTensor(self._names, self._widths, values)
 
     @torch.no_grad()
@@ -244,7 +243,7 @@ class JaggedFeatureInteraction(nn.Module):
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled: dict[str, Tensor] = {}
         for output, group in zip(outputs, self.groups, strict=True):
-            rows = output.unbind()  # indexed, since a proxy of torch.fx cannot be iterated
+            rows = output.split(self.embedding_dim, 1)  # indexed, since a proxy of torch.fx cannot be iterated
             pooled |= {feature.name: rows[index] for index, feature in enumerate(group.features)}
         return torch.cat([pooled[name] for name in self._names], dim=1)
 

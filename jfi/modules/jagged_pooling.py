@@ -104,7 +104,7 @@ def _pool(groups: list[Events], mode: Mode) -> Tensor:
             counts = events.offsets.diff()
         else:
             mean, lse = jagged_attention(
-                key.new_zeros(events.target.size(1), 1, key.size(2)),
+                key.new_zeros(events.target.size(-2), 1, key.size(2)),
                 key,
                 query_offsets=events.target_offsets,
                 key_offsets=events.offsets,

@@ -35,7 +35,7 @@ def pays_to_project(events: Events, weights: tuple[Tensor, ...], num_heads: int)
         return False
     output_width, event_width = weights[2].shape[1:]
     num_queries = weights[0].size(1) // output_width
-    rows, users = events.target.size(0) * events.target.size(1), events.offsets.size(0) - 1
+    rows, users = events.target.shape[:-1].numel(), events.offsets.size(0) - 1
     saved_by_pair = 2 * num_queries * (num_heads * event_width - output_width)
     return rows * saved_by_pair > users * output_width * event_width
 
@@ -61,7 +61,7 @@ def attend(
         raise ValueError(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
-    (num_features, num_rows, _), (num_queries, num_heads) = events.target.shape, query.shape[1:3]
+    (num_features, num_rows, _), (num_queries, num_heads) = events.stacked_target.shape, query.shape[1:3]
     is_projected = key is not None
     if is_projected:  # the T query heads of a key head are neighbours
         query = query.transpose(1, 2)

@@ -150,13 +150,23 @@ def attend(
     parameters: list[tuple[Tensor | None, ...]],
     num_heads: int,
 ) -> Tensor:
-    """Pools the events of a group's F features in one launch to [F, B, embedding_dim]; [F, R, ..] if ragged.
+    """Pools the events of a group's F features in one launch to [B, F * embedding_dim]; [R, ..] if ragged.
 
     The attention itself runs in the dtype of the history, which is never cast, or of its projections; the outputs have
     the dtype of the parameters, which are `own_parameters` of each feature, or that of autocast.
     """
+    is_ragged, scale = events.target_offsets is not None, 1 / math.sqrt(parameters[0][2].size(0) // num_heads)
+    if not (is_ragged or events.remote or events.digits):
+        # Of one feature as they are: each view would be a node of autograd's graph.
+        weights, table = (parameters[0][:6], parameters[0][6]) if len(parameters) == 1 else stack(parameters)
+        history = events.fields if events.by_id is None else events.by_id
+        options = _options(events, table, scale, num_heads, events.fields[0].dtype)
+        return _by_sample(
+            attend_absorbed(
+                events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
+            )
+        )
     weights, table = stack(parameters)
-    is_ragged, scale = events.target_offsets is not None, 1 / math.sqrt(weights[2].size(1) // num_heads)
     if events.digits:  # those of the digits d of events x = P d
         query, query_bias, key, value, *output = weights
         with without_autocast(events.fields[0].device.type):
@@ -166,18 +176,17 @@ def attend(
         bias = group.features[0].bias
         attention = partial(ragged_attention.attend, events=events, table=table, bias=bias, scale=scale)
         if ragged_attention.pays_to_project(events, weights, num_heads):
-            return _projected(events, weights, num_heads, attention)
+            return _by_sample(_projected(events, weights, num_heads, attention))
     elif events.remote:
         attention = partial(_attend_to_remote, events, group, table, scale)
-    elif events.digits:
-        attention = partial(_attend_to_digits, events, table, scale)
     else:
-        history = events.fields if events.by_id is None else events.by_id
-        options = _options(events, table, scale, num_heads, events.fields[0].dtype)
-        return attend_absorbed(
-            events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
-        )
-    return compose(events.target, weights, num_heads, events.fields[0], attention)
+        attention = partial(_attend_to_digits, events, table, scale)
+    return _by_sample(compose(events.stacked_target, weights, num_heads, events.fields[0], attention))
+
+
+def _by_sample(out: Tensor) -> Tensor:
+    """Returns outputs [F, B, D], or [B, D] of one feature, as [B, F * D]."""
+    return out if out.dim() == 2 else out.transpose(0, 1).flatten(1)
 
 
 @torch.no_grad()
@@ -190,7 +199,7 @@ def attention_weights(
     """
     (weights, table), history = stack(parameters), events.history
     w_qk, b_qk, _ = absorb(weights[:5], num_heads, weights[0].dtype)
-    query = affine(b_qk, events.target, w_qk).unflatten(2, (-1, num_heads, history.size(1))).flatten(0, 1)
+    query = affine(b_qk, events.stacked_target, w_qk).unflatten(2, (-1, num_heads, history.size(1))).flatten(0, 1)
     offsets = events.target_offsets
     if offsets is None:  # dense targets are the only candidates of their samples
         offsets = torch.arange(query.size(0) + 1, device=query.device)
@@ -210,7 +219,7 @@ def _projected(events: Events, weights: tuple[Tensor, ...], num_heads: int, atte
     The attention is that of queries [F * R, T, H, D / H] to keys and values [S, H, D / H].
     """
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
-    query = affine(query_bias, events.target, query_weight)
+    query = affine(query_bias, events.stacked_target, query_weight)
     rows = digit_numbers(events.digits) if events.digits else events.history
     by_feature = rows.split(events.counts)
     key, value = (_project(by_feature, weight, num_heads) for weight in (key_weight, value_weight))

@@ -1,6 +1,7 @@
 """The operators of an attention, forward and backward, declared by the NamedTuple of its operands."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,15 @@ from jfi.kernels.plan import AttentionPlan, Inputs, is_aligned
 from jfi.ops.dispatch import operator
 from jfi.tables.rows_by_id import SavedTables
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, aligned
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What both passes of an eager call share."""
+
+    plan: AttentionPlan | None  # None for impl="torch"
+    schedule: Tensor | None = None  # of work tiles, for one backward pass
+
 
 _SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
 _SCHEMA |= {float: "float", int | None: "SymInt?", bool: "bool"}
@@ -34,9 +44,9 @@ def attention(
         name: of the attention.
         operands: the fields, tensors first, then lists, tables and indices without a gradient, then numbers.
         make_plan: takes (x, "triton"), returns their plan, one for both passes of an eager call.
-        forward: takes (x, plan), returns the output and the log-sum-exp; the plan is None for impl="torch".
-        backward: takes (grad, dlse, x, out, lse, needed, plan), returns the gradients of the fields ``differentiable``,
-            of which those that are not ``needed`` are ignored.
+        forward: takes (x, prepared), returns the output and the log-sum-exp.
+        backward: takes (grad, dlse, x, out, lse, needed, prepared), returns the gradients of the fields
+            ``differentiable``, of which those that are not ``needed`` are ignored.
         differentiable: fields that have a gradient.
         has_lse_gradient: whether the log-sum-exp is differentiable; dlse is then a tensor or None, else None.
 
@@ -58,17 +68,17 @@ def attention(
     def run_forward(*args, ctx=None):
         *tensors, impl = args
         x = operands(*tensors)
-        chosen = make_plan(x, impl) if impl == "triton" else None
+        prepared = Prepared(make_plan(x, impl) if impl == "triton" else None)
         if ctx is not None:
-            ctx.chosen = chosen
-        return forward(x, chosen)
+            ctx.prepared = prepared
+        return forward(x, prepared)
 
-    def run_backward(grad, dlse, *args, chosen=None):
+    def run_backward(grad, dlse, *args, prepared=None):
         *tensors, out, lse, needed, impl = args
         x, dlse = operands(*tensors), None if dlse is None else dlse.contiguous()
-        if impl == "triton" and not (chosen is not None and _holds(chosen, x)):
-            chosen = make_plan(x, impl)
-        grads = backward(aligned(grad), dlse, x, out, lse, needed, chosen)
+        if prepared is None or (impl == "triton" and not _holds(prepared.plan, x)):
+            prepared = Prepared(make_plan(x, impl) if impl == "triton" else None)
+        grads = backward(aligned(grad), dlse, x, out, lse, needed, prepared)
         return [x for x, need in zip(grads, needed, strict=False) if need]
 
     def fake_backward(grad, dlse, *args):
@@ -100,9 +110,10 @@ def attention(
             operands[1], *by_id = ctx.tables.read(operands[1], indices)
         operands += by_id
         *numbers, impl = ctx.numbers
-        needed = [ctx.needs_input_grad[i] for i in positions]
-        known = {"chosen": getattr(ctx, "chosen", None)}  # torch.library keeps none
-        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl, **known))
+        needs = ctx.needs_input_grad  # made anew at each access
+        needed = [needs[i] for i in positions]
+        prepared = getattr(ctx, "prepared", None)  # torch.library keeps none
+        computed = iter(bwd(grad, dlse, *operands, *numbers, out, lse, needed, impl, prepared=prepared))
         for i, need in zip(positions, needed, strict=True):
             gradients[i] = next(computed) if need else None
         return tuple(gradients)

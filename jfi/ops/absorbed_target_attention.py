@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.kernels import plan
+from jfi.ops._attention import Prepared
 from jfi.ops.dispatch import PLAIN, operators, refusal
 from jfi.ops.target_attention import run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
@@ -58,7 +59,7 @@ def attend_absorbed(
     Nothing is checked: the caller has checked its batch.
 
     Args:
-        target: [F, B, D_e], the targets of F features.
+        target: [F, B, D_e], the targets of F features; or [B, D_e], with weights that have no F, of one.
         history: tensors [S, .] that are D_x wide together, the events of feature 0, then of feature 1, ...; or table
             rows by id.  The Triton kernels for few query rows read two tensors of one width, a power of two from 16
             on, without concatenating them.
@@ -70,13 +71,13 @@ def attend_absorbed(
             samples.
 
     Returns:
-        [F, B, D] in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,
-        which is never cast.  An empty history gives output_bias.
+        [F, B, D], or [B, D], in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the
+        history, which is never cast.  An empty history gives output_bias.
     """
     by_id = history if isinstance(history, RowsById) else None
     fields = (history.rows,) if isinstance(history, RowsById) else history
     impl = default_impl(fields[0]) if impl == "auto" else impl
-    num_queries = weights[0].shape[1] // weights[2].shape[1]
+    num_queries = weights[0].shape[-2] // weights[2].shape[-2]
     # Whether the attention's kernels read a bias by its index and a value scale.
     in_kernel, is_read = impl == "triton" and num_queries * num_heads <= plan.SINGLE_TILE_ROWS, False
     if key_bias is not None and key_bias_index is not None and not in_kernel:
@@ -101,6 +102,10 @@ def attend_absorbed(
         settings = (num_heads, scale, max_seqlen, impl, _product_dtype(first, weights[0]), tables, indices)
         with without_autocast(first.device.type):  # the node chooses every dtype itself
             return _AbsorbedTargetAttention.apply(target, first, *others, *weights, settings)
+    if target.dim() == 2:
+        stacked = [x.unsqueeze(0) for x in (target, *weights)]
+        options = (key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
+        return attend_absorbed(stacked[0], history, tuple(stacked[1:]), offsets, num_heads, *options).squeeze(0)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     events = {"offsets": offsets, "key_bias": key_bias, "key_bias_index": key_bias_index, "value_scale": value_scale}
     key = history.unsqueeze(1) if by_id is None else by_id
@@ -167,7 +172,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
             query = query.to(history.dtype)
-        query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
+        query = query.view(-1, weights[0].shape[-2] // weights[2].shape[-2], num_heads, weights[2].shape[-1])
         events = (offsets, bias, index, value_scale, second)
         x = TargetAttentionInputs(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen)
         ctx.plan = plan.plan_target_attention(x, impl) if impl == "triton" else None
@@ -179,7 +184,8 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         tables, indices = by_id
         ctx.tables = SavedTables(tables) if tables else None
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *indices)
-        return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
+        attended = attended.view(*target.shape[:-1], w_vo.shape[-2])
+        return affine(output_bias, attended, w_vo.mT, by_sample=True)
 
     @staticmethod
     @once_differentiable
@@ -194,21 +200,21 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
         needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
         needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
-        shape = (*target.shape[:2], w_qk.shape[1])
+        shape = (*target.shape[:-1], w_qk.shape[-2])
         dtarget, dweights = None, (None,) * 6
         with without_autocast(history.device.type):
             grads = operators.target_attention_bwd(
-                torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
+                torch.matmul(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
                 None,
                 *(query, key, None, *events, *by_id, scale, max_seqlen),
                 *(attended, lse, needed, impl),
-                chosen=ctx.plan,
+                prepared=Prepared(ctx.plan),
             )
             grads = iter(grads)
             found: list[Any] = [next(grads) if need else None for need in needed]
             dquery, dhistory, _, dbias, dsecond = found
             if needs_target:
-                dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
+                dtarget = torch.matmul(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
             if needs_weights:
                 rows = (dquery.view(shape), target, attended.view(shape), grad)
                 dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
@@ -238,7 +244,7 @@ def absorb(
 
     Args:
         weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x] and W_o [F, D, T · D] of F features, laid
-            out as in ``torch.nn.MultiheadAttention``.
+            out as in ``torch.nn.MultiheadAttention``; of one feature all, and the results, may be without F.
         num_heads: H, which divides D.
         dtype: of the products.
         impl: "triton" computes them in one launch, without a graph.
@@ -247,11 +253,14 @@ def absorb(
         W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x] and W_vo [F, T · H · D_x, D], differentiable.  The queries
         of a target e are W_qk e + b_qk; the output is W_voᵀ a + b_o, where a is what the queries attended to.
     """
-    features, num_queries = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
+    num_queries = weights[0].size(-2) // weights[2].size(-2)
     if impl == "triton":
         from jfi.kernels import absorbed_weights
 
         return absorbed_weights.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
+    if weights[0].dim() == 2:
+        return tuple([x.squeeze(0) for x in absorb(tuple([x.unsqueeze(0) for x in weights]), num_heads, dtype)])
+    features = weights[0].size(0)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
     w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
     b_qk = torch.bmm(b_q, w_k).view(features, -1)
@@ -259,11 +268,16 @@ def absorb(
 
 
 def affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
-    """Maps [F, N] + [F, B, M] x [F, N, M] to [F, B, N], in the weight's dtype; `by_sample`: in memory [B, F, N]."""
+    """Maps [F, N] + [F, B, M] x [F, N, M] to [F, B, N], in the weight's dtype; `by_sample`: in memory [B, F, N].
+
+    Without F it maps [N] + [B, M] x [N, M] to [B, N].
+    """
     if rows.dtype != weight.dtype:
         rows = rows.to(weight.dtype)
     if bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
+    if rows.dim() == 2:
+        return F.linear(rows, weight, bias)
     if rows.shape[0] == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
         return F.linear(rows[0], weight[0], bias[0]).unsqueeze(0)
     features, batch, _ = rows.shape
@@ -287,12 +301,15 @@ def weight_gradients(
         weights, num_heads: as `absorb` takes them.
         bias_dtype: of the output's bias.
     """
-    num_queries = weights[0].shape[1] // weights[2].shape[1]
+    num_queries = weights[0].shape[-2] // weights[2].shape[-2]
     if impl == "triton":
         from jfi.kernels import absorbed_weights
 
         rows, weights = (tuple([x.contiguous() for x in group]) for group in (rows, weights))
         return absorbed_weights.gradients(rows, weights, bias_dtype, num_queries, num_heads)
+    if rows[1].dim() == 2:
+        stacked = (tuple([x.unsqueeze(0) for x in group]) for group in (rows, weights))
+        return tuple([x.squeeze(0) for x in weight_gradients(*stacked, bias_dtype, num_heads, impl)])
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)

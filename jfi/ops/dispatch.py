@@ -23,7 +23,8 @@ from jfi.utils.context import is_traced, not_scriptable
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
 #: These and the usual types of other arguments, for which an operator's function is called directly.
-_DIRECT = frozenset((*PLAIN, type(None), int, float, bool, str, torch.dtype))
+_DIRECT = frozenset((*PLAIN, type(None), int, float, bool, str, list, torch.dtype))
+_SEQUENCES = frozenset((list, tuple))
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
@@ -79,8 +80,10 @@ def operator(
         first = args[0]
         if (first[0] if type(first) is list else first).is_meta:
             return registered(*args)
-        kinds = {*map(type, args), *[type(y) for x in args if type(x) is list for y in x]}
-        if any([kind not in _DIRECT and issubclass(kind, Tensor) for kind in kinds]):
+        kinds = {*map(type, args)}
+        if list in kinds:
+            kinds |= {type(y) for x in args if type(x) is list for y in x}
+        if not kinds <= _DIRECT and any([issubclass(kind, Tensor) for kind in kinds - _DIRECT]):
             return registered(*args)
         if torch.is_grad_enabled():
             for x in args:
@@ -128,10 +131,8 @@ def public(
     @functools.wraps(function)
     def call(*args, **kwargs):
         arguments = (*args, *kwargs.values())
-        for x in arguments:
-            if type(x) is tuple or type(x) is list:
-                arguments = [y for x in arguments for y in (x if type(x) in (tuple, list) else (x,))]
-                break
+        if not _SEQUENCES.isdisjoint(map(type, arguments)):
+            arguments = [y for x in arguments for y in (x if type(x) in _SEQUENCES else (x,))]
         if torch.compiler.is_compiling():  # a compiler traces the function itself
             if compat.forward_mode_level() >= 0:
                 raise refusal(name)

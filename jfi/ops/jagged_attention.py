@@ -17,12 +17,12 @@ timeline; a bias by the pair's age or distance is that of Raffel et al., 'Explor
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.kernels import plan
-from jfi.kernels.plan import AttentionPlan
-from jfi.ops._attention import attention
+from jfi.ops._attention import Prepared, attention
 from jfi.ops._visibility import visibility
 from jfi.ops.checks import (
     FLOATING,
@@ -43,26 +43,32 @@ from jfi.utils.context import without_autocast
 from jfi.utils.operands import JaggedAttentionInputs, is_packed
 
 
-def _forward(x: JaggedAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
-    if chosen is None:
+def _forward(x: JaggedAttentionInputs, prepared: Prepared) -> tuple[Tensor, Tensor]:
+    if prepared.plan is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
-    return execute.forward(x, chosen)
+    out, lse, schedule = execute.forward(x, prepared.plan)
+    # A captured backward pass may be replayed several times, without its forward.
+    if schedule is not None and not (x.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        prepared.schedule = schedule
+    return out, lse
 
 
 def _backward(*args: Any) -> tuple[Tensor | None, ...]:
-    if args[-1] is None:
+    grad, dlse, x, out, lse, needed, prepared = args
+    if prepared.plan is None:
         from jfi.cpu import jagged_attention
 
         with without_autocast("cpu"):
             return jagged_attention.backward(*args[:-1])
     from jfi.kernels.jagged_attention import execute
 
-    return execute.backward(*args)
+    schedule, prepared.schedule = prepared.schedule, None  # its counters are used up
+    return execute.backward(grad, dlse, x, out, lse, needed, prepared.plan, schedule)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "table")
@@ -191,7 +197,6 @@ def prepare_jagged_attention(
 
     ``seen`` are the keyword arguments of `visibility`.
     """
-    key_offsets = query_offsets if key_offsets is None else key_offsets
     packed, biases = is_packed(key), (seen["time_bias"], seen["position_bias"])
     if packed and value is not None:
         raise ValueError("value must be None where key is packed digits, which are key and value")
@@ -214,7 +219,10 @@ def prepare_jagged_attention(
     elif value_scale is not None:
         value = _scaled(key if value is None else value, value_scale)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
-    check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
+    if key_offsets is None:
+        key_offsets = query_offsets
+    if key_offsets is not query_offsets or key.shape[0] != rows:
+        check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     query, key, query_offsets, key_offsets = [x.contiguous() for x in (query, key, query_offsets, key_offsets)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from jfi import reference
 from jfi.kernels import plan
 from jfi.kernels.plan import AttentionPlan
-from jfi.ops._attention import attention
+from jfi.ops._attention import Prepared, attention
 from jfi.ops.checks import (
     check_count,
     check_dim,
@@ -53,27 +53,27 @@ def run_forward(x: TargetAttentionInputs, chosen: AttentionPlan | None) -> tuple
     return execute.forward(x, chosen)
 
 
-def _forward(x: TargetAttentionInputs, chosen: AttentionPlan | None) -> tuple[Tensor, Tensor]:
+def _forward(x: TargetAttentionInputs, prepared: Prepared) -> tuple[Tensor, Tensor]:
     with without_autocast("cpu"):
-        return run_forward(x, chosen)
+        return run_forward(x, prepared.plan)
 
 
 def _backward(*args: Any) -> tuple[Tensor | None, ...]:
-    grad, _, x, out, lse, needed, chosen = args
-    if chosen is None:
+    grad, _, x, out, lse, needed, prepared = args
+    if prepared.plan is None:
         from jfi.cpu import target_attention
 
         with without_autocast("cpu"):
             return target_attention.backward(grad, x, out, lse, needed)
     from jfi.kernels.target_attention import execute
 
-    if chosen.family == "jagged_sm90":
+    if prepared.plan.family == "jagged_sm90":
         grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
         needed = [*needed[:4], False]  # no table of biases
         grads = iter(operators.jagged_attention_bwd(grad, None, *execute.as_jagged(x), out, lse, needed, "triton"))
         dquery, *others = [next(grads) if need else None for need in needed]
         return None if dquery is None else dquery.view_as(x.query), *others
-    return execute.backward(grad, x, out, lse, needed, chosen)
+    return execute.backward(grad, x, out, lse, needed, prepared.plan)
 
 
 _WITH_GRADIENT = ("query", "key", "value", "bias", "second")

@@ -45,7 +45,7 @@ def subsets(*inputs: Tensor | None, every: bool) -> list[tuple[bool, ...]]:
 # --- Jagged attention -------------------------------------------------------------------------------------------------
 def _run_jagged(x: JaggedAttentionInputs, device: Device, needed: list[tuple[bool, ...]]) -> AttentionPlan:
     plan = plan_jagged_attention(x, "triton", device)
-    out, lse = jagged_attention.forward(x, plan)
+    out, lse, _ = jagged_attention.forward(x, plan)
     dlse = None if x.bias is None or x.is_packed else torch.randn_like(lse)
     for some in needed:
         jagged_attention.backward(torch.randn_like(out), dlse, x, out, lse, some, plan)

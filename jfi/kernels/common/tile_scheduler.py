@@ -6,7 +6,7 @@ last and are empty.  Programs take tiles in order, so they start with the long o
 fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to
 the width of a bucket of similar work.  Where the tiles of a sample taper, as in causal attention, tile i of n is taken
 to see (n - i) / n of the other side's rows.  A persistent kernel's programs take a further tile whenever they are free,
-with an atomic counter; the schedule holds two counters, so that two kernels can use it.
+with an atomic counter; the schedule holds three counters: for the forward and for two kernels of the backward.
 """
 
 import operator
@@ -34,6 +34,7 @@ ENTRY = tl.constexpr(8)
 #: Where the persistent kernels' counters are: unused integers of the first entry.
 COUNTER = tl.constexpr(5)
 SECOND_COUNTER = tl.constexpr(6)
+FORWARD_COUNTER = tl.constexpr(7)
 
 
 @triton.jit
@@ -158,8 +159,8 @@ def _schedule_kernel(
         tl.store(entry + 3, other_start.to(tl.int32), mask=mask)
         tl.store(entry + 4, other_rows, mask=mask)
     if first == 0:
-        tl.store(schedule_ptr + COUNTER, 0)
-        tl.store(schedule_ptr + SECOND_COUNTER, 0)
+        for counter in tl.static_range(3):
+            tl.store(schedule_ptr + COUNTER + counter, 0)
     for left_over in range(total + first, num_entries, programs * SAMPLES):
         at = left_over + tl.arange(0, SAMPLES)
         for field in tl.static_range(5):
@@ -212,7 +213,7 @@ def schedule_tiles(
         tapers: a sample's first tile sees all rows of the other side, and each further one fewer; else all see all.
 
     Returns:
-        [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0.
+        [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0, so that each kernel can read it once.
     """
     batch = offsets.shape[0] - 1
     entries = rows * rows_factor // block + batch

@@ -40,8 +40,8 @@ def _launch(
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
 
 
-def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Returns the output and its log-sum-exp, see `execute.forward`."""
+def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the output, its log-sum-exp and the schedule, see `execute.forward`."""
     (kernel,), problem = plan.forward, plan.problem
     qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
@@ -59,7 +59,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     _launch(_fwd_launcher, kernel, problem, Visibility.of(x), descriptors, tensors, numbers)
     if partials is not None:
         partials.combine(out, lse)
-    return out, lse
+    return out, lse, tiles if kernel.block_m == plan.backward[0].block_m else None
 
 
 def backward(
@@ -70,6 +70,7 @@ def backward(
     lse: Tensor,
     needed: Sequence[bool],
     plan: AttentionPlan,
+    schedule: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients, see `execute.backward`; dquery's kernel always runs, since dkey's reads its statistics."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
@@ -90,7 +91,9 @@ def backward(
     biases, times = (x.bias, x.edges, x.table), (x.query_time, x.key_time)
     totals, visibility = [], Visibility.of(x)
     for first, count, offsets, sums in query_parts(x, needed[4]):
-        tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
+        tiles = schedule  # of all rows
+        if tiles is None or count != rows:
+            tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
         tensors = (tiles, (*biases, out, lse, dlse), (stats, dquery, sums))
         own_numbers = (rows * qheads_per_kvhead, first, *numbers)
         _launch(_dquery_launcher, dquery_plan, problem, visibility, descriptors, tensors, own_numbers)

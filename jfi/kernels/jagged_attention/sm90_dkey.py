@@ -166,6 +166,9 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
     k_smem, v_smem = own.smems
     q_smem, grad_smem = other.smems
     dk_ptr, dv_ptr, dbias_ptr, scale, scale2 = results
+    # Products of gradients that nobody needs are left out.
+    NEEDS_DS: gl.constexpr = dk_ptr is not None or dbias_ptr is not None
+    NEEDS_DV: gl.constexpr = dv_ptr is not None or (SPEC.shared_kv and dk_ptr is not None)
     WARP_GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
@@ -206,9 +209,13 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                 row = begin + (steps - 1 - step) * BLOCK_M
                 pipeline.wait_full(other.ring, num_q_tiles)
                 s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                dp = warpgroup_mma(v, grad_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                if NEEDS_DS:
+                    dp = warpgroup_mma(v, grad_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = statistics.lse.index(stage).load(COLUMN)
-                s = warpgroup_mma_wait(1, [s])
+                if NEEDS_DS:
+                    s = warpgroup_mma_wait(1, [s])
+                else:
+                    s = warpgroup_mma_wait(0, [s])
                 if SPEC.has_table:
                     at = stage * WARP_GROUPS + OWN // ROWS
                     if pipeline.load_integer(statistics.is_mixed.index(at)) != 0:
@@ -226,16 +233,28 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                 else:
                     p = gl.exp2(s * scale2 - lse[None, :])
                 p = _mask_weights(p, key, first, row, shift, stage, statistics, schedule.window, COLUMN, SPEC)
-                weights = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
-                dv = warpgroup_mma(weights, grad_smem.index(stage), dv, is_async=True)
-                delta = statistics.delta.index(stage).load(COLUMN)
-                dp = warpgroup_mma_wait(1, [dp])
-                ds = tile.scores_gradient(p, dp, delta[None, :])
-                if SPEC.has_bias:
-                    dbias += gl.sum(ds, 1)
-                ds = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, K_LAYOUT, 2))
-                dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
-                dv, weights, dk, ds = warpgroup_mma_wait(0, [dv, weights, dk, ds])
+                if NEEDS_DV:
+                    weights = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+                    dv = warpgroup_mma(weights, grad_smem.index(stage), dv, is_async=True)
+                if NEEDS_DS:
+                    delta = statistics.delta.index(stage).load(COLUMN)
+                    if NEEDS_DV:
+                        dp = warpgroup_mma_wait(1, [dp])
+                    else:
+                        dp = warpgroup_mma_wait(0, [dp])
+                    ds = tile.scores_gradient(p, dp, delta[None, :])
+                    if SPEC.has_bias:
+                        dbias += gl.sum(ds, 1)
+                    if dk_ptr is not None:
+                        ds = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, K_LAYOUT, 2))
+                        dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+                # Operands in registers are named, since a product reads them until it has been waited for.
+                if NEEDS_DV and dk_ptr is not None:
+                    dv, weights, dk, ds = warpgroup_mma_wait(0, [dv, weights, dk, ds])
+                elif NEEDS_DV:
+                    dv, weights = warpgroup_mma_wait(0, [dv, weights])
+                elif dk_ptr is not None:
+                    dk, ds = warpgroup_mma_wait(0, [dk, ds])
                 pipeline.release(other.ring, num_q_tiles)
                 num_q_tiles += 1
             pipeline.release(own.ring, num_k_tiles)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jfi.kernels.common.primitives import LN2
-from jfi.kernels.common.tile_scheduler import COUNTER
+from jfi.kernels.common.tile_scheduler import FORWARD_COUNTER
 from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
 from jfi.kernels.jagged_attention import sm90_primitives as tile
 from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
@@ -84,7 +84,7 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     num_taken = 0
     number, work_tile = pipeline.first_tile(schedule, SPEC)
     while number < schedule.total:
-        next_number, next_work_tile = pipeline.produce_tile(schedule, num_taken, COUNTER, SPEC)
+        next_number, next_work_tile = pipeline.produce_tile(schedule, num_taken, FORWARD_COUNTER, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, _num_queries, k_start, num_keys = work_tile
