@@ -2,8 +2,10 @@
 
 import functools
 import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 
 import torch
 
@@ -11,9 +13,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # The code around an artifact's kernels, whose optimizer takes a fifth of the compiler's time.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "cxx/g++"))
 
+import pictures
 import pytest
 from hypothesis import HealthCheck, settings
+from interpreter import make_faster
+
+make_faster()
 
 # No example has to end, or to be drawn, in a given time.
 settings.register_profile("jfi", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +45,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    pictures.replace()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.export import Export
 from jfi.serving.publish import LockedFolderError
 from jfi.serving.published import ARTIFACT, CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
 from jfi.serving.scorer import Scorer
@@ -332,8 +333,23 @@ def killed_at(count: int, publisher, folder: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.fixture(scope="module")
+def traced() -> dict:
+    """The programs of models by their limits."""
+    return {}
+
+
 @pytest.fixture
-def trainee(exported) -> Trainee:
+def trainee(exported, traced, monkeypatch) -> Trainee:
+    """Its program, which takes seconds to trace, is traced once: publishers of a folder with an artifact compare it."""
+    program = Export.program
+
+    def once(self: Export) -> tuple:
+        if self.info.limits not in traced:
+            traced[self.info.limits] = program(self)
+        return traced[self.info.limits]
+
+    monkeypatch.setattr(Export, "program", once)
     return Trainee(exported.run)
 
 

@@ -145,6 +145,7 @@ def main() -> None:
                 count.open("w") as file,
                 mock.patch.multiple("jfi.training.run.plots", **pictures),
                 mock.patch("jfi.follow.plot.draw_windows", picture),
+                mock.patch("jfi.tables.map_ids.interprets", lambda: False),  # the interpreter takes long
             ):
                 calls = disturb(job)
                 try:

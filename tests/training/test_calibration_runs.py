@@ -67,8 +67,14 @@ def stop(method: str, count: int, config: Config) -> None:
             train(config)
 
 
-@pytest.mark.parametrize("best", [1, 2])
-@pytest.mark.parametrize(("method", "count"), [("save", 1), ("_evaluate", 2), ("load_best", 1)])
+@pytest.mark.parametrize(
+    ("best", "method", "count"),
+    [
+        *((1, "_evaluate", 2), (2, "load_best", 1)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, "save", 1), (2, "save", 1), (2, "_evaluate", 2))),
+        pytest.param(1, "load_best", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_has_the_calibration_of_the_best_epoch(folder, tmp_path, monkeypatch, best, method, count):
     """It dies after an epoch is saved, between its evaluation and that, or before the test."""
     # All epochs have other logits, and AUCs that are set here.

@@ -2,11 +2,10 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import commands
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -30,20 +29,14 @@ class Run(NamedTuple):
     train_seconds: float
 
 
-def test_compare_pooling(tmp_path):
+def test_compare_pooling(tmp_path, monkeypatch, capsys):
     arguments = [
         *["--config", ROOT / "configs/quickstart.yaml", "--seeds", "0", "1", "--training.run_dir", "out"],
         *[*options(num_users=60), "--training.epochs", "1", "--training.batch_size", "256"],
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "jfi", "compare", *map(str, arguments)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    monkeypatch.chdir(tmp_path)
+    assert commands.call("compare", *map(str, arguments)) == 0
+    lines = capsys.readouterr().out.splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.startswith("test split"))
     names = [line.split("  ")[0] for line in lines[head + 1 : lines.index("", head)]]
     assert (names[0], names[-5:]) == ("item mean", ["gradient boosting", "none", "mean", "sum", "attention"])

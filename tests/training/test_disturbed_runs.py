@@ -1,5 +1,6 @@
 """Runs that are killed at a write, or whose storage is full, end with the bits of a run that nothing disturbed."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from data_configs import replace_data
 from forked_runs import ForkedRuns, forked_runs
 from test_run import assert_same_run, tiny, tiny_data
 
+from jfi.data.config import LabelConfig
+from jfi.training import EncoderConfig
 from jfi.training.config_parser import save_config
 from jfi.training.distributed.processes import World
 from jfi.training.run.run_folder import writing_run
@@ -29,8 +33,14 @@ def server():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    config = tiny(None, epochs=2, checkpoint_every=4)
-    config.data = tiny_data(num_users=40)
+    """A run with all that has a state of its own, which a checkpoint keeps: each alone is tested by its file."""
+    training = {"eval_every": 5, "gradient_accumulation_steps": 2, "admit_every": 5, "max_grad_norm": 1.0}
+    config = tiny(None, epochs=2, checkpoint_every=4, **training)
+    labels = [LabelConfig("like", "rating >= 4"), LabelConfig("love", "rating >= 5")]
+    data = replace_data(tiny_data(num_users=30), label=None, labels=labels, statistics="auto", capacity={"item": 35})
+    encoder = EncoderConfig(num_layers=1, num_heads=2, dropout=0.1)
+    config = dataclasses.replace(config, data=data, encoder=encoder)
+    config.optimizer = dataclasses.replace(config.optimizer, schedule="cosine", warmup_steps=5)
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     save_config(config, path)
     return path

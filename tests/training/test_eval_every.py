@@ -58,6 +58,7 @@ def test_evaluations_do_not_change_the_training(tmp_path, whole):
         assert line["auc"] == pytest.approx(by_step[line["step"]]["auc"], abs=1e-6)
 
 
+@pytest.mark.slow  # test_disturbed_runs.py kills a run with evaluations within an epoch among all the rest
 @pytest.mark.parametrize("step", [3, 5, 6, 12, 16, 21])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, whole, step):
     killed_after(step, config(tmp_path / "run", checkpoint_every=3), monkeypatch)
@@ -65,7 +66,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, whole, ste
     assert_same_run(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("at", ["training", "evaluation"])
+@pytest.mark.parametrize("at", [pytest.param("training", marks=pytest.mark.slow), "evaluation"])
 def test_a_signal_before_or_in_an_evaluation_resumes_to_the_same_bits(tmp_path, monkeypatch, whole, at):
     forward = Trainer._forward
 

@@ -34,6 +34,7 @@ from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import draw_tables
 from jfi.training.run.interrupt import Interrupted, StopRequest
 from jfi.training.run.recorder import read_metrics
+from jfi.utils.context import interprets
 from jfi.utils.encoding import UNKNOWN, HashedIds
 
 LOG_EVERY = 1
@@ -47,6 +48,12 @@ ITEMS, USERS = 61, 30
 def _without_pictures():
     with without_pictures():
         yield
+
+
+@pytest.fixture(autouse=True)
+def plain_maps(monkeypatch):
+    """Ids are mapped as on a CPU: tests/tables compare the kernel, which the interpreter runs for long."""
+    monkeypatch.setattr("jfi.tables.map_ids.interprets", lambda: False)
 
 
 @pytest.fixture
@@ -81,8 +88,11 @@ def scores(run: Path, table: Path) -> np.ndarray:
     return jfi.load_run(run).predict(table).column("score").to_numpy()
 
 
-@pytest.mark.parametrize("capacity", [LARGE, SMALL])
-def test_a_run_whose_tables_grow_has_rows_of_the_values_that_it_has_seen(table, tmp_path, capacity):
+@pytest.mark.parametrize(("capacity", "by_kernel"), [(LARGE, False), (SMALL, True)])
+def test_a_run_whose_tables_grow_has_rows_of_the_values_that_it_has_seen(
+    table, tmp_path, capacity, by_kernel, monkeypatch
+):
+    monkeypatch.setattr("jfi.tables.map_ids.interprets", lambda: by_kernel and interprets())
     result = train(config(table, tmp_path / "run", capacity))
     assert math.isfinite(result.test["auc"])
     run = jfi.load_run(tmp_path / "run")
@@ -102,7 +112,11 @@ def test_a_run_whose_tables_grow_has_rows_of_the_values_that_it_has_seen(table, 
 
 
 @pytest.mark.parametrize(
-    ("ema", "every"), [(0.9, {"checkpoint_every": 9}), (None, {"eval_every": 10, "gradient_accumulation_steps": 2})]
+    ("ema", "every"),
+    [
+        (0.9, {"checkpoint_every": 9}),
+        pytest.param(None, {"eval_every": 10, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_ends_at_each_checkpoint_goes_on_to_the_same_bits(table, tmp_path, monkeypatch, ema, every):
     """The ids of the steps between an admission and a checkpoint are not lost."""
@@ -128,6 +142,7 @@ def test_a_run_that_ends_at_each_checkpoint_goes_on_to_the_same_bits(table, tmp_
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_ends_at_any_step_goes_on_to_the_same_bits(table, tmp_path, monkeypatch):
     made = config(table, tmp_path / "whole", SMALL, 0.9, admit_every=4)
     train(made)

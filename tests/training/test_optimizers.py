@@ -88,7 +88,7 @@ def test_without_a_schedule_the_rates_are_the_configs(tmp_path, monkeypatch):
     assert [step[1] for step in rates] == pytest.approx([3e-3 * factor for factor in factors])
 
 
-@pytest.mark.parametrize("step", [4, 9])
+@pytest.mark.parametrize("step", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_run_resumes_within_its_schedule_to_the_same_bits(tmp_path, monkeypatch, step):
     """Behind three of five steps of warm-up, and of the steps by cosine."""
     options = {"checkpoint_every": 3, "max_grad_norm": 0.05, "precision": "bfloat16"}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from data_configs import data_config
+from pictures import drawn
 from synthetic_data import synthetic_data
 
 from jfi.data import DataConfig, load_dataset
@@ -96,18 +97,12 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert not different
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    """Drawing takes longer than such a run; `finished` is made before this, and has its pictures."""
-    for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.run.plots.{name}", lambda *_: None)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that nothing disturbed, and its result."""
+    """A run that nothing disturbed, with its pictures, and its result."""
     path = tmp_path_factory.mktemp("runs") / "whole"
-    return path, train(tiny(path))
+    with drawn():
+        return path, train(tiny(path))
 
 
 def test_the_optimizer_state_of_another_version_is_refused(finished, tmp_path):
@@ -422,22 +417,21 @@ def test_a_used_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["none", "mean"])
-def test_other_poolings_train(tmp_path, monkeypatch, pooling):
+def test_other_poolings_train(tmp_path, pooling):
     config = tiny(tmp_path / "run", epochs=1)
     config.model.pooling = pooling
     config.encoder = EncoderConfig(num_layers=1)
-    monkeypatch.undo()
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
 
 
-def test_several_biases_crosses_and_statistics(tmp_path, monkeypatch):
+def test_several_biases_crosses_and_statistics(tmp_path):
     config = tiny(tmp_path / "run", epochs=4, patience=None)
     config.data = dataclasses.replace(config.data, statistics=["item", "user"], batching="user")
     parts = {"bias": ["history_age", "position"], "cross_layers": 1}
     config.model = dataclasses.replace(config.model, **parts)
-    monkeypatch.undo()
-    train(config)
+    with drawn():
+        train(config)
     losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "train"]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]), losses
     names = saved_tensors(tmp_path / "run")
@@ -495,14 +489,14 @@ def test_the_average_of_a_table_is_that_of_all_its_steps():
         torch.testing.assert_close(average.double(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatch):
+def test_without_histories_there_is_no_picture_of_attention(tmp_path):
     """Every user of the table has one event."""
     table = tmp_path / "table.csv"
     table.write_text("user_id,item_id,rating,timestamp\n" + "".join(f"{u},{u % 3},{u % 2},{u}\n" for u in range(40)))
     config = tiny(tmp_path / "run", epochs=1)
     config.data = data_config(interactions=str(table), label="rating >= 1", event_categorical=["rating"])
-    monkeypatch.undo()
-    train(config)
+    with drawn():
+        train(config)
     assert (tmp_path / "run" / "curves.png").exists()
     assert not (tmp_path / "run" / "attention.png").exists()
 

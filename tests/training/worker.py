@@ -18,8 +18,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from attention_worker import as_on_a_gpu, use_stand_ins
+from interpreter import make_faster
 
 from jfi.data.prepared.prepare import prepare_into
 from jfi.distributed import CapturedShardedStep
@@ -115,5 +117,6 @@ def change(config: Path, old: str, new: str) -> None:
 
 if __name__ == "__main__":
     faulthandler.enable()
+    make_faster()
     outcomes = [do(job) for job in json.loads(Path(sys.argv[1]).read_text())]
     Path(sys.argv[2]).write_text(json.dumps(outcomes))
