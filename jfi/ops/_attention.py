@@ -17,7 +17,7 @@ from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs, ali
 
 @dataclass(slots=True)
 class Prepared:
-    """What both passes of an eager call share."""
+    """The plan that both passes of an eager call share, and the forward's schedule."""
 
     plan: AttentionPlan | None  # None for impl="torch"
     schedule: Tensor | None = None  # of work tiles, for one backward pass

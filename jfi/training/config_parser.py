@@ -156,7 +156,7 @@ def docstring(section: type) -> tuple[str, dict[str, str]]:
 
 
 class _Places(dict):
-    """By setting the line of the file that gives it, "" for the command line."""
+    """Maps a setting to the line of the file that gives it, "" for the command line."""
 
     def located(self, message: str) -> str:
         """Returns a message that begins with a setting behind the place of the setting, or of what it is in."""

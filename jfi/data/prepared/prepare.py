@@ -54,7 +54,7 @@ from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.stages.summarize import summarize
 from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
-from jfi.data.schema.rules import target_names
+from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display

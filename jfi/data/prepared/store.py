@@ -24,7 +24,7 @@ from jfi.data.prepared.stages.statistics import dense_statistics, past_index
 from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
 from jfi.data.prepared.summary import Summary
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.rules import target_names
+from jfi.data.schema.labels import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import SortedEvents, index_type
 from jfi.events.statistics import Statistics

@@ -212,10 +212,7 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                 if NEEDS_DS:
                     dp = warpgroup_mma(v, grad_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = statistics.lse.index(stage).load(COLUMN)
-                if NEEDS_DS:
-                    s = warpgroup_mma_wait(1, [s])
-                else:
-                    s = warpgroup_mma_wait(0, [s])
+                s = warpgroup_mma_wait(1 if NEEDS_DS else 0, [s])
                 if SPEC.has_table:
                     at = stage * WARP_GROUPS + OWN // ROWS
                     if pipeline.load_integer(statistics.is_mixed.index(at)) != 0:
@@ -238,10 +235,7 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                     dv = warpgroup_mma(weights, grad_smem.index(stage), dv, is_async=True)
                 if NEEDS_DS:
                     delta = statistics.delta.index(stage).load(COLUMN)
-                    if NEEDS_DV:
-                        dp = warpgroup_mma_wait(1, [dp])
-                    else:
-                        dp = warpgroup_mma_wait(0, [dp])
+                    dp = warpgroup_mma_wait(1 if NEEDS_DV else 0, [dp])
                     ds = tile.scores_gradient(p, dp, delta[None, :])
                     if SPEC.has_bias:
                         dbias += gl.sum(ds, 1)
@@ -249,11 +243,9 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                         ds = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, K_LAYOUT, 2))
                         dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
                 # Operands in registers are named, since a product reads them until it has been waited for.
-                if NEEDS_DV and dk_ptr is not None:
-                    dv, weights, dk, ds = warpgroup_mma_wait(0, [dv, weights, dk, ds])
-                elif NEEDS_DV:
+                if NEEDS_DV:
                     dv, weights = warpgroup_mma_wait(0, [dv, weights])
-                elif dk_ptr is not None:
+                if dk_ptr is not None:
                     dk, ds = warpgroup_mma_wait(0, [dk, ds])
                 pipeline.release(other.ring, num_q_tiles)
                 num_q_tiles += 1

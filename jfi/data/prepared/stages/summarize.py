@@ -12,7 +12,7 @@ from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.prepared.summary import Summary, date_of
 from jfi.data.schema.columns import Categorical, CodedColumn
-from jfi.data.schema.rules import labels_of
+from jfi.data.schema.labels import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.point_in_time import Tallies
