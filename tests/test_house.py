@@ -15,18 +15,18 @@ BUDGET = {
     "data": 8327,
     "distributed": 2185,
     "events": 2336,
-    "follow": 1638,
+    "follow": 1621,
     "history_policies": 1783,
     "kernels": 6762,
     "models": 874,
-    "modules": 2529,
-    "ops": 2071,
+    "modules": 2527,
+    "ops": 2066,
     "semantic_ids": 1762,
     "serving": 7673,
     "table1": 1135,
     "tables": 3117,
     "training": 7173,
-    "utils": 1958,
+    "utils": 1959,
 }
 
 

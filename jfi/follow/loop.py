@@ -75,23 +75,6 @@ class Hook(Protocol):
         """Follows the end at a part: of the log, by a signal or at a part that is refused."""
 
 
-class _Unchanged:
-    """The recorder of a run whose metrics.jsonl stays as it is.
-
-    Args:
-        length, sha256: of the file.
-    """
-
-    def __init__(self, length: int, sha256: str) -> None:
-        self._known = length, sha256
-
-    def length(self) -> int:
-        return self._known[0]
-
-    def sha256(self) -> str:
-        return self._known[1]
-
-
 class Follower(Steps):
     """The state of a run that follows a log, and its steps on parts.
 
@@ -183,7 +166,7 @@ class Follower(Steps):
         # The run is that of the newest parameters from now on, for `jfi predict` and `jfi export`, too.
         progress.best_epoch, progress.best_batch, progress.best_step = progress.epoch, progress.batch, progress.step
         progress.calibration = {}
-        self.save(run, _Unchanged(progress.log_length, progress.log_sha256))
+        self.save(run, None)  # metrics.jsonl stays as it is
         state.commit()
 
     @torch.no_grad()

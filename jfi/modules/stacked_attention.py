@@ -161,11 +161,9 @@ def attend(
         weights, table = (parameters[0][:6], parameters[0][6]) if len(parameters) == 1 else stack(parameters)
         history = events.fields if events.by_id is None else events.by_id
         options = _options(events, table, scale, num_heads, events.fields[0].dtype)
-        return _by_sample(
-            attend_absorbed(
-                events.target, history, weights, num_heads=num_heads, max_seqlen=group.max_seqlen, **options
-            )
-        )
+        options |= {"num_heads": num_heads, "max_seqlen": group.max_seqlen}
+        out = attend_absorbed(events.target, history, weights, **options)
+        return out if len(parameters) == 1 else _by_sample(out)
     weights, table = stack(parameters)
     if events.digits:  # those of the digits d of events x = P d
         query, query_bias, key, value, *output = weights
@@ -185,8 +183,8 @@ def attend(
 
 
 def _by_sample(out: Tensor) -> Tensor:
-    """Returns outputs [F, B, D], or [B, D] of one feature, as [B, F * D]."""
-    return out if out.dim() == 2 else out.transpose(0, 1).flatten(1)
+    """Returns outputs [F, B, D] as [B, F * D]."""
+    return out.transpose(0, 1).flatten(1)
 
 
 @torch.no_grad()

@@ -225,15 +225,15 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
 def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[Tensor, ...]:
     """Splits W_q [FTH, d, D_e], b_q [.., 1, d], W_k and W_v [.., d, D_x], W_oᵀ [.., d, D] by feature, query, head."""
     w_q, b_q, w_k, w_v, w_o = weights
-    width = w_k.size(1) // num_heads
+    width = w_k.size(-2) // num_heads
     if num_queries > 1:
-        w_k, w_v = (x.unsqueeze(1).expand(-1, num_queries, -1, -1) for x in (w_k, w_v))
+        w_k, w_v = (x.unsqueeze(-3).expand(*x.shape[:-2], num_queries, -1, -1) for x in (w_k, w_v))
     return (
-        w_q.reshape(-1, width, w_q.size(2)),
+        w_q.reshape(-1, width, w_q.size(-1)),
         b_q.reshape(-1, 1, width),
         w_k.reshape(-1, width, w_k.size(-1)),
         w_v.reshape(-1, width, w_v.size(-1)),
-        w_o.mT.reshape(-1, width, w_o.size(1)),
+        w_o.mT.reshape(-1, width, w_o.size(-2)),
     )
 
 
@@ -258,13 +258,11 @@ def absorb(
         from jfi.kernels import absorbed_weights
 
         return absorbed_weights.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
-    if weights[0].dim() == 2:
-        return tuple([x.squeeze(0) for x in absorb(tuple([x.unsqueeze(0) for x in weights]), num_heads, dtype)])
-    features = weights[0].size(0)
+    stacked = weights[0].shape[:-2]
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
-    w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
-    b_qk = torch.bmm(b_q, w_k).view(features, -1)
-    return w_qk, b_qk, torch.bmm(w_v.mT, w_o).view(features, -1, w_o.size(2))
+    w_qk = torch.bmm(w_k.mT, w_q).view(*stacked, -1, w_q.size(2))
+    b_qk = torch.bmm(b_q, w_k).view(*stacked, -1)
+    return w_qk, b_qk, torch.bmm(w_v.mT, w_o).view(*stacked, -1, w_o.size(2))
 
 
 def affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
@@ -307,16 +305,13 @@ def weight_gradients(
 
         rows, weights = (tuple([x.contiguous() for x in group]) for group in (rows, weights))
         return absorbed_weights.gradients(rows, weights, bias_dtype, num_queries, num_heads)
-    if rows[1].dim() == 2:
-        stacked = (tuple([x.unsqueeze(0) for x in group]) for group in (rows, weights))
-        return tuple([x.squeeze(0) for x in weight_gradients(*stacked, bias_dtype, num_heads, impl)])
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
-    features, parts = weights[0].size(0), w_q.size(0)
-    dw_qk = torch.bmm(dquery.mT, target).view(parts, -1, w_q.size(2))
-    dw_vo = torch.bmm(attended.mT, grad).view(parts, -1, w_o.size(2))
-    db_qk = dquery.sum(1).view(parts, -1, 1)
+    features, parts = weights[0].shape[:-2].numel(), w_q.size(0)
+    dw_qk = torch.matmul(dquery.mT, target).view(parts, -1, w_q.size(2))
+    dw_vo = torch.matmul(attended.mT, grad).view(parts, -1, w_o.size(2))
+    db_qk = dquery.sum(-2).view(parts, -1, 1)
     dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
     dw_v = torch.bmm(w_o, dw_vo.mT)
     dw_k, dw_v = (x.view(features, num_queries, -1).sum(1) for x in (dw_k, dw_v))
@@ -324,4 +319,4 @@ def weight_gradients(
     dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT.contiguous()
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
     out = tuple([x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True)])
-    return *out, grad.sum(1).to(bias_dtype)
+    return *out, grad.sum(-2).to(bias_dtype)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,6 @@ class Display(tqdm):
 
     def _tick(self) -> None:
         while not self._ended.wait(1.0 if self._is_bar else min(1.0, max(0.01, INTERVAL / 4))):
-            if self._is_bar or self._time() - self.last_print_t >= INTERVAL:
+            if self._is_bar or time.time() - self.last_print_t >= INTERVAL:
                 self.refresh()
-                self.last_print_t = self._time()
+                self.last_print_t = time.time()  # as tqdm counts

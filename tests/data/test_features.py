@@ -72,7 +72,7 @@ def test_standardize_by_the_moments_of_training_rows():
 
 
 def test_every_kind_of_column(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 2)
+    monkeypatch.setattr("jfi.data.prepared.stages.encode_columns.NUM_QUANTILES", 2)
     rows = [f"u{i % 3},{i % 5},{i},{i % 2},{i / 10},{'x;y' if i % 2 else ''}" for i in range(10)]
     users = ["u0,a b,20,F", "u1,b,40,M"]
     items = [f"{i},{'g|h' if i % 2 else 'g'},{i},Title {i}" for i in range(4)]

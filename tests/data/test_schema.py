@@ -35,7 +35,7 @@ def config_of(path: str, **settings: object) -> DataConfig:
 
 @pytest.fixture(autouse=True)
 def _four_quantiles(monkeypatch):
-    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 4)
+    monkeypatch.setattr("jfi.data.prepared.stages.encode_columns.NUM_QUANTILES", 4)
 
 
 def line(i: int, item: object = None, seconds: object = None, tags: str = "x;y", city: str = "Rome") -> str:

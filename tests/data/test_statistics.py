@@ -87,7 +87,7 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
 def test_means_of_numbers_are_of_their_quantiles(monkeypatch):
     config = replace(CONFIG, features=[FeatureConfig("rating", "event", "number")], statistics=["event_values"])
     for count, most in ((2, 2), (16, 5)):
-        monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", count)
+        monkeypatch.setattr("jfi.data.prepared.stages.encode_columns.NUM_QUANTILES", count)
         made = with_statistics(random_table(0), config)
         assert most - 1 < np.max(made["past_session_mean_rating"].to_numpy()) <= most
 

@@ -87,7 +87,7 @@ def test_times_and_sessions_go_on(log):
 
 def test_a_policy_finds_the_events_that_say_nothing():
     config = synthetic_data("dwell", **SYNTHETIC)
-    policy = fit(*training_log(config), remove=0.5)
+    policy = fit(*training_log(config, "converted"), remove=0.5)
     keep = {(one.segment, one.surface): one.keep for one in policy.surface_reports}
     short, long = slice(0, 5), slice(-3, -1)
     for surface in ("feed", "search"):

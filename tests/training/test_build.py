@@ -53,13 +53,13 @@ def test_every_option_of_the_model_reaches_it():
             for part in (model.dense_arch, model.over_arch)
         ]
         assert sizes == [[7, 6, 8], [5, 1]]
-        encoder = EncoderConfig(2, 4, 0.5, True, bias)
-        stack = build.build_model(replace(config, bias=None), encoder, schema).sequence_arch.encoder
-        assert (stack.num_layers, stack.num_heads, stack.causal, stack.features[0].bias) == (2, 4, True, expected)
+        encoder = EncoderConfig(2, 0.5, True)
+        stack = build.build_model(config, encoder, schema).sequence_arch.encoder
+        assert (stack.num_layers, stack.num_heads, stack.causal) == (2, config.num_heads, True)
         assert stack.features[0].relative_bias is None
         encoder = replace(encoder, relative_bias="distance")
         related = build.build_model(config, encoder, schema).sequence_arch.encoder
-        assert (related.features[0].relative_bias, related.features[0].bias) == (PositionBias(32), expected)
+        assert related.features[0].relative_bias == PositionBias(32)
         block = stack.stacks["history"].blocks[0]
         assert 32 in {one.out_features for one in block.feedforward if isinstance(one, torch.nn.Linear)}
         assert 0.5 in {one.p for one in block.modules() if isinstance(one, torch.nn.Dropout)}

@@ -38,7 +38,7 @@ def config(tmp_path_factory) -> Path:
     config = tiny(None, epochs=2, checkpoint_every=4, **training)
     labels = [LabelConfig("like", "rating >= 4"), LabelConfig("love", "rating >= 5")]
     data = replace_data(tiny_data(num_users=30), label=None, labels=labels, statistics="auto", capacity={"item": 35})
-    encoder = EncoderConfig(num_layers=1, num_heads=2, dropout=0.1)
+    encoder = EncoderConfig(num_layers=1, dropout=0.1)
     config = dataclasses.replace(config, data=data, encoder=encoder)
     config.optimizer = dataclasses.replace(config.optimizer, schedule="cosine", warmup_steps=5)
     path = tmp_path_factory.mktemp("config") / "config.yaml"

@@ -85,7 +85,7 @@ def test_quantile_tables_are_copied_by_id_where_they_have_as_many_rows(old, grow
     config = config_of(grown, tmp_path / "run", seed=5)
     state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
     assert torch.equal(state[name], load_run(old).model.state_dict()[name])
-    monkeypatch.setattr("jfi.data.prepared.stages.fit_schema.NUM_QUANTILES", 7)
+    monkeypatch.setattr("jfi.data.prepared.stages.encode_columns.NUM_QUANTILES", 7)
     state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
     assert torch.equal(state[name], fresh(config)[name])
 

@@ -253,7 +253,7 @@ class RunState:
 
         Args:
             run: the run.
-            recorder: of its metrics; None for a process that writes none.
+            recorder: of its metrics; None for a process that writes none, and where they stay as they are.
             meanwhile: as of `check_data`; None, after a signal, does not wait until the dataset's files are verified.
 
         Raises:
