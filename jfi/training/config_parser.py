@@ -30,7 +30,7 @@ from jfi.utils.files import is_storage_fault, write_file
 
 #: Version of the settings' meaning; a config of another one is refused. Version 4 has fewer settings than 3, which
 #: declares features by entries, and has `data.fractions` of the labelled rows and defaults that follow from the table.
-VERSION = 4
+VERSION = 5
 _TEXT = "tag:yaml.org,2002:str"
 _KINDS = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
 #: The settings that may hold URLs.
