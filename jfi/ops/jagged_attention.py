@@ -51,10 +51,7 @@ def _forward(x: JaggedAttentionInputs, prepared: Prepared) -> tuple[Tensor, Tens
             return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import execute
 
-    out, lse, schedule = execute.forward(x, prepared.plan)
-    # A captured backward pass may be replayed several times, without its forward.
-    if schedule is not None and not (x.query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        prepared.schedule = schedule
+    out, lse, prepared.schedule = execute.forward(x, prepared.plan)
     return out, lse
 
 
@@ -68,6 +65,8 @@ def _backward(*args: Any) -> tuple[Tensor | None, ...]:
     from jfi.kernels.jagged_attention import execute
 
     schedule, prepared.schedule = prepared.schedule, None  # its counters are used up
+    if schedule is not None and schedule.is_cuda and torch.cuda.is_current_stream_capturing():
+        schedule = None  # a captured pass may be replayed several times, without its forward
     return execute.backward(grad, dlse, x, out, lse, needed, prepared.plan, schedule)
 
 

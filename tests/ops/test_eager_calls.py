@@ -60,7 +60,7 @@ def test_both_passes_share_a_plan(kind, moved, device):
 
 
 def test_a_schedule_serves_one_backward_pass(device, monkeypatch):
-    """Its counters are used up: a second pass over a graph that is kept makes its own, and so does one by itself."""
+    """Its counters are used up: a second pass over a graph that is kept makes its own, as does a captured one."""
     monkeypatch.setattr(plan, "device_of", lambda _: plan.H200)
     _, packed, key, value, offsets = inputs("cpu", 600, torch.bfloat16)
     x = JaggedAttentionInputs(packed, key, value, offsets, offsets, *[None] * 5, 0.125, None, None, False)
@@ -73,6 +73,11 @@ def test_a_schedule_serves_one_backward_pass(device, monkeypatch):
     for _ in range(2):
         operator._backward(packed, None, x, *results, [True] * 5, prepared)
     assert found[0] is offsets and found[1] is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(execute, "forward", lambda x, chosen: (*results, mock.Mock(is_cuda=True)))
+    operator._forward(x, prepared)
+    operator._backward(packed, None, x, *results, [True] * 5, prepared)
+    assert found[2] is None
 
 
 #: By operator and pass: launches, allocations, descriptors, and calls of functions of jfi.
