@@ -17,14 +17,14 @@ value = key reads them once:
 
 The products of the weights, of each feature, query and head, take some D^3 operations, whatever the batch size.
 
-Eager calls on plain tensors are one node of autograd's graph with its gradients written out: with short histories the
-host's time dominates, and autograd's bookkeeping for a dozen small products and views would be most of it.  A compiler
-or a tracer sees the composition of operators instead.
+Calls on plain tensors are one node of autograd's graph with its gradients written out, and one operator of a graph
+that torch.compile makes: with short histories the host's time dominates, and bookkeeping for a dozen small products and
+views would be most of it.  Other tracers see the composition of operators instead.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,10 @@ from torch import Tensor
 
 from jfi.kernels import plan
 from jfi.ops._attention import Prepared
-from jfi.ops.dispatch import PLAIN, operators, refusal
+from jfi.ops.dispatch import PLAIN, operator, operators
 from jfi.ops.target_attention import run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
-from jfi.utils import compat
 from jfi.utils.context import default_impl, is_traced, may_read, once_differentiable, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -87,21 +86,19 @@ def attend_absorbed(
         fields, by_id = (read_rows(by_id),), None
     first = fields[0]
     tensors = (target, *fields, key_bias, *weights)
+    compiled = torch.compiler.is_dynamo_compiling()
     # A tracer lets nobody read.
-    if (is_read or not is_traced()) and _fits_one_node(tensors, value_scale, impl, in_kernel):
-        if compat.functorch_transforms_active():
-            raise refusal("jfi.ops.target_attention")
-        if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
+    if (compiled or is_read or not is_traced()) and _fits_one_node(tensors, value_scale, impl, in_kernel):
+        if not (len(fields) == 1 or (in_kernel and not compiled and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         # Rows by id have no memory to be contiguous in.
         first = fields[0].contiguous() if by_id is None else fields[0]
         second = fields[1] if len(fields) == 2 else None
-        others = (second, offsets, key_bias, key_bias_index, value_scale)
+        others = (offsets, key_bias, key_bias_index, value_scale, second)
         others = [None if x is None else x.contiguous() for x in others]
-        tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
-        settings = (num_heads, scale, max_seqlen, impl, _product_dtype(first, weights[0]), tables, indices)
-        with without_autocast(first.device.type):  # the node chooses every dtype itself
-            return _AbsorbedTargetAttention.apply(target, first, *others, *weights, settings)
+        lists = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
+        options = num_heads, scale, max_seqlen, impl, _product_dtype(first, weights[0])
+        return _fwd(target, first, *others, *weights, *lists, *options)[0]
     if target.dim() == 2:
         stacked = [x.unsqueeze(0) for x in (target, *weights)]
         options = (key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
@@ -163,63 +160,110 @@ def _are_halves(fields: tuple[Tensor, ...]) -> bool:
     )
 
 
-class _AbsorbedTargetAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
-        *weights, output_bias, options = weights_and_options
-        num_heads, scale, max_seqlen, impl, dtype, *by_id = options
+_TENSORS = "Tensor target, Tensor history, Tensor offsets, Tensor? bias, Tensor? index, Tensor? scales, Tensor? second"
+_TENSORS += ", Tensor w_q, Tensor b_q, Tensor w_k, Tensor w_v, Tensor w_o"
+_OTHERS = "Tensor[] tables, Tensor[] indices, int num_heads, float scale, SymInt? max_seqlen, str impl"
+_FOUND = "Tensor query, Tensor attended, Tensor lse, Tensor w_qk, Tensor w_vo"
+#: The positions of the arguments of the forward: weights, tables, number of heads.
+_WEIGHTS, _TABLES, _NUMBERS = slice(7, 12), 13, 15
+
+
+def _forward(*args, ctx=None):
+    target, history, *events = args[:7]
+    weights, output_bias, by_id = args[_WEIGHTS], args[12], args[_TABLES:_NUMBERS]
+    num_heads, scale, max_seqlen, impl, dtype = args[_NUMBERS:]
+    with without_autocast(history.device.type):  # the operator chooses every dtype itself
         w_qk, b_qk, w_vo = absorb(weights, num_heads, dtype, impl)
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
             query = query.to(history.dtype)
         query = query.view(-1, weights[0].shape[-2] // weights[2].shape[-2], num_heads, weights[2].shape[-1])
-        events = (offsets, bias, index, value_scale, second)
         x = TargetAttentionInputs(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen)
-        ctx.plan = plan.plan_target_attention(x, impl) if impl == "triton" else None
-        if compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
-            attended, lse = operators.target_attention_fwd(*x, impl)
-        else:
-            attended, lse = run_forward(x, ctx.plan)
-        ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
-        tables, indices = by_id
-        ctx.tables = SavedTables(tables) if tables else None
-        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *indices)
-        attended = attended.view(*target.shape[:-1], w_vo.shape[-2])
-        return affine(output_bias, attended, w_vo.mT, by_sample=True)
+        prepared = Prepared(plan.plan_target_attention(x, impl) if impl == "triton" else None)
+        if ctx is not None:
+            ctx.prepared = prepared
+        attended, lse = run_forward(x, prepared.plan)
+        out = affine(output_bias, attended.view(*target.shape[:-1], w_vo.shape[-2]), w_vo.mT, by_sample=True)
+    return out, query, attended, lse, w_qk, w_vo
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        target, history, *rest = ctx.saved_tensors
-        events, (query, attended, lse, w_qk, w_vo), weights, indices = rest[:5], rest[5:10], rest[10:15], rest[15:]
-        key = history.unsqueeze(1)
-        by_id: Any = [], []
-        if ctx.tables is not None:
-            key, *by_id = ctx.tables.read(key, indices)
-        num_heads, scale, max_seqlen, impl = ctx.options
-        needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
-        needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
-        needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
-        shape = (*target.shape[:-1], w_qk.shape[-2])
-        dtarget, dweights = None, (None,) * 6
-        with without_autocast(history.device.type):
-            grads = operators.target_attention_bwd(
-                torch.matmul(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
-                None,
-                *(query, key, None, *events, *by_id, scale, max_seqlen),
-                *(attended, lse, needed, impl),
-                prepared=Prepared(ctx.plan),
-            )
-            grads = iter(grads)
-            found: list[Any] = [next(grads) if need else None for need in needed]
-            dquery, dhistory, _, dbias, dsecond = found
-            if needs_target:
-                dtarget = torch.matmul(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
-            if needs_weights:
-                rows = (dquery.view(shape), target, attended.view(shape), grad)
-                dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
-        dhistory = None if dhistory is None else dhistory.squeeze(1)
-        return dtarget, dhistory, dsecond, None, dbias, None, None, *dweights, None
+
+def _fake(*args):
+    target, history, w_q, w_k, w_o = (*args[:2], args[7], args[9], args[11])
+    num_heads, dtype = args[_NUMBERS], args[-1]
+    samples = target.shape[:-1]
+    query = history.new_empty(math.prod(samples), w_q.shape[-2] // w_k.shape[-2], num_heads, w_k.shape[-1])
+    out = target.new_empty(*samples[::-1], w_o.shape[-2], dtype=dtype)
+    out = out.transpose(0, 1) if target.dim() == 3 else out
+    lse = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+    rows = *w_q.shape[:-2], math.prod(query.shape[1:])
+    w_qk, w_vo = (target.new_empty(*rows, x, dtype=dtype) for x in (target.shape[-1], w_o.shape[-2]))
+    return out, query, torch.empty_like(query), lse, w_qk, w_vo
+
+
+def _backward(grad, *args, prepared=None):
+    target, history, *events = args[:7]
+    weights, (query, attended, lse, w_qk, w_vo) = args[_WEIGHTS], args[12:17]
+    *by_id, num_heads, scale, max_seqlen, impl, bias_dtype, needed = args[17:]
+    needs_target, needs_history, needs_bias, needs_second, needs_weights = needed
+    of_attention = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
+    shape = (*target.shape[:-1], w_qk.shape[-2])
+    with without_autocast(history.device.type):
+        grads = operators.target_attention_bwd(
+            torch.matmul(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
+            None,
+            *(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen),
+            *(attended, lse, of_attention, impl),
+            prepared=prepared,
+        )
+        dquery = grads.pop(0).view(shape) if of_attention[0] else None
+        if needs_history:
+            grads[0] = grads[0].squeeze(1)
+        if needs_target:
+            grads.insert(0, torch.matmul(dquery.to(w_qk.dtype), w_qk).to(target.dtype))
+        if needs_weights:  # two kernels give the gradients of all six
+            rows = (dquery, target, attended.view(shape), grad)
+            grads += weight_gradients(rows, weights, bias_dtype, num_heads, impl)
+    return grads
+
+
+def _fake_backward(grad, *args):
+    needed, bias_dtype, w_o = args[-1], args[-2], args[11]
+    like = [x for x, need in zip((args[0], args[1], args[3], args[6]), needed[:4], strict=True) if need]
+    like += args[_WEIGHTS] if needed[4] else ()
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+    return [*found, grad.new_empty(*w_o.shape[:-2], grad.shape[-1], dtype=bias_dtype)] if needed[4] else found
+
+
+def _save(ctx, inputs, output) -> None:
+    tables, indices = inputs[_TABLES:_NUMBERS]
+    ctx.tables, ctx.options = SavedTables(tables) if tables else None, (*inputs[_NUMBERS:-1], inputs[12].dtype)
+    ctx.save_for_backward(*inputs[:12], *output[1:], *indices)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@once_differentiable
+def _differentiate(ctx, grad, *_):
+    target, history, *rest = ctx.saved_tensors
+    rest, indices, by_id = rest[:15], rest[15:], [[], []]
+    lists = [[None] * len(indices)] * 2
+    if grad is None:
+        return (*(None,) * _TABLES, *lists, *(None,) * 5)
+    if ctx.tables is not None:
+        history, *by_id = ctx.tables.read(history, indices)
+    needs = ctx.needs_input_grad
+    needed = [*needs[:2], needs[3], needs[6], any(needs[7:_TABLES])]
+    prepared = getattr(ctx, "prepared", None)  # torch.library keeps none
+    grads = iter(_bwd(grad, target, history, *rest, *by_id, *ctx.options, needed, prepared=prepared))
+    dtarget, dhistory, dbias, dsecond = (next(grads) if need else None for need in needed[:4])
+    dweights = grads if needed[4] else (None,) * 6
+    return dtarget, dhistory, None, dbias, None, None, dsecond, *dweights, *lists, *(None,) * 5
+
+
+_schema = f"(Tensor grad, {_TENSORS}, {_FOUND}, {_OTHERS}, ScalarType bias_dtype, bool[] needed) -> Tensor[]"
+_bwd = operator("absorbed_target_attention_bwd", _backward, _fake_backward, schema=_schema)
+_schema = f"({_TENSORS}, Tensor b_o, {_OTHERS}, ScalarType dtype) -> ({', '.join(['Tensor'] * 6)})"
+_fwd = operator("absorbed_target_attention_fwd", _forward, _fake, _save, _differentiate, _schema, keeps=True)
 
 
 def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[Tensor, ...]:

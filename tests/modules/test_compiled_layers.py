@@ -5,7 +5,9 @@ from dataclasses import replace
 import docs_models
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import (
@@ -136,6 +138,30 @@ def test_one_target_a_sample(name):
         item = [torch.randn(len(ends) - 1, WIDTH, requires_grad=True) for _ in range(2)]
         batches.append((*item, *events(ends[-1], torch.tensor(ends)).values()))
     compare(model, interact, batches)
+
+
+@pytest.mark.parametrize("name", ["plain", "two fields", "a bias by position", "several features"])
+def test_a_layer_is_one_operator_each_way(name):
+    """Its small products and views would cost the host more than the attention."""
+    torch._dynamo.reset()
+    model, names = DENSE[name](), []
+
+    def count(graph, _):
+        of_jfi = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("jfi.")]
+        names.append((of_jfi, sum("mm" in str(node.target) for node in graph.graph.nodes)))
+        return make_boxed_func(graph.forward)
+
+    def interact(item, genre, *of_events):
+        return model(sequences_of(*of_events), {"item": item, "genre": genre}).values()
+
+    item = [torch.randn(3, WIDTH, requires_grad=True) for _ in range(2)]
+    batch = *item, *events(9, torch.tensor([0, 2, 2, 9])).values()
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    torch.compile(interact, backend=backend, fullgraph=True)(*batch).sum().backward()
+    (fwd, fwd_products), (bwd, bwd_products) = names
+    assert fwd_products == bwd_products == 0
+    for found, way in ((fwd, "fwd"), (bwd, "bwd")):
+        assert {one.partition("::")[0] for one in found} == {f"jfi.absorbed_target_attention_{way}.default"}
 
 
 @pytest.mark.parametrize(

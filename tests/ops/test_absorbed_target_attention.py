@@ -99,7 +99,7 @@ def is_one_node(leaves, options):
     """Whether an eager call is one node of autograd's graph."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
     out = call(absorbed_target_attention, leaves, options)
-    return type(out.grad_fn).__name__ == "_AbsorbedTargetAttentionBackward"
+    return type(out.grad_fn).__name__ == "absorbed_target_attention_fwdBackward"
 
 
 def calls_of(owner, name, leaves, options):
