@@ -13,7 +13,7 @@ from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, target_attention
 from jfi.utils.arguments import check_choice, check_int
-from jfi.utils.context import padding_state
+from jfi.utils.context import is_traced, padding_state
 
 torch.fx.wrap("read_events")
 
@@ -135,5 +135,9 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     weighted = wide if weights is None else wide * weights.unsqueeze(1).to(wide.dtype)
-    pooled = reference.segment_sum(weighted, offsets).to(values.dtype)
+    if is_traced() or values.size(0) == 0:
+        pooled = reference.segment_sum(weighted, offsets)
+    else:  # spares the host two custom operators
+        pooled = reference.segment_reduce(weighted, offsets, "sum", 0.0)
+    pooled = pooled.to(values.dtype)
     return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled
