@@ -13,6 +13,7 @@ staging blocks; one copy within the device then moves it to where the graph read
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import cycle
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
 from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, Described, UnsupportedBatch, describe, to_device
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from jfi.tables.fused_tables import FusedTables
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.utils.context import padded_to_capacity
 
@@ -108,16 +110,19 @@ class StepGraphs:
             self._buckets[key] = CapacityBucket(new_buffers())
         return self._buckets[key]
 
+    def _fused_tables(self) -> list[FusedTables]:
+        """Returns the optimizers of the model's fused tables."""
+        kinds = FusedEmbeddingCollection | FusedEmbeddingBagCollection
+        return [module.fused_optimizer for module in self._model.modules() if isinstance(module, kinds)]
+
     def _run(self, graphs: "CudaGraphs", bucket: CapacityBucket) -> Any:
         """Runs a step on the batch in the block of a bucket."""
 
         def step() -> Any:
-            with padded_to_capacity(self._fixed_length_keys):
-                outputs = self._step(bucket.buffers.batch(bucket.block))
-            for module in self._model.modules():
-                if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
-                    module.fused_optimizer.wait_sorted()  # also without a backward pass: a capture joins streams
-            return outputs
+            with padded_to_capacity(self._fixed_length_keys), ExitStack() as stack:
+                for tables in self._fused_tables():
+                    stack.enter_context(tables.stepping_beside())
+                return self._step(bucket.buffers.batch(bucket.block))
 
         if bucket.replay is None:
             captured = sum(other.replay is not None for other in self._buckets.values())
@@ -159,6 +164,8 @@ class CapturedStep(StepGraphs):
     - it changes only tensors that stay where they are: parameters, an optimizer's state, sums;
     - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and the step reads no
       number that the host changes: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
+    - it reads fused tables by look-ups alone: their step runs beside what follows the backward pass, and ends with the
+      captured step;
     - values of a key behind those that its lengths count are padding: sum over samples by offsets, not over all rows.
 
     On a CPU every step runs eagerly.

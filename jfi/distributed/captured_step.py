@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -28,14 +28,17 @@ from jfi.distributed.fixed_input_dist import (
 )
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import GrowingIds
+from jfi.tables.fused_tables import FusedTables
 from jfi.utils.arguments import check_type
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
+#: Bytes of gradients that each rank sends whole to all others; more of them are summed on their way, by an all-reduce.
+_TO_ALL_PEERS = 2**23
 #: By the parameters without a gradient on this rank, those of them that no rank has one of.
 Absent = dict[tuple[nn.Parameter, ...], list[nn.Parameter]]
 #: Of the captured step that runs: the parameters of its tables, and what eager steps found.
-_step: ContextVar[tuple[set[nn.Parameter], Absent] | None] = ContextVar("step", default=None)
+_step: ContextVar[tuple[set[nn.Parameter], Absent, PeerMemory | None] | None] = ContextVar("step", default=None)
 
 
 class CapturedShardedStep(StepGraphs):
@@ -208,9 +211,14 @@ class CapturedShardedStep(StepGraphs):
             self._input_dists[capacities] = FixedInputDist(shapes, capacities, self._input_graphs)
         return self._input_dists[capacities]
 
+    def _fused_tables(self) -> list[FusedTables]:
+        return [*super()._fused_tables(), *(collection.local_shard for collection in self._collections)]
+
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        with captured_averages(self._tables, self._absent):
+        with captured_averages(
+            self._tables, self._absent, self._peers if isinstance(batch, DistributedBatch) else None
+        ):
             if self._shapes is None or not isinstance(batch, DistributedBatch):
                 return self._step_on_batch(batch)
             exchanges = nullcontext() if self._peers is None else self._peers.step()
@@ -219,20 +227,32 @@ class CapturedShardedStep(StepGraphs):
 
 
 @contextmanager
-def captured_averages(tables: set[nn.Parameter], absent: Absent) -> Iterator[None]:
-    """Lets `average_gradients` within the block refuse the tables.
+def captured_averages(tables: set[nn.Parameter], absent: Absent, peers: PeerMemory | None = None) -> Iterator[None]:
+    """Lets `average_gradients` within the block refuse the tables, and send through the memory of peers.
 
     A capture, which must not read what the ranks send, takes `absent` from the eager step before it.
     """
-    token = _step.set((tables, absent))
+    token = _step.set((tables, absent, peers))
     try:
         yield
     finally:
         _step.reset(token)
 
 
+def _mean(numbers: Tensor, group: dist.ProcessGroup | None, peers: PeerMemory | None) -> Tensor:
+    """Returns the mean over the ranks of numbers [n], the same bits on each."""
+    size = dist.get_world_size(group)
+    if peers is not None and group is None and numbers.nbytes <= _TO_ALL_PEERS:
+        counts = [numbers.size(0)] * size
+        arrived = peers.send(numbers, counts, counts, shared=True)
+        if arrived is not None:
+            return arrived.view(size, -1).mean(0)
+    dist.all_reduce(numbers, group=group)
+    return numbers / size
+
+
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each gradient by its mean over the ranks, in one all-reduce of each dtype.
+    """Replaces each gradient by its mean over the ranks, in one exchange of each dtype.
 
     Args:
         parameters: the same ones on every rank. One without a gradient counts as 0 where another rank has one, and is
@@ -244,7 +264,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         ValueError: within the step of a `CapturedShardedStep`, a parameter is a sharded table's.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    tables, known = _step.get() or (set(), {})
+    tables, known, peers = _step.get() or (set(), {}, None)
     if not tables.isdisjoint(parameters):
         raise ValueError(
             "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
@@ -263,8 +283,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
             has[index].zero_()
         grads.append(has)
         means = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(means, group=group)
-        means /= dist.get_world_size(group)
+        means = _mean(means, group, peers)
         *by_parameter, has = means.split([grad.numel() for grad in grads])
         for parameter, mean in zip(alike, by_parameter, strict=True):
             parameter.grad = mean.view_as(parameter)

@@ -21,6 +21,7 @@ from jfi.tables.backward_passes import BackwardPasses
 from jfi.tables.changed_rows import ChangedRows
 from jfi.tables.gather_rows import EventRows, rows_without_memory
 from jfi.tables.optimizer_options import OPTIMIZERS, ParameterGroup, ScalerCheck, checked_options
+from jfi.tables.side_stream import SideStream
 from jfi.tables.step_rows import RowOptimizer, SortedRows, flush_average, rounding_seed, sort_rows, step_rows
 from jfi.utils import compat
 
@@ -93,9 +94,9 @@ class FusedTables(FusedOptimizer):
         self.frozen: dict[str, Tensor] = {}  # by table the rows that no step changes, [N] bool
         #: Marks of the rows that steps change, see `track_changes`; None without them.
         self.changed: ChangedRows | None = None
-        #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
-        self._sort_stream: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        self._sorting = False
+        #: On a GPU, where ids are sorted, and whether steps are made there too.
+        self._side: SideStream | None = None
+        self._steps_beside = False
         self.allocate_states()
         super().__init__(self.params, self.state, self.param_groups)
 
@@ -104,7 +105,7 @@ class FusedTables(FusedOptimizer):
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
         own = {name: x for name, x in self.__dict__.items() if name != "step"}  # a scheduler's wrapper, of this object
-        return own | {"_sort_stream": None, "_sorting": False, "_running": None, "_finished": []}
+        return own | {"_side": None, "_running": None, "_finished": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Takes the state as it is: `torch.optim.Optimizer` would wrap `step` by a profiler's."""
@@ -227,6 +228,8 @@ class FusedTables(FusedOptimizer):
         An id of -1 is none. The gradients are of the dtype, or of that of the table if it is None.
         """
         handles, groups = [], {}
+        if self._side is not None and self._side.kept:
+            self._side.wait()
         if compat.current_backward() != -1:  # a checkpoint computes a part of the forward pass again
             self._running.current(self._finish).recomputes = True
         for i, (table, rows) in enumerate(ids):
@@ -253,25 +256,30 @@ class FusedTables(FusedOptimizer):
         device = ids[0][1].device
         if device.type != "cuda":
             return self._numbered(ids, tables)[:1]
-        current = torch.cuda.current_stream(device)
-        if self._sort_stream is None:
-            self._sort_stream = torch.cuda.Stream(device), torch.cuda.Event()
-        stream, done = self._sort_stream
-        stream.wait_stream(current)
+        if self._side is None:
+            self._side = SideStream(device)
         for _, rows in ids:
-            rows.record_stream(stream)
-        with torch.cuda.stream(stream):
+            rows.record_stream(self._side.stream)
+        with self._side.work():
             rows, total = self._numbered(ids, tables)
-            found = rows, *sort_rows(rows, total)
-            done.record(stream)
-        self._sorting = True
-        return found
+            return rows, *sort_rows(rows, total)
 
-    def wait_sorted(self) -> None:
-        """Makes the current stream wait for the ids of all look-ups, if they are sorted on a side stream."""
-        if self._sorting:
-            torch.cuda.current_stream(self.steps.device).wait_event(self._sort_stream[1])
-            self._sorting = False
+    @contextmanager
+    def stepping_beside(self) -> Iterator[None]:
+        """Makes the steps of the block on a side stream; the end of the block and later look-ups wait for them.
+
+        So a dense optimizer runs meanwhile. Nothing but look-ups may read the tables between a backward pass and the
+        end of the block. On a CPU the block changes nothing.
+        """
+        self._steps_beside = self.steps.is_cuda
+        try:
+            yield
+            if self._side is not None:
+                self._side.wait()
+        finally:
+            self._steps_beside = False
+            if self._side is not None:
+                self._side.forget()
 
     def _keep_sorted(self, batches: list[_Batch]) -> None:
         """Lets nothing overwrite the rows, which are memory of the side stream, before this stream's step reads them.
@@ -279,7 +287,7 @@ class FusedTables(FusedOptimizer):
         The sort of the next batch waits for this stream, but torch gives the same stream to others as well, such as the
         copies of later batches.
         """
-        if self._sort_stream is None or torch.cuda.is_current_stream_capturing():
+        if self._side is None or torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(self.steps.device)
         for batch in batches:
@@ -337,6 +345,13 @@ class FusedTables(FusedOptimizer):
         batches, self._finished = self._finished, []
         if not batches:
             return
+        if not self._steps_beside:
+            self._step(batches)
+            return
+        with self._side.work(*batches):
+            self._step(batches)
+
+    def _step(self, batches: list[_Batch]) -> None:
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(
@@ -345,7 +360,8 @@ class FusedTables(FusedOptimizer):
             )
         self.steps += 1
         ScalerCheck.has_stepped = True
-        self.wait_sorted()
+        if self._side is not None:
+            self._side.wait()
         self._keep_sorted(batches)
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:

@@ -128,3 +128,31 @@ def test_dtypes_travel_apart(monkeypatch):
     average_gradients(parameters)
     assert ranks.sent == 2 * [4 + 1] and values(parameters) == [[3], [3]]
     assert [one.grad.dtype for one in parameters] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("size", "sent"), [(5, []), (2**21, [2**21 + 1])], ids=["few", "many"])
+def test_few_gradients_travel_through_the_memory_of_peers(ranks, size, sent):
+    class Peers:
+        def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
+            assert sent == received == 2 * [rows.size(0)] and shared
+            return torch.cat([rows, 2 * rows])
+
+    parameter = nn.Parameter(torch.zeros(size))
+    with captured_averages(set(), {}, Peers()):
+        give([parameter], 2.0)
+        average_gradients([parameter])
+    assert ranks.sent == sent and values([parameter]) == [[3]]
+    give([parameter], 2.0)
+    average_gradients([parameter])
+    assert ranks.sent == [*sent, size + 1]
+
+
+def test_gradients_that_do_not_fit_the_memory_of_peers_travel_through_the_group(ranks, parameters):
+    class Full:
+        def send(self, *_: object, **__: object) -> None:
+            return None
+
+    with captured_averages(set(), {}, Full()):
+        give(parameters, 2.0)
+        average_gradients(parameters)
+    assert ranks.sent == [10 + 3] and values(parameters) == [[3], [3], [3]]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -1048,9 +1049,32 @@ def test_memory_that_others_take_on_the_sorting_stream_changes_no_step():
             torch.cuda._sleep(5_000_000)
             loss.backward()
             if is_shared:
-                with torch.cuda.stream(collection._fused._sort_stream[0]):
+                with torch.cuda.stream(collection._fused._side.stream):
                     kinds = 4 * (torch.int32, torch.int64)
                     others = [torch.full((10240,), 2**20, dtype=kind, device="cuda") for kind in kinds]
                 del others
         made.append(collection.embeddings["item"].weight.detach().cpu())
     torch.testing.assert_close(*made, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU there is one stream")
+def test_look_ups_and_the_end_of_the_block_wait_for_steps_beside_it():
+    config = EmbeddingConfig(name="item", embedding_dim=64, num_embeddings=9000, feature_names=["item"])
+    made = []
+    for is_beside in (False, True):
+        torch.manual_seed(0)
+        collection = FusedEmbeddingCollection([config], torch.optim.Adagrad, {"lr": 0.05}, device=torch.device("cuda"))
+        ids = torch.randint(9000, (512 * 400,), device="cuda")
+        batch = KeyedJaggedTensor(["item"], ids, lengths=torch.full((512,), 400, device="cuda"), stride=512)
+        optimizer = collection.fused_optimizer
+        for _ in range(3):
+            with optimizer.stepping_beside() if is_beside else nullcontext():
+                for _ in range(3):
+                    rows = [collection(batch)["item"].values() for _ in range(2)]
+                    for one in rows:  # the second step follows the first one's on the side stream
+                        one.square().sum().backward()
+                        torch.full((512 * 400, 64), 1e9, device="cuda")  # memory of the first one's gradients
+                    assert len(optimizer._side.kept) == 2 * is_beside
+            made.append(collection.embeddings["item"].weight.detach().clone())
+    for plain, beside in zip(made[:3], made[3:], strict=True):
+        torch.testing.assert_close(beside, plain, rtol=0, atol=0)
