@@ -189,8 +189,8 @@ def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(f
 def test_all_rows_that_a_step_sends_take_peer_memory(found):
     """In four steps."""
     first, second = (rank["buffers"]["plain"]["peers"] for rank in found)
-    # Rows of targets and their gradients; attention.
-    assert first == second == {"send": 4 * (2 + 4)}
+    # Rows of targets and their gradients; attention; the dense gradients.
+    assert first == second == {"send": 4 * (2 + 4 + 1)}
 
 
 @pytest.mark.parametrize("name", ["plain", "a rank without samples"])
