@@ -34,11 +34,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: The modules that take longest, which workers begin with: one that came last would run alone.
 LONGEST = (
-    *("training/test_growing_runs", "serving/test_publish", "serving/test_counters", "ops/test_jagged_attention"),
-    *("ops/test_target_attention", "training/test_distributed", "ops/test_timelines", "serving/test_forged_artifacts"),
-    *("ops/test_needed_gradients", "modules/test_compiled_layers", "tables/test_step_rows", "serving/test_ends"),
-    *("serving/test_capacity_run", "tables/test_rows_by_id", "follow/test_kills", "data/test_malformed"),
-    *("follow/test_published", "training/test_attention_exchange", "ops/test_contract", "training/test_run"),
+    *("training/test_distributed", "serving/test_publish", "modules/test_compiled_layers", "serving/test_ends"),
+    *("training/test_disturbed_runs", "serving/test_commands", "serving/test_counters", "ops/test_jagged_attention"),
+    *("training/test_run", "test_imports", "integration/test_sharded", "training/test_attention_exchange"),
+    *("ops/test_target_attention", "ops/test_needed_gradients", "ops/test_compiled", "training/test_growing_runs"),
+    *("ops/test_timelines", "follow/test_published", "tables/test_step_rows", "serving/test_capacity_run"),
 )
 
 

@@ -1,6 +1,7 @@
 """The private names of torch and Triton that jfi uses are as it uses them; after a failure read jfi/utils/compat.py."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -29,16 +30,17 @@ def private(name: str) -> list[str]:
     return [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
 
 
-def defined_in(tree: ast.AST) -> set[str]:
+@functools.cache
+def defined_in(source: str) -> set[str]:
     """The names that a file defines: functions, classes, fields, variables, and attributes of self."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls", "ctx") else set()
+            found |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls", "ctx") else set()
     return found
 
 
@@ -55,13 +57,13 @@ def foreign_names(source: str, files: dict[str, str]) -> set[str]:
                 found |= {name} if private(name) else set()
                 imported.add(name.rpartition(".")[2])
             for module in {name, name.rpartition(".")[0]} & files.keys():  # base classes are there
-                own |= defined_in(ast.parse(files[module]))
-    own |= defined_in(tree)
+                own |= defined_in(files[module])
+    own |= defined_in(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in STANDARD | BUFFERS:
             if node.attr not in own or (isinstance(node.value, ast.Name) and node.value.id in imported):
                 found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             found |= {name} if private(name) and name not in own | STANDARD else set()
     return found
@@ -88,7 +90,8 @@ def test_every_private_name_is_listed():
 
 def test_every_listed_name_is_used():
     text = "\n".join(source.removeprefix(f'"""{compat.__doc__}"""') for source in modules_of_jfi().values())
-    assert [name for name in LISTED if not re.search(rf"\b{private(name)[-1]}\b", text)] == []
+    words = set(re.findall(r"\w+", text))
+    assert [name for name in LISTED if private(name)[-1] not in words] == []
 
 
 def test_private_names_of_other_packages_are_found():

@@ -1,11 +1,10 @@
-"""One process of several whose attention goes to the rows: python attention_worker.py RANK WORLD_SIZE STORE OUT.
+"""One process of several whose attention goes to the rows: `work`.
 
-Each case is a model, a way to shard its tables and the parts of each batch; OUT gets the losses of its steps, what the
-processes sent, and their last gradients. `train_alone` does the same in one process.
+Each case is a model, a way to shard its tables and the parts of each batch; a file gets the losses of its steps, what
+the processes sent, and their last gradients. `train_alone` does the same in one process.
 """
 
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -533,10 +532,11 @@ def averages(rank: int) -> list[list[float] | None]:
     return found
 
 
-if __name__ == "__main__":
-    rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+def work(rank: int, folder: Path) -> None:
+    """What one of two processes does."""
+    torch.set_num_threads(1)
     make_faster()
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     found = {
         way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "without a GPU")
     }
@@ -546,5 +546,5 @@ if __name__ == "__main__":
     found["rows"] = {OWN: train_together(CASES[OWN], "rows")}
     found["random"] = [text for seed in RANDOM for text in differences(seed)]
     found["averages"] = averages(rank)
-    Path(out).write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -3,11 +3,9 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +28,9 @@ from attention_worker import (
     train_alone,
     train_together,
     use_stand_ins,
+    work,
 )
+from processes import in_processes
 from random_layers import differences, run
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -54,27 +54,14 @@ from jfi.modules.sequence_configs import FeatureGroup, group_features
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.tables.table_rows import with_weights
 
-WORKER = Path(__file__).parent / "attention_worker.py"
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     """By rank what two processes found."""
     folder = tmp_path_factory.mktemp("exchange")
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([root, *filter(None, sys.path)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
-    commands = [[sys.executable, WORKER, str(rank), "2", folder / "store", outs[rank]] for rank in range(2)]
-    processes = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in commands]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        pytest.fail("\n".join(errors), pytrace=False)
-    return [json.loads(out.read_text()) for out in outs]
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        in_processes(work, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,7 +156,7 @@ def test_random_layers_are_those_over_dense_tables(alone, found):
 def test_many_random_layers_are_those_over_dense_tables(processes, tmp_path, request):
     seeds = range(RANDOM.stop, RANDOM.stop + 400)
     if processes == 2:
-        torch.multiprocessing.spawn(run, (str(tmp_path / "store"), seeds), nprocs=2)
+        in_processes(run, str(tmp_path / "store"), seeds, seconds=3600)
         return
     request.getfixturevalue("alone")
     assert not [text for seed in seeds for text in differences(seed)]

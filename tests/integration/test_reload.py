@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from processes import in_processes
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -107,7 +108,7 @@ def save(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("saved")
-    torch.multiprocessing.spawn(save, (str(path),), nprocs=SIZE)
+    in_processes(save, str(path))
     return path
 
 

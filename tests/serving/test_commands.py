@@ -99,7 +99,9 @@ def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, r
     assert re.search(r"id=\w+ POST /score 200 ", said) and "Traceback" not in said
 
 
-def test_an_artifact_without_calibration_has_all_but_calibrated_scores(exported, scorer, tmp_path, request_body):
+def test_an_artifact_without_calibration_has_all_but_calibrated_scores(
+    exported, scorer, tmp_path, request_body, capsys
+):
     """As of a run of an earlier version: `jfi serve` says what to do. One that replaces it later is refused alike."""
     old = tmp_path / "old"
     with rewriting(old, exported.path) as folder:
@@ -107,10 +109,9 @@ def test_an_artifact_without_calibration_has_all_but_calibrated_scores(exported,
         assert info["calibration"]
         (folder / "artifact.json").write_text(json.dumps(info | {"calibration": None}))
     command = [sys.executable, "-m", "jfi", "serve", "--artifact", old, "--output"]
-    ended = subprocess.run([*command, "calibrated"], cwd=ROOT, capture_output=True, text=True)
     why = f"{old} has no calibration, as of a run of an earlier version; train its run again and export it"
-    assert ended.returncode == 2
-    assert ended.stderr == f"error: output is calibrated, but {why}, or choose probabilities\n"
+    refused = said("serve", capsys, "--artifact", old, "--output", "calibrated")
+    assert refused == (2, f"error: output is calibrated, but {why}, or choose probabilities\n")
     (logits,) = scorer.score([scorer.reader(request_body)])
     for output in ("logits", "probabilities"):
         ended = subprocess.run(

@@ -19,7 +19,7 @@ from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
-from jfi.serving.artifact import PAST, PAST_IDS, ArtifactError
+from jfi.serving.artifact import MODEL, PAST, PAST_IDS, ArtifactError
 from jfi.serving.counters import LogCounters, RequestStatistics
 from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.requests import BadRequestError, RequestReader
@@ -241,7 +241,10 @@ def test_a_newer_log_counts_its_rows(folder, run, tmp_path):
     assert reader(request_of(log, "u3", rows, 2e7)).num_candidates == 41
 
 
-def test_export_without_a_log(folder, tmp_path, run):
+def test_export_without_a_log(folder, tmp_path, run, monkeypatch):
+    """The compiled model is that of the first export."""
+    package = folder / "run/artifact" / MODEL
+    monkeypatch.setattr("jfi.serving.export.write_package", lambda program, path, metadata: shutil.copy(package, path))
     shown = export("--run", folder / "run", "--out", tmp_path / "none", "--history", "none")
     assert "data.statistics" not in shown
     assert not (tmp_path / "none" / PAST).exists()

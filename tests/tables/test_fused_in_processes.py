@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,7 +131,7 @@ def run(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(run, (str(folder),), nprocs=SIZE)
+    in_processes(run, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

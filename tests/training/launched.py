@@ -5,14 +5,15 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from data_configs import data_config
+from processes import context
+from worker import work
 
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig, TrainingConfig
 from jfi.training.config_parser import save_config
@@ -88,40 +89,37 @@ def free_port() -> int:
 def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
     """The outcomes of the jobs, by rank; where a process fails or hangs, what both printed and where they were."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
+    outcomes, errors = ([folder / f"{name}-{rank}" for rank in range(2)] for name in ("outcomes", "errors"))
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        errors = [stack.enter_context((folder / f"errors-{rank}.txt").open("w+")) for rank in range(2)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, ROOT / "tests/training/worker.py", folder / "jobs.json", outcomes[rank]],
-                env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-                stderr=errors[rank],
-            )
-            for rank in range(2)
-        ]
-        for process in processes:
-            stack.callback(process.kill)
+        processes = []
+        for rank in range(2):
+            own = environment(rank, 2) | {"TMPDIR": str(scratch)}
+            files = folder / "jobs.json", outcomes[rank], errors[rank]
+            processes.append(context().Process(target=work, args=(own, *files)))
+            processes[rank].start()
+            stack.callback(processes[rank].kill)
         codes = wait_for_all(processes)
         if codes != [0, 0]:  # whole: an assertion cuts it short
-            printed = [f"Rank {rank}:\n{Path(file.name).read_text()}" for rank, file in enumerate(errors)]
+            printed = [f"Rank {rank}:\n{path.read_text()}" for rank, path in enumerate(errors) if path.exists()]
             pytest.fail("\n".join([f"exit codes {codes}", *printed]), pytrace=False)
     return [json.loads(path.read_text()) for path in outcomes]
 
 
-def wait_for_all(processes: list[subprocess.Popen], seconds: float = 360, grace: float = 60) -> list[int]:
+def wait_for_all(processes: list[BaseProcess], seconds: float = 360, grace: float = 60) -> list[int]:
     """Their exit codes; those that run longer, or `grace` longer than one that failed, print their stacks and end."""
     end = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        if any(process.poll() for process in processes):  # the others wait for it
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        if any(process.exitcode for process in processes):  # the others wait for it
             end = min(end, time.monotonic() + grace)
             grace = seconds
         time.sleep(0.05)
     for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
-    return [process.wait() for process in processes]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)  # faulthandler prints where each thread is
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def job(folder: Path, config: Config, **options: object) -> dict:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import in_processes
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -194,7 +195,7 @@ def run(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(run, (str(folder),), nprocs=SIZE)
+    in_processes(run, str(folder))
     return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(SIZE)]
 
 

@@ -1,7 +1,7 @@
-"""One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
+"""One process of a launched run, as torchrun would start it: `work`.
 
-JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
-"constants" later ones have the test module's `LOG_EVERY` and `REPLICATE_BELOW` too, with
+Its jobs are a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another;
+with "constants" later ones have the test module's `LOG_EVERY` and `REPLICATE_BELOW` too, with
 "stop_at": n the last rank sends itself SIGTERM in step n, with "differ": {...} it has other fields of `training`, with
 "stand_in" its captured steps run on buffers in a CPU's memory. Outcomes are written as a JSON list.
 """
@@ -11,11 +11,13 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -115,8 +117,13 @@ def change(config: Path, old: str, new: str) -> None:
     own.rename(config)
 
 
-if __name__ == "__main__":
+def work(environment: dict[str, str], jobs: Path, outcomes: Path, errors: Path) -> None:
+    """Does the jobs in this process, whose stderr goes to a file."""
+    os.environ.update(environment)
+    tempfile.tempdir = None  # that of the environment
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), 2)
     faulthandler.enable()
     make_faster()
-    outcomes = [do(job) for job in json.loads(Path(sys.argv[1]).read_text())]
-    Path(sys.argv[2]).write_text(json.dumps(outcomes))
+    torch.set_num_threads(1)
+    outcomes.write_text(json.dumps([do(job) for job in json.loads(jobs.read_text())]))

@@ -1,7 +1,6 @@
 """Processes that add events are killed again and again: what they have acknowledged stays, and nothing counts twice."""
 
 import json
-import multiprocessing
 import random
 import signal
 import threading
@@ -13,6 +12,7 @@ from http.client import HTTPException
 
 import numpy as np
 import pytest
+from processes import context
 
 from jfi.serving.artifact import read
 from jfi.serving.user_state.dictionaries import read_dictionary
@@ -24,14 +24,6 @@ from ..test_commands import server
 from . import adding
 from .conftest import EVENT, NOW
 from .test_replay import contents
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Forks processes in which what takes long to import is loaded already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jfi.serving.user_state.state"])
-    return context
 
 
 def event_ids(state: UserState) -> set[int]:
@@ -65,7 +57,7 @@ def received(pipe, until: int) -> int:
     return last
 
 
-def test_no_acknowledged_event_is_lost_by_50_kills(context, tmp_path):
+def test_no_acknowledged_event_is_lost_by_50_kills(tmp_path):
     """Each process begins some bodies before the first that is not acknowledged; their events count once."""
     draw, path = random.Random(1), str(tmp_path / "state")
     store = open_store(path, create=True)
@@ -73,9 +65,9 @@ def test_no_acknowledged_event_is_lost_by_50_kills(context, tmp_path):
     store.close()
     acknowledged = 0
     for _ in range(55):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context().Pipe(duplex=False)
         begin = max(0, acknowledged - draw.randrange(4))
-        process = context.Process(target=adding.add, args=(path, begin, theirs))
+        process = context().Process(target=adding.add, args=(path, begin, theirs))
         process.start()
         theirs.close()
         last = received(ours, begin + draw.randrange(8))

@@ -1,6 +1,5 @@
 """Both stores: what they keep, under writers that meet, and what they say when they are full, down or slow."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import threading
 from itertools import count
 
 import pytest
+from processes import context
 
 from jfi.serving.user_state import stores
 from jfi.serving.user_state.stores import LmdbStore, StateError, StoreUnavailableError, open_store
@@ -126,8 +126,8 @@ def add_many(name: str, times: int) -> None:
 
 
 def test_updates_of_processes_lose_nothing(new_store):
-    store, context = new_store(), multiprocessing.get_context("spawn")
-    processes = [context.Process(target=add_many, args=(new_store.names[0], 150)) for _ in range(2)]
+    store = new_store()
+    processes = [context().Process(target=add_many, args=(new_store.names[0], 150)) for _ in range(2)]
     for process in processes:
         process.start()
     for _ in range(150):
