@@ -245,6 +245,10 @@ class DataConfig:
         """`targets()`, and behind them `auxiliary_labels()`."""
         return [*self.targets(), *self.auxiliary_labels()]
 
+    def interaction_settings(self) -> list[str]:
+        """The settings that name the interactions, by split with `split: files`."""
+        return ["interactions", "validation", "test"] if self.split == "files" else ["interactions"]
+
     @property
     def is_implicit(self) -> bool:
         """True if there is no label, so that every row is a positive."""
@@ -279,9 +283,16 @@ class DataConfig:
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
 
-    def with_statistics(self) -> "DataConfig":
-        """A copy whose `statistics` are the groups that "auto" stands for."""
-        return dataclasses.replace(self, statistics=self.statistics_groups())
+    def resolved(self) -> "DataConfig":
+        """The config with the groups that `statistics: auto` stands for, and their columns as features of contexts."""
+        config = dataclasses.replace(self, statistics=self.statistics_groups())
+        return config.with_context_numbers(config.statistics_columns())
+
+    def with_context_numbers(self, names: list[str]) -> "DataConfig":
+        """A copy whose features include numbers of contexts of these names."""
+        known = self.names("context", "number")
+        features = [FeatureConfig(name, "context", "number") for name in names if name not in known]
+        return dataclasses.replace(self, features=[*self.features, *features])
 
     def statistics_columns(self) -> list[str]:
         """The names of the dense features that `statistics` makes."""
@@ -326,7 +337,7 @@ class DataConfig:
         }
 
     def columns(self, of_interactions: bool = False) -> set[str]:
-        """The names of all columns in use, or of those that no table of users or items has."""
+        """The names of all columns to read, or of those that no table of users or items has."""
         from jfi.data.schema.rules import parse_rule
 
         tables = (("user", self.users), ("item", self.items))
@@ -335,6 +346,7 @@ class DataConfig:
         columns = {self.user, self.item, self.timestamp, *self.label_columns()}
         columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
         columns.update(one.name for one in self.features if not one.cross and one.of not in apart)
+        columns -= set() if self.statistics == "auto" else {*self.statistics_columns()}
         return columns if self.history is None else columns | {*parse_rule(self.history).columns}
 
     def engagement_columns(self) -> list[str]:

@@ -19,7 +19,6 @@ from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.schema import DataSchema
 from jfi.events import co_occurrence, groups, past, point_in_time, statistics
@@ -333,7 +332,7 @@ def test_similar_compares_as_many_events_as_in_training(monkeypatch, tmp_path):
     monkeypatch.undo()
     small = table.slice(0, 30)
     assert load_dataset(replace(config, interactions=small)).schema.encodings.window == 4
-    made, settings = with_statistics(small, column_settings(config), schema), column_settings(config)
+    made, settings = with_statistics(small, config.resolved(), schema), config.resolved()
     wanted = with_statistics(small, replace(settings, max_history=3), None)
     other = with_statistics(small, settings, None)
     assert made["past_similarity"].equals(wanted["past_similarity"])
@@ -379,7 +378,7 @@ def test_tables_to_score_have_those_of_training(tmp_path, kind):
     """From a history that has the rows before, or these as well."""
     table, config = log(4), replace(CONFIG, **kind)
     dataset = load_dataset(replace(config, interactions=table))
-    schema, settings = dataset.schema, column_settings(replace(config, interactions=table))
+    schema, settings = dataset.schema, replace(config, interactions=table).resolved()
     test = pa.array(np.array(table["split"].to_pylist()) == "test")
     late = pa.compute.greater_equal(table["timestamp"], 40 * 700)
     before = table.filter(pa.compute.invert(late))

@@ -128,7 +128,7 @@ def read_blocks(
         [['7', '8']]
     """
     config = DataConfig() if config is None else config
-    return (table for _, table in _read(find_table(paths, setting, config), wanted, config))
+    return (table for _, table in read_files(find_table(paths, setting, config), wanted, config))
 
 
 def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
@@ -158,7 +158,8 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
 
 
-def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
+def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
+    """Yields the tables of `read_blocks`, each after its file, of files that `find_table` has found."""
     reading, lists = Reading(tuple(config.missing_values), files[0].layout.is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
@@ -237,13 +238,14 @@ def identify_files(config: DataConfig) -> list[tuple[str, object]]:
     Raises:
         DataError: nothing is there, or a file's kind is unknown.
     """
-    files = _files(config, [name for name in FILES if getattr(config, name) is not None])
+    names = [name for name in FILES if getattr(config, name) is not None]
+    files = [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]
     return [(file.path, identify_file(file.path)) for file in files if file.table is None]
 
 
 def existing_interactions(config: DataConfig) -> list[File]:
     """Returns the files of the interactions that a config names, of all splits; none if one of them is not there."""
-    given = [getattr(config, name) for name in _interactions(config)]
+    given = [getattr(config, name) for name in config.interaction_settings()]
     paths = list(dict.fromkeys(path for one in given for path in (one if isinstance(one, list) else [one])))
     try:
         files = find_table(paths, "data.interactions", config)
@@ -252,9 +254,9 @@ def existing_interactions(config: DataConfig) -> list[File]:
     return files if all(is_url(file.path) or os.path.exists(file.path) for file in files) else []
 
 
-def count_rows(config: DataConfig) -> int | None:
-    """Returns the number of interactions where the files tell it without being read, else None."""
-    files, count = _files(config, _interactions(config)), 0
+def count_rows(files: list[File]) -> int | None:
+    """Returns the number of rows where the files tell it without being read, else None."""
+    count = 0
     if any(file.layout.format not in ("arrow", "parquet") for file in files):
         return None
     for file in files:
@@ -269,32 +271,17 @@ def count_rows(config: DataConfig) -> int | None:
     return count
 
 
-def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:
-    """Yields the interactions as tables of some rows, each after the number of its setting.
-
-    The settings are `interactions` and, with `split: files`, `validation` and `test`.
+def find_interactions(config: DataConfig) -> list[File]:
+    """Returns the files of the interactions, and with `split: files` those of `validation` and `test` behind them.
 
     Raises:
-        DataError: as `read_blocks`.
+        DataError: as `find_table`.
     """
-    names = _interactions(config)
-    for file, table in _read(_files(config, names), config.columns(of_interactions=True), config):
-        yield names.index(file.setting.removeprefix("data.")), table
-
-
-def name_of(config: DataConfig) -> str:
-    """Returns how messages name the table of interactions: its file, or the first and the last one."""
-    return name_files(_files(config, _interactions(config)))
+    names = config.interaction_settings()
+    return [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]
 
 
 def name_files(files: list[File]) -> str:
     """Returns how messages name a table of some files: by one, or by the first and the last one."""
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
 
-
-def _interactions(config: DataConfig) -> list[str]:
-    return ["interactions", "validation", "test"] if config.split == "files" else ["interactions"]
-
-
-def _files(config: DataConfig, names: list[str]) -> list[File]:
-    return [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]

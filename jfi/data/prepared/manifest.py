@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jfi.data.config import FILES, DataConfig, FeatureConfig
+from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.paths import unnamed_urls
 from jfi.data.schema.schema import DataSchema, read_versioned
@@ -64,13 +64,6 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
     return dataclasses.replace(Manifest.load(folder).data, prepared=str(folder), **choices)
 
 
-def with_statistics_features(config: DataConfig, made: list[str]) -> DataConfig:
-    """The config whose features include the dense features of the context that statistics make, by their names."""
-    known = config.names("context", "number")
-    made = [FeatureConfig(name, "context", "number") for name in made if name not in known]
-    return dataclasses.replace(config, features=[*config.features, *made]) if made else config
-
-
 def resolve(config: DataConfig) -> DataConfig:
     """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
@@ -85,7 +78,7 @@ def resolve(config: DataConfig) -> DataConfig:
     made, settings, default = Manifest.load(config.prepared).data, {}, DataConfig()
     # The dataset's features have those that its statistics made.
     if config.features:
-        config = with_statistics_features(config, made.statistics_columns())
+        config = config.with_context_numbers(made.statistics_columns())
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
         if name == "prepared" or name in RUN_SETTINGS:

@@ -38,7 +38,6 @@ from jfi.data.prepared.stages.encode_columns import encode_dense, encode_feature
 from jfi.data.prepared.stages.read import (
     SourceTables,
     check_rows,
-    column_settings,
     open_tables,
     read_rows,
     read_warnings,
@@ -105,7 +104,7 @@ def prepare_dataset(
     if memory is not None:
         check_memory(memory)
     if schema is not None:
-        check_fits(schema, column_settings(config))
+        check_fits(schema, config.resolved())
     with naming(work), _locked(work, config, schema), _keeping(work):
         make_dataset(config, schema, work, Stages(work, show), memory)
         (work / "result").rename(out)
@@ -139,7 +138,7 @@ def read_and_sort(
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
     read, rows, order = (work / name for name in ("read", "rows", "order"))
     config, scratch = given.config, work / SCRATCH
-    with stages.run("read", count_rows(config) if given.parts is None else None) as advance:
+    with stages.run("read", count_rows(given.files)) as advance:
         if advance is not None:
             reader = read_rows(given.interactions(), config, read, advance)
             if reader is None:
@@ -345,14 +344,14 @@ def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = N
     """Prepares the tables of a config below an empty folder, for `open_temporary`."""
     check_data_config(config)
     if schema is not None:
-        check_fits(schema, column_settings(config))
+        check_fits(schema, config.resolved())
     with naming(folder):
         make_dataset(config, schema, folder, Stages(folder, durable=False))
 
 
 def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset of `prepare_into`, which is left when its files are removed."""
-    config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
+    config = dataclasses.replace(config.resolved(), prepared=str(folder / "result"))
     dataset = open_prepared(config, verified=False, schema=schema)
     dataset.folder = None
     return dataset

@@ -96,20 +96,22 @@ class Sources:
 
 
 class ScoringRows:
-    """Reads the sources into files in `folder`, and maps their rows as a dataset whose split "rows" is to be scored.
+    """A dataset of two files, the history and the rows to score, which are its split "rows".
 
-    It is the way of tables to train on, with the vocabularies of the run, so memory does not grow with the rows.
+    It is read, sorted and encoded as one with `split: files`, with the vocabularies of the run, into files in `folder`,
+    so memory does not grow with the rows.
 
     Args:
         sources: what to score.
         folder: an empty folder for the files, which together are a few times as large as the sources.
         schema: of the run.
-        config: the section `data` of the run, with the meaning of its columns.
+        config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
         past: makes the statistics of the rows in the place of the history; or None.
+        memory: most that sorting holds in memory; None is half of what is free.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -126,25 +128,17 @@ class ScoringRows:
         policy: Policy | None = None,
         trains: bool = False,
         past: MakeStatistics | None = None,
+        memory: str | None = None,
     ) -> None:
         sources = sources.find(config)
         #: Whether a log is there of what happened before the rows, given or the run's own.
         self.has_history = sources.history is not None
-        config = replace(config, request_id=None, title=None, split="files", split_column=None)
-        if not trains:
-            config = replace(config, weight=None, labels=config.targets() if config.labels else [])
-        self._past = past
-        if policy is None:  # nothing else reads these columns
-            session = config.session if {*SESSIONS} & {*config.statistics_groups()} else None
-            config = replace(config, dwell=None, surface=None, session=session)
-        made = set(config.statistics_columns())
-        wanted = config.columns() - made
+        self._config = config = _config_of(config.resolved(), sources, policy is not None, trains)
         users, items = (
-            None if files is None else read_table(files, wanted, config, f"{of}s")
-            for of, files in (("user", sources.users), ("item", sources.items))
+            None if files is None else read_table(files, config.columns(), config)
+            for files in (sources.users, sources.items)
         )
-        self._config = config = replace(config, users=sources.users, items=sources.items)
-        self._wanted = config.columns(of_interactions=True) - made
+        self._wanted, self._past = config.columns(of_interactions=True), past
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
         #: Why rows have no label, where a file lacks a column of it.
@@ -155,7 +149,8 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        self._tables = SourceTables(None, users, items, self._read_sids(sources), self._config)
+        files = [*(sources.history or []), *sources.interactions]
+        self._tables = SourceTables(config, files, users, items, self._read_sids(sources), are_complete=False)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
@@ -171,7 +166,7 @@ class ScoringRows:
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            sort_rows(folder / "read", folder / "rows", config, None, folder / SCRATCH, advance)
+            sort_rows(folder / "read", folder / "rows", config, memory, folder / SCRATCH, advance)
         remove_columns(folder / "read")
         self._open(positives)
 
@@ -313,6 +308,18 @@ class ScoringRows:
         with pa.ipc.new_file(self._folder / f"keys-{len(self._keys)}", keys.schema) as file:
             file.write_table(keys)
         self._keys.append(keys.schema)
+
+
+def _config_of(config: DataConfig, sources: Sources, has_policy: bool, trains: bool) -> DataConfig:
+    """The resolved config of a run with the tables to score, and without the columns that scoring does not read."""
+    changes: dict[str, object] = {"users": sources.users, "items": sources.items}
+    changes |= {"split": "files", "split_column": None, "request_id": None, "title": None}
+    if not trains:
+        changes |= {"weight": None, "labels": config.targets() if config.labels else []}
+    if not has_policy:  # nothing else reads these columns
+        reads_sessions = not {*SESSIONS}.isdisjoint(config.statistics_groups())
+        changes |= {"dwell": None, "surface": None, "session": config.session if reads_sessions else None}
+    return replace(config, **changes)
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:

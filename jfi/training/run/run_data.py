@@ -15,7 +15,6 @@ from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load
 from jfi.data.config import FILES
 from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
 from jfi.data.prepared.prepare import open_temporary, prepare_into
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.store import DATA, FINGERPRINT, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -187,7 +186,7 @@ def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
 
 def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
     """The settings with two values, but for names of tables and those that are a run's own."""
-    was, now = column_settings(was), column_settings(now)  # a manifest has these
+    was, now = was.resolved(), now.resolved()  # a manifest has these
     for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *RUN_SETTINGS, "prepared")]:
         if getattr(was, name) != getattr(now, name):
             yield name, getattr(was, name), getattr(now, name)

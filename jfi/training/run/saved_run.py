@@ -14,7 +14,6 @@ from jfi.data import DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
@@ -226,7 +225,7 @@ class SavedRun:
     @contextmanager
     def _read(self, tables: tuple[Paths | pa.Table | None, ...]) -> Iterator[tuple[ScoringRows, Path]]:
         with temporary_folder(".jfi-") as folder, naming(folder):
-            sources, config = self._sources(tables), column_settings(self.config.data)
+            sources, config = self._sources(tables), self.config.data.resolved()
             yield ScoringRows(sources, folder, self.schema, config, policy=self.policy), folder
 
     def check_output(self, output: str) -> None:
@@ -256,7 +255,7 @@ class SavedRun:
     ) -> AbstractContextManager[Scores]:
         """The scores of `tables`, which are in the order of the fields of `Sources`."""
         self.check_output(output)
-        config, sources = column_settings(self.config.data), self._sources(tables)
+        config, sources = self.config.data.resolved(), self._sources(tables)
         folder = None if out is None else out.parent
         check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
         options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
@@ -266,7 +265,7 @@ class SavedRun:
 
     def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
         """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""
-        config = column_settings(self.config.data)
+        config = self.config.data.resolved()
         named = (None, None, config.users, config.items, config.semantic_ids)
         paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
         return Sources(*paths).find(config)

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
-from jfi.data.io.blocks import DROP, describe_left_out, iterate_tables, name_of, read_table
+from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
+from jfi.data.io.paths import File
 from jfi.data.io.table import Table, of_other_kind
-from jfi.data.prepared.manifest import with_statistics_features
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
@@ -33,23 +33,30 @@ class SourceTables:
     """The tables of a config.
 
     Args:
-        name: of the interactions, for messages; None for rows to score.
+        config: the resolved config.
+        files: of the interactions, of all splits.
         users, items: None where their columns are in the interactions.
         sids: the semantic IDs of the items, or None.
-        config: the config with the meaning of the columns, see `column_settings`.
-        parts: interactions that are in memory, in blocks of rows, or None for those of the config's files.
+        are_complete: whether users, items and semantic IDs must have some of the ids of the interactions.
     """
 
-    name: str | None
-    users: Table | None
-    items: Table | None
-    sids: SemanticIDs | None
     config: DataConfig
-    parts: list[Table] | None = None
+    files: list[File]
+    users: Table | None = None
+    items: Table | None = None
+    sids: SemanticIDs | None = None
+    are_complete: bool = True
+
+    @property
+    def name(self) -> str:
+        """How messages name the interactions."""
+        return name_files(self.files)
 
     def interactions(self) -> Iterator[tuple[int, Table]]:
         """The interactions in blocks of rows, each after the number of its split with `split: files`, else 0."""
-        return iterate_tables(self.config) if self.parts is None else ((0, table) for table in self.parts)
+        splits = list(dict.fromkeys(file.setting for file in self.files))
+        for file, table in read_files(self.files, self.config.columns(of_interactions=True), self.config):
+            yield splits.index(file.setting), table
 
     def blocks(self) -> Iterable[Table]:
         """The interactions in blocks of rows."""
@@ -57,25 +64,19 @@ class SourceTables:
 
 
 def open_tables(config: DataConfig) -> SourceTables:
-    """Reads the tables of users and items that a config names; the interactions are read when they are asked for.
+    """Finds the files of the interactions of a config, and reads its tables of users and items.
 
     Raises:
         DataError: a file cannot be read.
     """
-    settings = column_settings(config)
-    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, settings.item)
+    config = config.resolved()
+    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item)
     wanted = config.columns()
     users, items = (
         None if paths is None else read_table(paths, wanted, config, f"data.{of}")
         for of, paths in (("users", config.users), ("items", config.items))
     )
-    return SourceTables(name_of(config), users, items, sids, settings)
-
-
-def column_settings(config: DataConfig) -> DataConfig:
-    """The config with the groups that `statistics: auto` stands for, and their columns as features of the context."""
-    config = config.with_statistics()
-    return with_statistics_features(config, config.statistics_columns())
+    return SourceTables(config, find_interactions(config), users, items, sids)
 
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
