@@ -284,4 +284,3 @@ def find_interactions(config: DataConfig) -> list[File]:
 def name_files(files: list[File]) -> str:
     """Returns how messages name a table of some files: by one, or by the first and the last one."""
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
-

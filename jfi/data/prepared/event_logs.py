@@ -59,7 +59,7 @@ def training_log(config: DataConfig, conversion: str | None = None) -> tuple[Eve
     given = open_tables(replace(config, labels=[*config.labels, LabelConfig("-conversion", rule, "auxiliary")]))
     config = given.config
     with temporary_folder("jfi-log-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         events = sorted_events(config, folder)
         columns = Columns(given, folder, events)
         engagement, train = read_engagement(columns), columns.train
@@ -84,7 +84,7 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
     """
     given = _tables(config)
     with temporary_folder("jfi-log-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(given.config, folder))
         names = {"item": {given.config.item, *given.config.names("item", "category")}}
         names["event"] = {*given.config.names("event")}

@@ -160,7 +160,7 @@ class ScoringRows:
         self.negatives: NegativeSampler | None = None
         #: `[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item.
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
-        stages = Stages(folder, durable=False)
+        stages = Stages(folder, durable=False, memory=memory)
         with stages.run("read", None) as advance:
             reader = read_rows(self._interactions(sources), config, folder / "read", advance, lists)
         if not self.num_rows:

@@ -100,7 +100,7 @@ def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSch
     given = SourceTables(config, find_interactions(config), None, items, sids, are_complete=False)
     counts = [0, 0]
     with temporary_folder("jfi-state-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(config, folder))
         users = read_ids(folder / "rows", "user").to_pylist()
         names = Dictionaries()

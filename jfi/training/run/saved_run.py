@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from jfi.data import DataSchema
+from jfi.data import DataError, DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -82,6 +82,7 @@ class SavedRun:
         out: str | Path | None = None,
         batch_size: int = 4096,
         output: str = PREDICTED[0],
+        memory: str | None = None,
     ) -> pa.Table | UnknownShares:
         """Scores every row of a table, with a label or without.
 
@@ -99,6 +100,7 @@ class SavedRun:
             out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
             batch_size: rows per call of the model.
             output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
+            memory: most that sorting the tables holds in memory, such as "4GB"; None is half of what is free.
 
         Returns:
             Without `out` the table of the results, a DataFrame for a DataFrame of pandas, in the order of the rows: the
@@ -119,7 +121,7 @@ class SavedRun:
         """
         out = check_out(out)
         tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, (), None, batch_size, out, output) as scores:
+        with self._scored(tables, (), None, batch_size, out, output, memory) as scores:
             if out is None:
                 return _as_given(pa.Table.from_batches(list(scores.batches())), interactions)
             scores.write(out)
@@ -137,6 +139,8 @@ class SavedRun:
         out: str | Path | None = None,
         batch_size: int = 4096,
         output: str = PREDICTED[0],
+        importance: bool = False,
+        memory: str | None = None,
     ) -> dict:
         """Metrics of the labeled rows of a table: overall, by group, and the calibration.
 
@@ -154,6 +158,8 @@ class SavedRun:
             out: file to write the scores to, as of `predict`, with the columns `by` too.
             batch_size: rows per call of the model.
             output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
+            importance: whether the metrics include the result of `importance`, for which nothing is read again.
+            memory: as of `predict`.
 
         Returns:
             As `jfi.training.run.scores.metrics_of`.
@@ -161,10 +167,14 @@ class SavedRun:
         Raises:
             ConfigError, DataError: as `predict`; also if no row has a label, or training knows no row's item.
         """
+        if importance and self.config.data.is_implicit:
+            raise DataError("importance: no row has a label")
         out, by = check_out(out), [by] if isinstance(by, str) else by
         tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, by, self.config.training, batch_size, out, output) as scores:
+        with self._scored(tables, by, self.config.training, batch_size, out, output, memory) as scores:
             metrics = metrics_of(scores, self.config.data, by)
+            if importance:
+                metrics["importance"] = self._importance(scores.rows, batch_size)
             if out is not None:
                 scores.write(out)
             return metrics
@@ -179,20 +189,24 @@ class SavedRun:
         semantic_ids: str | Path | None = None,
         batch_size: int = 4096,
         seed: int = 0,
+        memory: str | None = None,
     ) -> dict:
         """Returns how far the AUC falls where an input is shuffled between rows, see `jfi.training.metrics.inspection`.
 
         Args:
-            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`.
+            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`, and `memory`.
             batch_size: rows that are shuffled together.
             seed: of the permutations.
 
         Raises:
             DataError: as `evaluate`; also for implicit feedback, whose rows have no labels.
         """
+        with self._read((interactions, history, users, items, semantic_ids), memory) as (rows, _):
+            return self._importance(rows, batch_size, seed)
+
+    def _importance(self, rows: ScoringRows, batch_size: int, seed: int = 0) -> dict:
         weights = [one.weight for one in self.config.data.targets()]
-        with self._read((interactions, history, users, items, semantic_ids)) as (rows, _):
-            return importance(self.model, rows, self.schema, weights, batch_size, seed)
+        return importance(self.model, rows, self.schema, weights, batch_size, seed)
 
     def attention(
         self,
@@ -203,11 +217,12 @@ class SavedRun:
         items: Paths | None = None,
         semantic_ids: str | Path | None = None,
         batch_size: int = 256,
+        memory: str | None = None,
     ) -> pa.Table:
         """Returns the attention of each row's target to the events of its history, a row of the table for an event.
 
         Args:
-            interactions: the rows, as of `predict`, like the arguments up to `semantic_ids`.
+            interactions: the rows, as of `predict`, like the arguments up to `semantic_ids`, and `memory`.
             batch_size: rows per call of the model.
 
         Returns:
@@ -219,14 +234,16 @@ class SavedRun:
             ValueError: the model does not pool by attention.
             DataError: as `predict`.
         """
-        with self._read((interactions, history, users, items, semantic_ids)) as (rows, folder):
+        with self._read((interactions, history, users, items, semantic_ids), memory) as (rows, folder):
             return _as_given(attention(self.model, rows, read_ids(folder / "rows", "item"), batch_size), interactions)
 
     @contextmanager
-    def _read(self, tables: tuple[Paths | pa.Table | None, ...]) -> Iterator[tuple[ScoringRows, Path]]:
+    def _read(
+        self, tables: tuple[Paths | pa.Table | None, ...], memory: str | None
+    ) -> Iterator[tuple[ScoringRows, Path]]:
         with temporary_folder(".jfi-") as folder, naming(folder):
-            sources, config = self._sources(tables), self.config.data.resolved()
-            yield ScoringRows(sources, folder, self.schema, config, policy=self.policy), folder
+            options: dict[str, Any] = {"policy": self.policy, "memory": memory}
+            yield ScoringRows(self._sources(tables), folder, self.schema, self.config.data, **options), folder
 
     def check_output(self, output: str) -> None:
         """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
@@ -252,20 +269,21 @@ class SavedRun:
         batch_size: int,
         out: Path | None,
         output: str,
+        memory: str | None,
     ) -> AbstractContextManager[Scores]:
         """The scores of `tables`, which are in the order of the fields of `Sources`."""
         self.check_output(output)
-        config, sources = self.config.data.resolved(), self._sources(tables)
-        folder = None if out is None else out.parent
+        sources = self._sources(tables)
         check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
-        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
+        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "memory": memory}
+        options["folder"] = None if out is None else out.parent
         options["calibration"] = self.calibration if output == "calibrated" else None
         options |= {"policy": self.policy, "expected": self.unknown}
-        return scored(self.model, sources, self.schema, config, **options)
+        return scored(self.model, sources, self.schema, self.config.data, **options)
 
     def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
         """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""
-        config = self.config.data.resolved()
+        config = self.config.data
         named = (None, None, config.users, config.items, config.semantic_ids)
         paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
         return Sources(*paths).find(config)

@@ -128,6 +128,7 @@ def scored(
     policy: Policy | None = None,
     calibration: Calibration | None = None,
     expected: Mapping[str, float] | None = None,
+    memory: str | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`, but for those that `data.null_ids: drop` leaves out.
 
@@ -147,6 +148,7 @@ def scored(
         policy: which events of a history stay, or None for all.
         calibration: of the probabilities, or None.
         expected: see `UnknownShares.warn`.
+        memory: most that sorting the tables holds in memory; None is half of what is free.
 
     Raises:
         DataError: a table is missing or malformed, or has no label where one is needed.
@@ -158,7 +160,7 @@ def scored(
     implicit = evaluate is not None and config.is_implicit
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
-            rows = ScoringRows(sources, files, schema, config, by, implicit, policy)
+            rows = ScoringRows(sources, files, schema, config, by, implicit, policy, memory=memory)
             if evaluate is not None:
                 count = len(labeled_rows(rows, config))  # before the model runs, which takes longest
                 if implicit and count < rows.num_rows:
