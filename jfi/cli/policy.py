@@ -12,8 +12,7 @@ from jfi.data import DataError, LabelConfig
 from jfi.data.io.blocks import read_table
 from jfi.data.io.table import Table
 from jfi.data.prepared.event_logs import training_log
-from jfi.data.schema.labels import read_labels
-from jfi.data.schema.rules import label_columns
+from jfi.data.schema.rules import label_columns, read_labels
 from jfi.history_policies import EventLog, fit
 from jfi.history_policies.describe import describe, draw_policy
 from jfi.training import ConfigError

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
+from jfi.events.events import PAUSE
 from jfi.events.groups import WINDOW
 from jfi.events.past import Past
 from jfi.events.point_in_time import Key
-from jfi.events.sessions import PAUSE
 from jfi.utils.jagged import ranges
 
 #: Names of sorted rows: those of a user's record of events, and the beginning of that of pairs of items.

@@ -14,11 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.events.events import index_type
+from jfi.events.events import New, index_type
 from jfi.utils.jagged import blocks
 
-#: Gives by length and type an array to write to.
-New = Callable[[int, np.dtype | type], np.ndarray]
 #: Gives the values of rows `[n]`, which are numbered as those of `Past.sort`.
 Values = Callable[[np.ndarray], np.ndarray]
 

@@ -21,9 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import EventValues, SortedEvents, index_type
-from jfi.events.past import New, Older, Past, Tally, moments_of
-from jfi.events.sessions import PAUSE, session_starts
+from jfi.events.events import PAUSE, EventValues, New, SortedEvents, index_type, session_starts
+from jfi.events.past import Older, Past, Tally, moments_of
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
 

@@ -20,8 +20,7 @@ from jfi.data.io.table import Table
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
-from jfi.data.schema.labels import read_labels
-from jfi.data.schema.rules import only_column, parse_rule
+from jfi.data.schema.rules import only_column, parse_rule, read_labels
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"

@@ -21,7 +21,7 @@ from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.schema import DataSchema
-from jfi.events import co_occurrence, groups, past, point_in_time, statistics
+from jfi.events import groups, past, point_in_time, statistics
 from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.groups import GROUPS
 from jfi.events.point_in_time import Questions
@@ -308,7 +308,8 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
 
     one = make()
     for module, name, size in (
-        *((module, "_AT_ONCE", 16) for module in (past, point_in_time, co_occurrence, statistics)),
+        *((module, "_AT_ONCE", 16) for module in (past, point_in_time, statistics)),
+        (statistics, "_PAIRS_AT_ONCE", 16),
         *((past, "_IN_CACHE", 5), (past, "_BEFORE", 4), (past, "_MANY_KEYS", 20)),
     ):
         monkeypatch.setattr(module, name, size)

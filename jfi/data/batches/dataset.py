@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfi.data.batches.assemble import Arrays, assemble
-from jfi.data.batches.batch import Batch
+from jfi.data.batches.batch import Arrays, Batch, assemble
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.negatives import Candidates, Kind
 from jfi.data.batches.order import BatchPart, ChunkOrder, Chunks, Order, SampleOrder, cut_chunks, timeline_ranges
@@ -22,7 +21,7 @@ from jfi.history_policies import Policy
 from jfi.utils.errors import suggest
 
 if TYPE_CHECKING:
-    from jfi.data.prepared.checksums import Verification
+    from jfi.data.prepared.store import Verification
     from jfi.data.prepared.summary import Summary
 
 

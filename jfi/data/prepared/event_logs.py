@@ -15,7 +15,7 @@ from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.read import SourceTables, open_tables
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema
 from jfi.events.groups import BY_CATEGORY, SESSIONS
 from jfi.events.statistics import Statistics

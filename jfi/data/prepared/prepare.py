@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.batch import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
@@ -51,9 +51,9 @@ from jfi.data.prepared.stages.sort import (
 )
 from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.prepared.stages.summarize import summarize
 from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
-from jfi.data.schema.labels import target_names
+from jfi.data.prepared.summary import summarize
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display

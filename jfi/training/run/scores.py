@@ -22,7 +22,7 @@ from jfi.data.io.blocks import find_table
 from jfi.data.io.paths import is_configured
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
-from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
+from jfi.data.prepared.summary import count_lengths, describe_lengths
 from jfi.data.schema.schema import LabelSpec
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM

@@ -22,8 +22,16 @@ from jfi.data.io.table import Table, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
-from jfi.data.schema.labels import labels_of, read_labels, read_targets, target_names
-from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule
+from jfi.data.schema.rules import (
+    check_held,
+    describe_values,
+    labels_of,
+    only_column,
+    parse_rule,
+    read_labels,
+    read_targets,
+    target_names,
+)
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.utils.jagged import blocks
 

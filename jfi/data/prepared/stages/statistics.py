@@ -10,9 +10,8 @@ from jfi.data.prepared.stages.columns import Columns, read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema, Encodings, FeatureSpec
-from jfi.events.events import SortedEvents, event_values
+from jfi.events.events import New, SortedEvents, event_values
 from jfi.events.groups import SESSIONS
-from jfi.events.past import New
 from jfi.events.point_in_time import Column, PastIndex
 from jfi.events.statistics import DenseStatistics, StatisticColumns, Statistics
 from jfi.utils.encoding import UNKNOWN
