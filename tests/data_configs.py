@@ -72,4 +72,4 @@ def lists_of(config: DataConfig) -> dict:
 
 def line_of(table: Table, row: int) -> int:
     """The line of a row in its file."""
-    return int(table.place(row).rpartition(":")[2])
+    return int(table.location(row).rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""Records of a log that grows: of each key of one set of rows the rows that questions of now need.
+"""Records of a log that grows: of each key of one set of rows the rows that queries of now need.
 
 A record has rows of one key, such as an item's of the set "labeled by item", oldest first: the oldest one, the newest
 ones, and for a user's keys the first one of the last session. Each has its time, the number of rows of the key before
@@ -23,7 +23,7 @@ from jfi.utils.jagged import ranges
 USER_ROWS, PAIRS = "history by user", "pairs of "
 #: Bytes of the prefix of a record's key, and of the digest of an id or a value.
 PREFIX_BYTES, DIGEST_BYTES = 5, 8
-#: A question is answered exactly if no more rows of a user, or of another key, are as new as itself or newer.
+#: A query is computed exactly if no more rows of a user, or of another key, are as new as itself or newer.
 NEWER_ROWS = 8
 #: The newest rows of a key that stay: of a user, of a user and an item, of a pair, of an item, and of all rows.
 _KEPT = {"user": WINDOW + NEWER_ROWS, "user x item": 3 + NEWER_ROWS, "pairs": NEWER_ROWS, "item": NEWER_ROWS}

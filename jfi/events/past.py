@@ -46,7 +46,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Older:
-    """Ranges of sorted rows, one for each of B questions.
+    """Ranges of sorted rows, one for each of B queries.
 
     Args:
         first, end: `[B]` int64.

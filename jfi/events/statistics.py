@@ -17,7 +17,7 @@ import numpy as np
 from jfi.events.events import Histories, index_type
 from jfi.events.groups import GROUPS, NUM_VALUES, columns_of
 from jfi.events.past import Past, Tally
-from jfi.events.point_in_time import PastIndex, Questions, Tallies
+from jfi.events.point_in_time import PastIndex, Queries, Tallies
 from jfi.utils.encoding import standardize
 from jfi.utils.jagged import blocks, ranges
 
@@ -52,39 +52,39 @@ class CoOccurrence:
     agreement: np.ndarray
 
 
-def co_occurrence(asked: Tallies, window: int) -> CoOccurrence:
-    """The sums for questions.
+def co_occurrence(tallies: Tallies, window: int) -> CoOccurrence:
+    """The sums for queries.
 
     Args:
-        asked: the questions; their index keeps the pairs. In implicit feedback no label is surprising.
+        tallies: the queries; their index keeps the pairs. In implicit feedback no label is surprising.
         window: the number of newest events of a history that count.
     """
-    index, item, rows, moment = asked.index, asked.questions.item, asked.questions.events, asked.moment
+    index, item, rows, moment = tallies.index, tallies.queries.item, tallies.queries.events, tallies.moment
     events, name, with_labels = index.events, f"pairs of {window}", not index.is_implicit
     pairs, alone = _pairs(index, window, name), index.past("history", ("item",))
     of_target = alone.older(item, moment).count
-    # A sample that is an event of histories, with its own item, asks for the pairs that it made.
-    place, first = np.full(len(item), -1), index.arrays.get(f"{name}: first")
+    # A sample that is an event of histories, with its own item, reads the pairs that it made.
+    position, first = np.full(len(item), -1), index.arrays.get(f"{name}: first")
     if rows is not None and first is not None and len(first):
         found = rows
         if events.rows is not None:  # values of another type would convert all of the array
             found = np.searchsorted(events.rows, rows.astype(events.rows.dtype))
             found = np.minimum(found, len(events.rows) - 1)
-        place = np.where((events.rows_at(found) == rows) & (events.item[rows] == item), found, -1)
+        position = np.where((events.rows_at(found) == rows) & (events.item[rows] == item), found, -1)
     if rows is None:
-        (newest,) = (one.newest(window) for one in asked.older("history", ("user",)))
+        (newest,) = (one.newest(window) for one in tallies.older("history", ("user",)))
         start, lengths = newest.first, newest.end - newest.first
     else:
         start, lengths = events.histories(rows, window)
     sums, surprise = np.zeros((4, len(item))), _surprise(index) if with_labels else None
     for is_own in (True, False):
-        chosen = np.flatnonzero((place >= 0) == is_own)
+        chosen = np.flatnonzero((position >= 0) == is_own)
         histories = Histories(lengths[chosen], start[chosen])
         for own, _, event in histories.blocks(events, _PAIRS_AT_ONCE):
             part, count = chosen[own], histories.lengths[own]
             now, other, agreed = moment[part].repeat(count), events.item[event].astype(np.int64), 0.0
             if is_own:
-                own_pairs = ranges(first[place[part]], count)
+                own_pairs = ranges(first[position[part]], count)
                 found = index.arrays[f"{name}: older"][own_pairs]
                 if with_labels:
                     agreed = index.arrays[f"{name}: agreement"][own_pairs]
@@ -195,20 +195,20 @@ class Statistics:
     values: Iterable[str] = ()
 
     def of(self, events: np.ndarray, item: np.ndarray | None = None) -> StatisticColumns:
-        """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value.
+        """Returns by column the statistics `[B]` float64 of queries, NaN for a missing value.
 
         Args:
-            events: `[B]` int64, the event of each question.
+            events: `[B]` int64, the event of each query.
             item: `[B]` int64, the targets; None for the events' own items.
         """
-        return self.answers(self.index.questions(events, item))
+        return self.compute(self.index.queries(events, item))
 
-    def answers(self, questions: Questions) -> StatisticColumns:
-        """Returns by column the statistics `[B]` float64 of questions, NaN for a missing value."""
-        asked, columns = Tallies(self.index, questions), {}
+    def compute(self, queries: Queries) -> StatisticColumns:
+        """Returns by column the statistics `[B]` float64 of queries, NaN for a missing value."""
+        tallies, columns = Tallies(self.index, queries), {}
         for name in GROUPS:
             if name in self.groups:
-                columns |= getattr(self, f"_{name}")(asked)
+                columns |= getattr(self, f"_{name}")(tallies)
         columns_of_events = self.categories, self.numbers, self.values
         return {name: columns[name] for name in columns_of(self.groups, self.index.is_implicit, *columns_of_events)}
 
@@ -233,98 +233,98 @@ class Statistics:
                 found[name][part] = values
         return found
 
-    def _item(self, asked: Tallies) -> StatisticColumns:
-        count = {"past_item_count": np.log1p(asked.item.count)}
+    def _item(self, tallies: Tallies) -> StatisticColumns:
+        count = {"past_item_count": np.log1p(tallies.item.count)}
         if self.index.is_implicit:
-            return {"past_item_share": np.log(self._item_share(asked))} | count
-        return {"past_item_rate": asked.item_rate} | count
+            return {"past_item_share": np.log(self._item_share(tallies))} | count
+        return {"past_item_rate": tallies.item_rate} | count
 
-    def _user(self, asked: Tallies) -> StatisticColumns:
-        count = {"past_user_count": np.log1p(asked.user.count)}
+    def _user(self, tallies: Tallies) -> StatisticColumns:
+        count = {"past_user_count": np.log1p(tallies.user.count)}
         if self.index.is_implicit:
             return count
-        columns = {"past_user_rate": _user_rate(asked)} | count
+        columns = {"past_user_rate": _user_rate(tallies)} | count
         for most in (3, 10, 30):
-            above = asked.sums("labeled", ("user",), "item surprise", most)
-            columns[f"past_user_newest_{most}"] = above / (np.minimum(asked.user.count, most) + 1)
+            above = tallies.sums("labeled", ("user",), "item surprise", most)
+            columns[f"past_user_newest_{most}"] = above / (np.minimum(tallies.user.count, most) + 1)
         return columns
 
-    def _user_item(self, asked: Tallies) -> StatisticColumns:
+    def _user_item(self, tallies: Tallies) -> StatisticColumns:
         key = ("user", "item")
         if self.index.is_implicit:
-            tally, _ = asked.user_share("item")
-            share = tally.rate(self._item_share(asked), _OF_FEW)
+            tally, _ = tallies.user_share("item")
+            share = tally.rate(self._item_share(tallies), _OF_FEW)
             count = {"past_user_item_count": np.log1p(tally.positives)}
-            return {"past_user_item_share": share} | count | self._user_item_pause(asked)
-        tally = asked.tally(key)
-        rate = tally.rate(asked.item_rate, _OF_FEW)
+            return {"past_user_item_share": share} | count | self._user_item_pause(tallies)
+        tally = tallies.tally(key)
+        rate = tally.rate(tallies.item_rate, _OF_FEW)
         return {
             "past_user_item_rate": rate,
             "past_user_item_count": np.log1p(tally.count),
-            "past_user_item_newest_3": asked.tally(key, 3).rate(rate, 1.0),
+            "past_user_item_newest_3": tallies.tally(key, 3).rate(rate, 1.0),
         }
 
-    def _similar(self, asked: Tallies) -> StatisticColumns:
-        sums = co_occurrence(asked, self.window)
+    def _similar(self, tallies: Tallies) -> StatisticColumns:
+        sums = co_occurrence(tallies, self.window)
         columns = {"past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY)}
         if self.index.is_implicit:
             return columns
-        rate = (sums.liked + _user_rate(asked)) / (sums.labeled + 1.0)
+        rate = (sums.liked + _user_rate(tallies)) / (sums.labeled + 1.0)
         return columns | {"past_similar_rate": rate, "past_agreement": sums.agreement}
 
-    def _popularity(self, asked: Tallies) -> StatisticColumns:
+    def _popularity(self, tallies: Tallies) -> StatisticColumns:
         columns = {}
         for number, half_life in enumerate(self.half_lives, 1):
-            tally, total = asked.decayed(("item",), half_life), asked.decayed((), half_life).count
+            tally, total = tallies.decayed(("item",), half_life), tallies.decayed((), half_life).count
             share = (tally.count + 1 / self.index.num_known) / (total + 1)
             columns[f"past_popularity_{number}"] = np.log(share)
             if not self.index.is_implicit:
-                columns[f"past_recent_rate_{number}"] = tally.rate(asked.overall, _SMOOTHING)
+                columns[f"past_recent_rate_{number}"] = tally.rate(tallies.overall, _SMOOTHING)
         return columns
 
-    def _age(self, asked: Tallies) -> StatisticColumns:
+    def _age(self, tallies: Tallies) -> StatisticColumns:
         return {
-            "past_item_age": np.log1p(asked.age("labeled", ("item",), oldest=True)),
-            "past_user_pause": np.log1p(asked.age("history", ("user",))),
-        } | ({} if self.index.is_implicit else self._user_item_pause(asked))
+            "past_item_age": np.log1p(tallies.age("labeled", ("item",), oldest=True)),
+            "past_user_pause": np.log1p(tallies.age("history", ("user",))),
+        } | ({} if self.index.is_implicit else self._user_item_pause(tallies))
 
-    def _user_item_pause(self, asked: Tallies) -> StatisticColumns:
-        return {"past_user_item_pause": np.log1p(asked.age("history", ("user", "item")))}
+    def _user_item_pause(self, tallies: Tallies) -> StatisticColumns:
+        return {"past_user_item_pause": np.log1p(tallies.age("history", ("user", "item")))}
 
-    def _user_category(self, asked: Tallies) -> StatisticColumns:
+    def _user_category(self, tallies: Tallies) -> StatisticColumns:
         columns = {}
         for name in self.categories:
             part, prefix = f"column {name}", f"past_user_{name}"
             if part not in self.index.item_columns:  # no list in training has a value
-                missing = np.full(len(asked.seconds), np.nan)
+                missing = np.full(len(tallies.seconds), np.nan)
                 kind = "share" if self.index.is_implicit else "rate"
                 columns |= {f"{prefix}_{kind}": missing, f"{prefix}_count": missing}
             elif self.index.is_implicit:
-                tally, everybody = asked.user_share(part)
+                tally, everybody = tallies.user_share(part)
                 columns[f"{prefix}_share"] = tally.rate(everybody, _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.positives)
             else:
-                tally = asked.tally(("user", part))
-                columns[f"{prefix}_rate"] = tally.rate(_user_rate(asked), _OF_FEW)
+                tally = tallies.tally(("user", part))
+                columns[f"{prefix}_rate"] = tally.rate(_user_rate(tallies), _OF_FEW)
                 columns[f"{prefix}_count"] = np.log1p(tally.count)
         return columns
 
-    def _session(self, asked: Tallies) -> StatisticColumns:
-        count = asked.session[0].count
+    def _session(self, tallies: Tallies) -> StatisticColumns:
+        count = tallies.session[0].count
         columns = {"past_session_count": np.log1p(count)}
         for name in self.categories:
             part, share = f"column {name}", np.full(len(count), np.nan)
             if part in self.index.item_columns:
-                values = np.maximum((asked.keys((part,)) >= 0).sum(axis=1), 1)
-                share = asked.in_session((part,)) / values / np.maximum(count, 1)
+                values = np.maximum((tallies.keys((part,)) >= 0).sum(axis=1), 1)
+                share = tallies.in_session((part,)) / values / np.maximum(count, 1)
             columns[f"past_session_{name}_share"] = share
         return columns
 
-    def _event_values(self, asked: Tallies) -> StatisticColumns:
-        columns, session = {}, asked.session[0]
+    def _event_values(self, tallies: Tallies) -> StatisticColumns:
+        columns, session = {}, tallies.session[0]
 
         def mean(name: str, key: tuple[str, ...], expected: np.ndarray | float, smoothing: float) -> np.ndarray:
-            total, count = (asked.sums("history", key, f"{what} {name}") for what in ("sum of", "has"))
+            total, count = (tallies.sums("history", key, f"{what} {name}") for what in ("sum of", "has"))
             return Tally(total, count).rate(expected, smoothing)
 
         def of_session(what: str) -> np.ndarray:
@@ -344,16 +344,16 @@ class Statistics:
             for i in range(1, NUM_VALUES + 1):
                 what = f"{name} is {i}"
                 columns[f"past_session_{name}_{i}"] = np.log1p(of_session(what))
-                columns[f"past_user_item_{name}_{i}"] = np.log1p(asked.sums("history", ("user", "item"), what))
+                columns[f"past_user_item_{name}_{i}"] = np.log1p(tallies.sums("history", ("user", "item"), what))
         return columns
 
-    def _item_share(self, asked: Tallies) -> np.ndarray:
-        share = (asked.num_rows("labeled", ("item",)) + _SMOOTHING / self.index.num_known).astype(np.float64)
-        return share / (asked.num_rows("labeled") + _SMOOTHING)
+    def _item_share(self, tallies: Tallies) -> np.ndarray:
+        share = (tallies.num_rows("labeled", ("item",)) + _SMOOTHING / self.index.num_known).astype(np.float64)
+        return share / (tallies.num_rows("labeled") + _SMOOTHING)
 
 
-def _user_rate(asked: Tallies) -> np.ndarray:
-    return asked.user.rate(asked.overall, _SMOOTHING)
+def _user_rate(tallies: Tallies) -> np.ndarray:
+    return tallies.user.rate(tallies.overall, _SMOOTHING)
 
 
 class DenseStatistics:
@@ -370,5 +370,5 @@ class DenseStatistics:
     def fill(self, dense: np.ndarray, rows: np.ndarray, events: np.ndarray, item: np.ndarray) -> None:
         """Writes the statistics of events with other targets, `[n]` int64 each, to the `rows [n]` of `dense [B, D]`."""
         made = self.statistics.of(events, item)
-        for name, place, scale in self._columns:
-            dense[rows, place] = standardize(made[name], *scale)
+        for name, position, scale in self._columns:
+            dense[rows, position] = standardize(made[name], *scale)

@@ -190,7 +190,7 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
         raise DataError(f"{table.name}: column '{name}' has no list with numbers")
     expected = int(counts[filled[0]]) if width is None else width
     for row in filled[counts[filled] != expected][:1].tolist():
-        other = f"that of {table.place(int(filled[0]))}" if width is None else "the codec's"
+        other = f"that of {table.location(int(filled[0]))}" if width is None else "the codec's"
         raise table.fault(row, f"'{name}' has {counts[row]} numbers, and {other} has {expected}")
     try:
         values = column.flatten().cast(pa.float64())

@@ -24,7 +24,7 @@ from jfi.data.schema.schema import DataSchema
 from jfi.events import groups, past, point_in_time, statistics
 from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.groups import GROUPS
-from jfi.events.point_in_time import Questions
+from jfi.events.point_in_time import Queries
 from jfi.events.statistics import Statistics
 from jfi.utils.encoding import standardize
 
@@ -75,7 +75,7 @@ def log(seed: int, count: int = 70) -> pa.Table:
 
 
 class Loops:
-    """The definition of each statistic, a question at a time.
+    """The definition of each statistic, a query at a time.
 
     A row is (user, item, time, label, is event, visit, quantile of the rating, kind).
     """
@@ -246,8 +246,8 @@ def test_they_are_those_of_loops(kind):
     loops, names = Loops(dataset, kind, table), dataset.schema.dense_names
     checked = 0
     for split in ("train", "validation", "test"):
-        dense, asked = questions(dataset, split)
-        wanted = [loops.of(int(user), int(item), float(time)) for user, item, time in asked]
+        dense, queries = questions(dataset, split)
+        wanted = [loops.of(int(user), int(item), float(time)) for user, item, time in queries]
         assert wanted[0].keys() == set(names)
         for place, name in enumerate(names):
             numbers = np.array([one[name] for one in wanted])
@@ -277,11 +277,12 @@ def test_nothing_comes_from_rows_at_the_moment_or_after(kind, seed, cut):
         events = dataset.arrays().events
         rows = np.flatnonzero(events.time <= cut * 700)
         if dataset.is_implicit:
-            asked, items = rows.repeat(ITEMS), np.tile(np.arange(ITEMS), len(rows))
-            dense = dataset.batch_of(asked, items).dense_features.numpy()
+            queries, items = rows.repeat(ITEMS), np.tile(np.arange(ITEMS), len(rows))
+            dense = dataset.batch_of(queries, items).dense_features.numpy()
         else:
-            asked, items, dense = rows, events.item[rows], np.stack([one[rows] for one in dataset.arrays().dense[2]], 1)
-        keys = np.stack([events.user[asked], items, events.time[asked]], axis=1)
+            queries, items = rows, events.item[rows]
+            dense = np.stack([one[rows] for one in dataset.arrays().dense[2]], 1)
+        keys = np.stack([events.user[queries], items, events.time[queries]], axis=1)
         return keys[np.lexsort(keys.T)], dense[np.lexsort(keys.T)]
 
     (keys, dense), (same, again) = known(before), known(after)
@@ -439,12 +440,12 @@ def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind,
         )
         user, item = (rng.integers(-1, len(of), 50) for of in (users, items))
         later = rng.choice([1e-3, 100.0, 1800.0, 50000.0], 50)
-        asked = Questions(user, index.times[-1] + later, np.maximum(item, 0))
-        ids = {part: column.ids[asked.item] for part, column in index.item_columns.items()}
-        expected, arrays = made.answers(asked), counters_of(index)
+        queries = Queries(user, index.times[-1] + later, np.maximum(item, 0))
+        ids = {part: column.ids[queries.item] for part, column in index.item_columns.items()}
+        expected, arrays = made.compute(queries), counters_of(index)
         sizes = {part: column.size for part, column in index.item_columns.items()}
         totals = index_of_counters(arrays, len(items), index.num_known, sizes, index.is_implicit, index.sets)
-        found = replace(made, index=totals).answers(replace(asked, ids=ids))
+        found = replace(made, index=totals).compute(replace(queries, ids=ids))
     assert list(found) == list(expected)
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)

@@ -41,7 +41,7 @@ class Batch(Pipelineable):
             missing. Auxiliary ones are the last ones, in all splits; a model has outputs for them in
             training mode alone.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
-        samples: `[B]` int64, the samples by their place in the split.
+        samples: `[B]` int64, the samples by their position in the split.
         total: samples of the batch on all ranks.
         weights: `[B]` float32, the samples' weights in the loss; None without `data.weight`.
         timelines: None for a batch by sample. By user the samples of a timeline are neighbours, in the order of time.
@@ -170,7 +170,7 @@ def assemble(
     specs = schema.features if offsets is None else schema.features[:-1]
     lengths = np.zeros((len(specs), len(events)), np.int64)
     for own, spec, ids in zip(lengths, specs, [*arrays.columns, None], strict=False):
-        counts = ids.counts(rows[spec.role]) if spec.role in rows else histories.lengths
+        counts = histories.lengths if ids is None or spec.role not in rows else ids.counts(rows[spec.role])
         own[: len(counts)] = counts
     length_per_key = lengths.sum(axis=1).tolist()
     ends = list(accumulate(length_per_key))
@@ -192,16 +192,16 @@ def assemble(
         event_times = np.empty(int(histories.lengths.sum()))
         target_times = torch.from_numpy(table.time[events])
         times = Timelines(torch.from_numpy(offsets), target_times, torch.from_numpy(event_times), schema.max_history)
-    for owner, place, event in histories.blocks(table, _BLOCK):
+    for owner, own, event in histories.blocks(table, _BLOCK):
         of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
         for entity, ids, out in of_events:
-            ids.fill(of[entity], out[place])
+            ids.fill(of[entity], out[own])
         time = table.time.take(event, mode="clip")
         if times is None:
             now = repeat(table.time[events[owner]], histories.lengths[owner])
-            parts[-1][place] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
+            parts[-1][own] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
         else:
-            event_times[place] = time
+            event_times[own] = time
 
     sparse = KeyedJaggedTensor(
         keys=[spec.key for spec in specs],
@@ -216,8 +216,8 @@ def assemble(
     dense = np.zeros((len(events), 1), np.float32)
     if schema.dense_names:
         dense = np.concatenate([users[user], items[item], *(column[events, None] for column in contexts)], axis=1)
-    if arrays.statistics is not None and len(drawn := np.flatnonzero(item != table.item[events])):
-        arrays.statistics.fill(dense, drawn, events[drawn], item[drawn])
+    if arrays.statistics is not None and len(negatives := np.flatnonzero(item != table.item[events])):
+        arrays.statistics.fill(dense, negatives, events[negatives], item[negatives])
     further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
     if further:
         label = np.stack([label[:count], *further], axis=1)

@@ -52,9 +52,9 @@ class Engagement:
 
         An event without a surface has `unknown`, if that is a name.
         """
-        positions = {name: place for place, name in enumerate(surfaces)}
-        place = np.array([positions.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
-        return replace(self, surface=place[self.surface], surfaces=list(surfaces))
+        positions = {name: index for index, name in enumerate(surfaces)}
+        index = np.array([positions.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
+        return replace(self, surface=index[self.surface], surfaces=list(surfaces))
 
     def log(self, user: np.ndarray, time: np.ndarray, rows: np.ndarray | None = None) -> EventLog:
         """The events as `jfi.history_policies` takes them.

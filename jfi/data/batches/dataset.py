@@ -208,7 +208,7 @@ class InteractionDataset:
 
         Args:
             split: "train", "validation" or "test".
-            samples: `[B]` int64, the samples by their place in the split.
+            samples: `[B]` int64, the samples by their position in the split.
             seed: of the sampled negatives, together with `epoch`.
             epoch: number of the epoch.
         """

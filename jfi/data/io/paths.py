@@ -325,7 +325,7 @@ def _files_below(folder: str) -> list[str]:
 
 
 def name_tables(source: Any) -> Any:
-    """Returns what `find_files` takes with a text that holds the SHA-256 in the place of each table in memory."""
+    """Returns what `find_files` takes with a text that holds the SHA-256 in place of each table in memory."""
     if isinstance(source, list | tuple):
         return [name_tables(one) for one in source]
     if source is None or isinstance(source, str):

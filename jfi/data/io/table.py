@@ -47,7 +47,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Table:
-    """N rows and the place they come from.
+    """N rows and where they come from.
 
     Args:
         name: the file as the config names it, or the origin of a table without a file.
@@ -91,17 +91,17 @@ class Table:
         column = pa.nulls(len(self)) if value is None else pa.repeat(pa.scalar(value, TEXT), len(self))
         return replace(self, data=self.data.append_column(name, column), known=[*self.known, name])
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Returns `file:line` of a row."""
         for part in self.parts:
             if row < len(part):
-                return part.place(row)
+                return part.location(row)
             row -= len(part)
         return f"{self.name}:{self.line(row)}"
 
     def fault(self, row: int, what: str) -> DataError:
         """Returns the error for a row."""
-        return DataError(f"{self.place(row)}: {what}")
+        return DataError(f"{self.location(row)}: {what}")
 
     def column(self, name: str) -> pa.Array:
         """Returns the column in one piece, without dictionaries; texts are large_string.
@@ -167,7 +167,7 @@ class Table:
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
-            raise self.fault(row, f"'{name}' {column[row]} is already in {self.place(int(first[row]))}")
+            raise self.fault(row, f"'{name}' {column[row]} is already in {self.location(int(first[row]))}")
         return column
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:

@@ -86,12 +86,12 @@ def _decode(file: File, encoding: str) -> Iterator[bytes]:
             text = decoder.decode(part, final=not part).encode(UTF8)
         except UnicodeDecodeError as error:
             # The decoder may have kept the first bytes of a character from the part before.
-            place = offset - len(error.object) + error.start
+            position = offset - len(error.object) + error.start
             lines += count_lines(error.object[: error.start].decode(encoding, "ignore").encode(UTF8, "ignore"))
             name = "UTF-8" if codecs.lookup(encoding).name == UTF8 else encoding
             is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             advice = "it starts like UTF-16: set data.encoding: utf-16" if is_utf16 else _ADVICE
-            what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
+            what = f"the byte 0x{error.object[error.start]:02X} at offset {position} is not {name}"
             raise DataError(f"{path}:{lines}: {what}{layout.advice(advice)}") from error
         except UnicodeError as error:  # UTF-16 without a byte order mark, or half of a surrogate pair
             raise DataError(f"{path}: not {encoding}: {error}{layout.advice(_ADVICE)}") from error
@@ -285,35 +285,35 @@ def _csv_reader(lines: list[str], delimiter: str, quote: str | None) -> Iterator
 
 def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the columns, and the separators of those that are multi-valued."""
-    place, names = f"{path}:1", line.strip("\r\n")
+    location, names = f"{path}:1", line.strip("\r\n")
     if not names:
         what = "empty line" if line else "the file is empty"
-        raise DataError(f"{place}: {what}, expected the names of the columns")
+        raise DataError(f"{location}: {what}, expected the names of the columns")
     if "\0" in line:
         advice = " set data.encoding: utf-16" if layout.is_configured else ""
-        raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16?{advice}")
+        raise DataError(f"{location}: the names of the columns hold the byte 0; is this UTF-16?{advice}")
     text, delimiter = _split_by_one(names.encode(), layout.delimiter)
     try:
         with _csv_reader([text.decode()], delimiter, layout.quote) as reader:
             names = next(reader)
     except csv.Error as error:
         what = "is not closed on the line" if str(error) == _OPEN else "is followed by text"
-        raise DataError(f"{place}: the quote of a column's name {what}{layout.advice(_UNQUOTE)}") from error
+        raise DataError(f"{location}: the quote of a column's name {what}{layout.advice(_UNQUOTE)}") from error
     longest = max(map(len, names))
     if longest > _MAX_NAME:
-        raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
+        raise DataError(f"{location}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
     separators = {}
     if layout.typed:
         for name in names:
             if not re.fullmatch(r".+:(token|token_seq|float|float_seq)", name):
                 expected = "name:type, where type is token, token_seq, float or float_seq"
-                raise DataError(f"{place}: header '{name}' must be {expected}")
+                raise DataError(f"{location}: header '{name}' must be {expected}")
         pairs = [name.rsplit(":", 1) for name in names]
         names, separators = [name for name, _ in pairs], {name: " " for name, kind in pairs if kind.endswith("_seq")}
     if len(set(names)) < len(names):
         repeated = next(name for i, name in enumerate(names) if name in names[:i])
         hint = header_hint(names) if layout.is_configured else ""
-        raise DataError(f"{place}: column '{repeated}' appears twice{hint}")
+        raise DataError(f"{location}: column '{repeated}' appears twice{hint}")
     return names, separators
 
 

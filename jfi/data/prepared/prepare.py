@@ -172,7 +172,7 @@ def sorted_events(
 def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> DataSchema:
     """Writes the dataset of the sorted rows into the folder `result` of the stages; returns its schema.
 
-    Each column is written once, in its place.
+    Each column is written once.
     """
     config, out = given.config, work / "result"
     events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]

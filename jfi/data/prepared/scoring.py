@@ -110,7 +110,7 @@ class ScoringRows:
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
-        past: makes the statistics of the rows in the place of the history; or None.
+        past: makes the statistics of the rows in place of the history; or None.
         memory: most that sorting holds in memory; None is half of what is free.
 
     Raises:
@@ -366,6 +366,6 @@ def _find_repeated(keys: list[np.ndarray], history: np.ndarray) -> np.ndarray:
     """
     first = np.append(True, np.any([key[1:] != key[:-1] for key in keys], axis=0))
     group = np.cumsum(first) - 1
-    place = np.arange(len(history)) - np.flatnonzero(first)[group]
+    position = np.arange(len(history)) - np.flatnonzero(first)[group]
     count = np.bincount(group, history).astype(np.int64)[group]
-    return ~history & (place - count < count)
+    return ~history & (position - count < count)

@@ -320,10 +320,10 @@ def _warn_of_raw_events(arrays: Arrays, schema: DataSchema, columns: Columns) ->
     else:
         index = arrays.statistics.statistics.index
     rows = rows[:: max(1, len(rows) // _ASKED)].astype(np.int64)
-    label, asked = arrays.events.label[rows], Tallies(index, index.questions(rows))
-    soon = asked.age("history", ("user", "item")) <= _SOON
+    label, tallies = arrays.events.label[rows], Tallies(index, index.queries(rows))
+    soon = tallies.age("history", ("user", "item")) <= _SOON
     if "user_item" in columns.config.statistics_groups():  # they also read the labels of rows that are in no history
-        soon |= asked.age("labeled", ("user", "item")) <= _SOON
+        soon |= tallies.age("labeled", ("user", "item")) <= _SOON
     of_negatives, of_positives = (
         np.count_nonzero(soon & (label == value)) / max(1, np.count_nonzero(label == value)) for value in (0, 1)
     )

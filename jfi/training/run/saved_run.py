@@ -17,7 +17,7 @@ from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
-from jfi.training.config import Config, ConfigError, TrainingConfig
+from jfi.training.config import Config, ConfigError
 from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.inspection import attention, importance
 from jfi.training.metrics.unknown_values import UnknownShares
@@ -119,9 +119,8 @@ class SavedRun:
             run = jfi.load_run("runs/20250101-120000")
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
-        out = check_out(out)
-        tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, (), None, batch_size, out, output, memory) as scores:
+        out, sources = check_out(out), self._sources(interactions, history, users, items, semantic_ids)
+        with self._scored(sources, out, output, batch_size=batch_size, memory=memory) as scores:
             if out is None:
                 return _as_given(pa.Table.from_batches(list(scores.batches())), interactions)
             scores.write(out)
@@ -149,17 +148,10 @@ class SavedRun:
         are left out, and a warning counts them.
 
         Args:
-            interactions: the rows, as of `predict`.
-            history: the log before them, as of `predict`.
-            users: table of users, as of `predict`.
-            items: table of items, as of `predict`.
-            semantic_ids: file of the items' semantic IDs, as of `predict`.
+            interactions, history, users, items, semantic_ids, batch_size, output, memory: as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`, with the columns `by` too.
-            batch_size: rows per call of the model.
-            output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
             importance: whether the metrics include the result of `importance`, for which nothing is read again.
-            memory: as of `predict`.
 
         Returns:
             As `jfi.training.run.scores.metrics_of`.
@@ -170,8 +162,9 @@ class SavedRun:
         if importance and self.config.data.is_implicit:
             raise DataError("importance: no row has a label")
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, by, self.config.training, batch_size, out, output, memory) as scores:
+        sources, evaluate = self._sources(interactions, history, users, items, semantic_ids), self.config.training
+        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "memory": memory}
+        with self._scored(sources, out, output, **options) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if importance:
                 metrics["importance"] = self._importance(scores.rows, batch_size)
@@ -201,7 +194,7 @@ class SavedRun:
         Raises:
             DataError: as `evaluate`; also for implicit feedback, whose rows have no labels.
         """
-        with self._read((interactions, history, users, items, semantic_ids), memory) as (rows, _):
+        with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, _):
             return self._importance(rows, batch_size, seed)
 
     def _importance(self, rows: ScoringRows, batch_size: int, seed: int = 0) -> dict:
@@ -234,54 +227,36 @@ class SavedRun:
             ValueError: the model does not pool by attention.
             DataError: as `predict`.
         """
-        with self._read((interactions, history, users, items, semantic_ids), memory) as (rows, folder):
+        with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, folder):
             return _as_given(attention(self.model, rows, read_ids(folder / "rows", "item"), batch_size), interactions)
 
     @contextmanager
-    def _read(
-        self, tables: tuple[Paths | pa.Table | None, ...], memory: str | None
-    ) -> Iterator[tuple[ScoringRows, Path]]:
+    def _read(self, sources: Sources, memory: str | None) -> Iterator[tuple[ScoringRows, Path]]:
         with temporary_folder(".jfi-") as folder, naming(folder):
             options: dict[str, Any] = {"policy": self.policy, "memory": memory}
-            yield ScoringRows(self._sources(tables), folder, self.schema, self.config.data, **options), folder
+            yield ScoringRows(sources, folder, self.schema, self.config.data, **options), folder
 
     def check_output(self, output: str) -> None:
         """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
         if output not in PREDICTED:
             raise ValueError(f"output is {output!r}, must be one of {', '.join(PREDICTED)}")
-        if output != "calibrated":
-            return
-        if all(label.task == "regression" for label in self.schema.labels):
-            raise ConfigError(
-                f"output is calibrated, but run {self.path} predicts numbers, which have no probabilities"
-            )
-        if not self.calibration:
-            raise ConfigError(
-                f"output is calibrated, but run {self.path} has no calibration, like all runs of earlier versions; "
-                "train it again, or choose probabilities"
-            )
+        what = f"output is calibrated, but run {self.path}"
+        if output == "calibrated" and all(label.task == "regression" for label in self.schema.labels):
+            raise ConfigError(f"{what} predicts numbers, which have no probabilities")
+        if output == "calibrated" and not self.calibration:
+            raise ConfigError(f"{what} has no calibration; train it again, or choose probabilities")
 
     def _scored(
-        self,
-        tables: tuple[Paths | pa.Table | None, ...],
-        by: Sequence[str],
-        evaluate: TrainingConfig | None,
-        batch_size: int,
-        out: Path | None,
-        output: str,
-        memory: str | None,
+        self, sources: Sources, out: Path | None, output: str, **options: Any
     ) -> AbstractContextManager[Scores]:
-        """The scores of `tables`, which are in the order of the fields of `Sources`."""
+        """The scores of `sources`; the options are those of `scored`."""
         self.check_output(output)
-        sources = self._sources(tables)
         check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
-        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "memory": memory}
-        options["folder"] = None if out is None else out.parent
+        options |= {"folder": None if out is None else out.parent, "policy": self.policy, "expected": self.unknown}
         options["calibration"] = self.calibration if output == "calibrated" else None
-        options |= {"policy": self.policy, "expected": self.unknown}
         return scored(self.model, sources, self.schema, self.config.data, **options)
 
-    def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
+    def _sources(self, *tables: Paths | pa.Table | None) -> Sources:
         """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""
         config = self.config.data
         named = (None, None, config.users, config.items, config.semantic_ids)

@@ -143,7 +143,7 @@ def _connect(settings: dict) -> "duckdb.DuckDBPyConnection":
         raise DataError(f"--memory {settings['memory_limit']}: not an amount of memory such as 1GB") from error
 
 
-#: The column of a row's place in the table.
+#: The column of a row's index in the table.
 ROW = "row"
 
 Advance = Callable[[int], None]
@@ -244,15 +244,15 @@ def order_and_split(
             labeled = ~np.isnan(columns["label"][begin:end])
             split[begin:end] = splits.leave_one_out(of_block, labeled, group)
     labeled = sum(int((~np.isnan(columns["label"][begin:end])).sum()) for begin, end in blocks(count))
-    cuts, place = splits.time_cuts(labeled, config.fractions), 0
+    cuts, before = splits.time_cuts(labeled, config.fractions), 0
     # The rows are sorted by user and item, so among equal times their number gives this order.
     for batch in sort_batches(given(), ["time", ROW], memory, scratch):
         rows = batch.column(ROW).to_numpy()
         writer.append("order", rows)
         if config.split == "time":
             counted = ~np.isnan(columns["label"][rows])
-            split[rows] = splits.split_by_time(counted, place, cuts)
-            place += int(counted.sum())
+            split[rows] = splits.split_by_time(counted, before, cuts)
+            before += int(counted.sum())
         advance(len(rows))
     if config.split == "time" and config.request_id is not None:
         for begin, end, group in _users(columns):
