@@ -10,7 +10,7 @@ import numpy as np
 
 from jfi.events.events import SortedEvents
 from jfi.events.groups import WINDOW
-from jfi.events.point_in_time import Column, PastIndex, Rows
+from jfi.events.point_in_time import KeyColumn, PastIndex, Rows
 
 #: Arrays that make others, and serve queries of the log's own rows alone.
 _LEFT_OUT = ("events", "first", "older", "agreement")
@@ -43,7 +43,7 @@ def index_of_counters(
     user, item, time, label = (arrays[f"event {name}"] for name in _EVENTS)
     events = SortedEvents(user, item, time, label, np.zeros(len(user), np.int8))
     none = np.zeros((0, 1), np.int64)
-    columns = {part: Column("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
+    columns = {part: KeyColumn("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
 
     def refuse(*_: object) -> np.ndarray:
         raise KeyError("an array that queries need")  # it cannot be made of some rows

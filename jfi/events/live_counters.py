@@ -13,7 +13,7 @@ import numpy as np
 from jfi.events.events import SortedEvents, event_values
 from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
 from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, records_with_ends
-from jfi.events.point_in_time import Column, Key, PastIndex, Queries, Rows
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows
 from jfi.events.statistics import StatisticColumns, Statistics
 from jfi.utils.jagged import blocks
 
@@ -73,7 +73,7 @@ class LiveCounters:
         columns, ids = {}, {}
         for name, slots in self._counted.columns.items():
             ids[f"column {name}"] = np.ones((1, slots), np.int64)
-            columns[f"column {name}"] = Column("item", ids[f"column {name}"], 2, name)
+            columns[f"column {name}"] = KeyColumn("item", ids[f"column {name}"], 2, name)
         sums = event_values({name: zero for name in self._numbers}, {name: [zero] for name in self._values})
         known = self._counted.num_known, self._counted.is_implicit
         index = PastIndex(events, columns, 1, *known, sets=SETS, values=sums)

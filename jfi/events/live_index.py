@@ -14,7 +14,7 @@ from jfi.events.live_records import (
     DIGEST_BYTES,
     PAIRS,
     USER_ROWS,
-    Added,
+    AddedRows,
     KeyedRows,
     add_rows,
     empty_record,
@@ -255,7 +255,7 @@ class LiveIndex:
         name, at, key = self._counted.names[text], np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._columns:
             at, key = self._added_rows(name)
-        added = Added(key, self._rows.time[at], lambda one: self._columns[one][at])
+        added = AddedRows(key, self._rows.time[at], lambda one: self._columns[one][at])
         return add_rows(name, self._old[text], added, self._times)
 
     def _added_pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -267,7 +267,7 @@ class LiveIndex:
             key = np.searchsorted(self._numbers[self._pairs.text], self._pair_number[is_event])
         entries = self._entries[USER_ROWS][0]
         surprise = entries["surprise"][np.isfinite(entries["time"])]
-        products = Added(key, self._rows.time[at], lambda _: self._columns["surprise"][at] * surprise[event])
+        products = AddedRows(key, self._rows.time[at], lambda _: self._columns["surprise"][at] * surprise[event])
         return add_rows(self._pairs, self._old[self._pairs.text], products, self._times)
 
     def _index_of(self, entries: Mapping[str, np.ndarray]) -> PastIndex:

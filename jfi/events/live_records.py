@@ -84,7 +84,7 @@ def empty_record(dtype: np.dtype) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedRows:
     """Rows that are added to the records of K keys.
 
     Args:
@@ -98,7 +98,7 @@ class Added:
     values: Callable[[str], np.ndarray]
 
 
-def add_rows(name: KeyedRows, old: np.ndarray, added: Added, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def add_rows(name: KeyedRows, old: np.ndarray, added: AddedRows, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the entries of K records with further rows, none of them dropped, and where they are from.
 
     Of equal times the old rows come first; in a user's records all are in the order of items.
@@ -142,7 +142,7 @@ def add_rows(name: KeyedRows, old: np.ndarray, added: Added, times: np.ndarray) 
 def _add_decayed(
     name: KeyedRows,
     old: np.ndarray,
-    added: Added,
+    added: AddedRows,
     merged: tuple[np.ndarray, np.ndarray, np.ndarray],
     found: np.ndarray,
 ) -> None:

@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Column:
+class KeyColumn:
     """A categorical column of items, users or events.
 
     Args:
@@ -90,7 +90,7 @@ class PastIndex:
     def __init__(
         self,
         events: SortedEvents,
-        columns: dict[str, Column],
+        columns: dict[str, KeyColumn],
         num_items: int,
         num_known: int,
         is_implicit: bool,

@@ -157,7 +157,8 @@ class _Following:
         self._config, self._folder, self._drawn = config, run.path / "follow", clock()
         self._log = self._folder / "metrics.jsonl"
         schema, settings = load_schema(run), config.data.resolved()
-        policy = load_policy(own_policy(run, config).data)
+        named = own_policy(run, config).data.policy
+        policy = None if named is None else load_policy(named)
         self._reading = Reading(settings, schema, policy, late_seconds)
         #: Folder for parts that are refused, see `follow`, and their number.
         self.refused_to: Path | None = None

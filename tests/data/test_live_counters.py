@@ -11,7 +11,7 @@ from jfi.events.events import EventValues, SortedEvents, event_values
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import LiveRows
-from jfi.events.point_in_time import Column, PastIndex, Queries
+from jfi.events.point_in_time import KeyColumn, PastIndex, Queries
 from jfi.events.statistics import StatisticColumns, Statistics
 
 USERS, ITEMS, WINDOW = 5, 12, 8
@@ -82,7 +82,7 @@ class Log:
         histories = None if self.in_history[rows].all() else np.flatnonzero(self.in_history[rows])
         label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
         events = SortedEvents(user, self.item[rows], self.time[rows], label, split, histories)
-        columns = {"column tags": Column("item", self.tags, 6, "tags")}
+        columns = {"column tags": KeyColumn("item", self.tags, 6, "tags")}
         session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
         known_values = {"values": self.values_of(rows)}
         return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session, **known_values), known
@@ -217,7 +217,7 @@ def test_columns_may_have_names_that_look_like_those_of_arrays():
     user, item, values = (np.sort(rng.integers(0, n, 200)) for n in (USERS, ITEMS, 5))
     label = rng.integers(0, 2, 200).astype(np.float32)
     events = SortedEvents(user, rng.permutation(item), np.arange(200.0), label, np.zeros(200, np.int8))
-    columns = {part: Column("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
+    columns = {part: KeyColumn("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
     known = {"values": event_values({"c: codes": values}, {"rows by 5.0": [values]})}
     index = PastIndex(events, columns, ITEMS, ITEMS, False, **known)
     made = list(GROUPS), names, WINDOW, HALF_LIVES, *of_events

@@ -15,7 +15,7 @@ import pytest
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepared import prepare, store
-from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
+from jfi.data.prepared.manifest import FORMAT, DatasetManifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
 from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
@@ -65,7 +65,7 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     (folder / "manifest.json").write_text(text)
     seal(folder)
     with pytest.raises(DataError, match=re.escape(message)) as caught:
-        Manifest.load(folder)
+        DatasetManifest.load(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_prepared_dataset_is_named_without_a_file_below_it(folder, tm
         (tmp_path / "absent", "manifest.json is missing"),
     ):
         with pytest.raises(DataError) as caught:
-            Manifest.load(path)
+            DatasetManifest.load(path)
         assert str(caught.value) == f"{path}: not a prepared dataset, {what}"
 
 
@@ -118,7 +118,7 @@ def test_a_prepared_dataset_that_is_named_as_a_table_is_said_to_be_one(folder):
 def test_the_tables_of_a_manifest_are_those_of_the_dataset(folder):
     # The run's own names of tables make no difference.
     given = DataConfig(prepared=str(folder), interactions="elsewhere.csv", label="clicked")
-    assert resolve(given).interactions == Manifest.load(folder).data.interactions
+    assert resolve(given).interactions == DatasetManifest.load(folder).data.interactions
     assert DataConfig(interactions="s3://bucket/rows").with_absolute_paths().interactions == "s3://bucket/rows"
 
 

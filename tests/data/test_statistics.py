@@ -17,7 +17,7 @@ from statistics_columns import with_statistics
 
 from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.prepared.manifest import Manifest, resolve
+from jfi.data.prepared.manifest import DatasetManifest, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.events.groups import GROUPS
@@ -311,7 +311,7 @@ def test_a_prepared_dataset_decides_what_auto_stands_for(tmp_path):
     for name, statistics, groups in (("a", "auto", ALL), ("b", [], []), ("c", ["user"], ["user"])):
         prepare_dataset(replace(config, statistics=statistics), tmp_path / name, show=False)
         prepared = str(tmp_path / name)
-        assert Manifest.load(prepared).data.statistics == groups
+        assert DatasetManifest.load(prepared).data.statistics == groups
         assert resolve(DataConfig(prepared=prepared)).statistics_groups() == groups
         assert resolve(DataConfig(prepared=prepared, statistics=groups)).statistics_groups() == groups
         made = replace(config, statistics=groups).statistics_columns()

@@ -16,8 +16,17 @@ from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import count_rounded, has_values, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
-from jfi.data.io.paths import File, Layout, find_files, identify_file, is_configured, is_url, open_file
-from jfi.data.io.table import BLOCK, Reading, Table, check_columns, columns_in, first_fault, join_tables, of_other_kind
+from jfi.data.io.paths import File, FileLayout, find_files, identify_file, is_configured, is_url, open_file
+from jfi.data.io.table import (
+    BLOCK,
+    SourceReading,
+    SourceRows,
+    check_columns,
+    columns_in,
+    first_fault,
+    join_tables,
+    of_other_kind,
+)
 from jfi.data.io.text import iterate_text
 from jfi.utils.errors import memory_cause
 from jfi.utils.files import reading_file
@@ -25,7 +34,7 @@ from jfi.utils.files import reading_file
 _T = TypeVar("_T")
 
 
-def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_parquet(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields the columns of a Parquet file that are in `wanted` as tables of some rows."""
     path = file.path
     with open_file(path) as stream:
@@ -47,7 +56,7 @@ def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Ite
             yield _table(path, schema.empty_table(), schema.names, wanted, 0, reading)
 
 
-def iterate_memory(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_memory(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields the columns of a table in memory that are in `wanted`."""
     _check_names(file.path, file.table.column_names, wanted)
     yield _table(file.path, file.table, file.table.column_names, wanted, 0, reading)
@@ -68,13 +77,15 @@ def _try(path: str, read: Callable[[], _T]) -> _T:
         raise DataError(f"{path}: a damaged Parquet file, or one that Arrow cannot read: {error}") from error
 
 
-def _table(path: str, data: pa.Table, known: list[str], wanted: Container[str], start: int, reading: Reading) -> Table:
+def _table(
+    path: str, data: pa.Table, known: list[str], wanted: Container[str], start: int, reading: SourceReading
+) -> SourceRows:
     """Returns the table of some rows, after `start` others.
 
     Raises:
         DataError: content does not fit its type, such as text that is not UTF-8.
     """
-    table = Table(path, columns_in(data, wanted), known, lambda row: start + row + 1, reading=reading)
+    table = SourceRows(path, columns_in(data, wanted), known, lambda row: start + row + 1, reading=reading)
     for name in table.data.column_names:
         column = table.data.column(name)
         try:
@@ -94,7 +105,7 @@ DROP = "; data.null_ids: drop leaves such rows out"
 
 def read_table(
     paths: Any, wanted: Collection[str], config: DataConfig | None = None, setting: str = "data.interactions"
-) -> Table:
+) -> SourceRows:
     """Returns the rows of `read_blocks` as one table, for sources that fit in memory."""
     return join_tables(list(read_blocks(paths, wanted, config, setting)))
 
@@ -104,7 +115,7 @@ def read_blocks(
     wanted: Collection[str],
     config: DataConfig | None = None,
     setting: str = "data.interactions",
-) -> Iterator[Table]:
+) -> Iterator[SourceRows]:
     """Yields the columns in `wanted` of a file, or of several files one after another, as tables of some rows.
 
     A file without rows has a table too, so that there is at least one. All tables have the same columns; one that holds
@@ -143,7 +154,7 @@ def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
     return [replace(file, layout=_with_settings(file.layout, config, setting)) for file in files]
 
 
-def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
+def _with_settings(layout: FileLayout, config: DataConfig, setting: str) -> FileLayout:
     layout = replace(layout, is_configured=is_configured(setting))
     if codecs.lookup(config.encoding).name != "utf-8":
         layout = replace(layout, encodings=(config.encoding,))
@@ -158,9 +169,9 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
 
 
-def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
+def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, SourceRows]]:
     """Yields the tables of `read_blocks`, each after its file, of files that `find_table` has found."""
-    reading, lists = Reading(tuple(config.missing_values), files[0].layout.is_configured), {}
+    reading, lists = SourceReading(tuple(config.missing_values), files[0].layout.is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
     rounded: Counter[str] = Counter()
@@ -200,7 +211,7 @@ def describe_left_out(name: str, rows: int, left_out: int) -> list[str]:
 _READERS = {"arrow": iterate_memory, "parquet": iterate_parquet, "json": iterate_json, "text": iterate_text}
 
 
-def _tables(file: File, wanted: Collection[str], reading: Reading) -> Iterator[Table]:
+def _tables(file: File, wanted: Collection[str], reading: SourceReading) -> Iterator[SourceRows]:
     with reading_file(file.path, DataError):
         for table in _READERS[file.layout.format](file, wanted, reading):
             for name, value in file.partitions.items():
@@ -214,14 +225,14 @@ def _find_names(files: list[File], wanted: Collection[str]) -> set[str]:
     """Returns the names in `wanted` that some row has: a late row of JSON Lines may be the first one with a name."""
     found, rows = set(), 0
     for file in files:
-        for table in _tables(file, wanted, Reading()):
+        for table in _tables(file, wanted, SourceReading()):
             found, rows = found.union(table.known), rows + len(table)
             if found.issuperset(wanted):
                 return set(wanted)
     return found.intersection(wanted) if rows else set(wanted)
 
 
-def _check_lists(table: Table, lists: dict[str, bool]) -> None:
+def _check_lists(table: SourceRows, lists: dict[str, bool]) -> None:
     """Raises DataError for a value that is a list where `lists` says that those before are not, or the reverse."""
     for name in table.data.column_names:
         column = table.data.column(name)

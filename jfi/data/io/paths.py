@@ -25,7 +25,7 @@ _GENRES = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The format of a file.
 
     Args:
@@ -55,13 +55,13 @@ class Layout:
         return f"; {text}" if self.is_configured else ""
 
 
-def _movielens(delimiter: str, columns: str, **other: Any) -> Layout:
+def _movielens(delimiter: str, columns: str, **other: Any) -> FileLayout:
     # MovieLens' own files are latin-1; some mirrors converted them to UTF-8.
-    return Layout("text", delimiter, columns.split(), encodings=("utf-8", "latin-1"), **other)
+    return FileLayout("text", delimiter, columns.split(), encodings=("utf-8", "latin-1"), **other)
 
 
-_RECBOLE = Layout("text", "\t", typed=True)
-_JSON, _PARQUET = Layout("json"), Layout("parquet")
+_RECBOLE = FileLayout("text", "\t", typed=True)
+_JSON, _PARQUET = FileLayout("json"), FileLayout("parquet")
 # By the name of the file, else by its suffix.
 _LAYOUTS = {
     "u.data": _movielens("\t", _RATINGS),
@@ -72,8 +72,8 @@ _LAYOUTS = {
     "ratings.dat": _movielens("::", _RATINGS),
     "users.dat": _movielens("::", "user_id gender age occupation zip_code"),
     "movies.dat": _movielens("::", "item_id title genres", separators={"genres": "|"}),
-    ".csv": Layout("text", ",", quote='"'),
-    ".tsv": Layout("text", "\t", quote='"'),
+    ".csv": FileLayout("text", ",", quote='"'),
+    ".tsv": FileLayout("text", "\t", quote='"'),
     ".inter": _RECBOLE,
     ".user": _RECBOLE,
     ".item": _RECBOLE,
@@ -89,7 +89,7 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 KNOWN_NAMES = f"{', '.join(_LAYOUTS)}, and those of text with {' or '.join(COMPRESSED)}"
 
 
-def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
+def find_layout(path: str, delimiter: str | None = None) -> FileLayout | None:
     """Returns the layout of a file by its name, or None for a name that is not known.
 
     With `delimiter`, a name that is not known is that of a text file.
@@ -103,7 +103,7 @@ def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
     layout = _LAYOUTS.get(plain, _LAYOUTS.get(PurePath(plain).suffix))
     if layout is _PARQUET and plain != name:  # Parquet has its own compression.
         return None
-    return Layout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
+    return FileLayout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
 
 
 #: Files of a prepared dataset.
@@ -130,7 +130,7 @@ class File:
     """
 
     path: str
-    layout: Layout
+    layout: FileLayout
     partitions: dict[str, str | None] = field(default_factory=dict)
     table: pa.Table | None = None
     setting: str = "data.interactions"
@@ -229,7 +229,7 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
             given = listed[0] if len(listed) == 1 else f"'[{', '.join(map(str, listed))}]'"
             raise DataError(f"{what} are opened: add --{setting.removeprefix('--')} {given}")
         if not isinstance(source, str | os.PathLike):
-            files.append(File(IN_MEMORY, Layout("arrow"), table=as_table(source, setting), setting=setting))
+            files.append(File(IN_MEMORY, FileLayout("arrow"), table=as_table(source, setting), setting=setting))
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
@@ -294,7 +294,7 @@ def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
     return [(folder, system.unstrip_protocol(one)) for one in sorted(found, key=by_number)]
 
 
-def _layout(path: str, delimiter: str | None, setting: str) -> Layout:
+def _layout(path: str, delimiter: str | None, setting: str) -> FileLayout:
     layout = find_layout(path, delimiter)
     if layout is None:
         advice = "; for other text files set data.delimiter" if is_configured(setting) else ""

@@ -18,8 +18,8 @@ import pyarrow.csv
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT
-from jfi.data.io.paths import COMPRESSED, File, Layout, open_file
-from jfi.data.io.table import Reading, Table, columns_in, header_hint
+from jfi.data.io.paths import COMPRESSED, File, FileLayout, open_file
+from jfi.data.io.table import SourceReading, SourceRows, columns_in, header_hint
 
 UTF8 = "utf-8"
 #: Bytes of a part of a file, of which memory holds a few.
@@ -108,7 +108,7 @@ _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this fi
 _OPEN = "unexpected end of data"
 
 
-def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_text(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields columns of a text file as texts, and as lists where its layout has separators.
 
     A table has the rows of about 16 MiB.
@@ -141,7 +141,7 @@ def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterat
         before += block.num_lines
 
 
-def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: Reading) -> Table:
+def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: SourceReading) -> SourceRows:
     names, flags = block.names, block.layout.flags
     used = [name for name in names if name in wanted or ("genres" in wanted and name in flags)]
     data = columns_in(block.parse(used or names[:1]), used)
@@ -152,7 +152,7 @@ def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], 
         names = [name for name in names if name not in flags] + ["genres"]
         if "genres" in wanted:
             data = data.append_column("genres", _join_flags(data.select(flags)))
-    return Table(block.path, data, names, block.line, reading=reading)
+    return SourceRows(block.path, data, names, block.line, reading=reading)
 
 
 class _Block:
@@ -167,7 +167,9 @@ class _Block:
         is_last: whether the file ends with the text; otherwise its last row may go on.
     """
 
-    def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
+    def __init__(
+        self, path: str, layout: FileLayout, names: list[str], text: bytes, before: int, is_last: bool
+    ) -> None:
         self.path, self.layout, self.names, self._before = path, layout, names, before
         #: The first line and the fields of each row, if Python's csv has read them.
         self._rows: list[tuple[int, list[str]]] | None = None
@@ -246,7 +248,7 @@ class _Block:
         return len(content) if is_last else len("".join(lines[:start]).encode())
 
 
-def _end_of_rows(text: bytes, layout: Layout, is_last: bool) -> int | None:
+def _end_of_rows(text: bytes, layout: FileLayout, is_last: bool) -> int | None:
     """Returns the number of bytes of whole rows, or None if not each quote opens or closes a field or doubles one."""
     quote = (layout.quote or "").encode()
     if not quote or quote not in text:
@@ -283,7 +285,7 @@ def _csv_reader(lines: list[str], delimiter: str, quote: str | None) -> Iterator
         csv.field_size_limit(limit)
 
 
-def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
+def _header(path: str, layout: FileLayout, line: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the columns, and the separators of those that are multi-valued."""
     location, names = f"{path}:1", line.strip("\r\n")
     if not names:

@@ -17,7 +17,7 @@ RUN_SETTINGS = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The content of manifest.json.
 
     Args:
@@ -36,7 +36,7 @@ class Manifest:
         (folder / MANIFEST).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Manifest":
+    def load(cls, folder: str | Path) -> "DatasetManifest":
         """The manifest of a prepared dataset.
 
         Raises:
@@ -61,7 +61,7 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
     Raises:
         DataError: there is no prepared dataset.
     """
-    return dataclasses.replace(Manifest.load(folder).data, prepared=str(folder), **choices)
+    return dataclasses.replace(DatasetManifest.load(folder).data, prepared=str(folder), **choices)
 
 
 def resolve(config: DataConfig) -> DataConfig:
@@ -75,7 +75,7 @@ def resolve(config: DataConfig) -> DataConfig:
     """
     if config.prepared is None:
         return config
-    made, settings, default = Manifest.load(config.prepared).data, {}, DataConfig()
+    made, settings, default = DatasetManifest.load(config.prepared).data, {}, DataConfig()
     # The dataset's features have those that its statistics made.
     if config.features:
         config = config.with_context_numbers(made.statistics_columns())

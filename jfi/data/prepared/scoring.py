@@ -24,7 +24,7 @@ from jfi.data.io.blocks import (
     read_table,
 )
 from jfi.data.io.paths import File
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
@@ -249,7 +249,7 @@ class ScoringRows:
         sids.check_codec(self._schema.codec, "the run", "semantic_ids")
         return sids
 
-    def _interactions(self, sources: Sources) -> Iterator[tuple[int, Table]]:
+    def _interactions(self, sources: Sources) -> Iterator[tuple[int, SourceRows]]:
         """The rows of the history, then those to score, whose keys are written; each after the number of its file."""
         for number, files in enumerate((sources.history, sources.interactions)):
             left_out, rows, by = 0, 0, self._by if number != HISTORY else []
@@ -262,7 +262,7 @@ class ScoringRows:
             for line in describe_left_out(("the history", "the rows to score")[number], rows, left_out):
                 _log.warning("%s", line)
 
-    def _with_missing(self, table: Table, number: int) -> Table:
+    def _with_missing(self, table: SourceRows, number: int) -> SourceRows:
         """The table with empty columns in place of those that its file may lack.
 
         They are the label's, but for a history that statistics are made of; in a table to score all that tell what
@@ -290,7 +290,7 @@ class ScoringRows:
             table = table.with_column(name, None)
         return table
 
-    def _write_keys(self, table: Table) -> None:
+    def _write_keys(self, table: SourceRows) -> None:
         for name in self._by:
             others = [one for one in (self._tables.users, self._tables.items) if one is not None and name in one.known]
             note = f"; groups are by columns of the interactions, and it is one of {others[0].name}" if others else ""

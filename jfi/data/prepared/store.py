@@ -16,7 +16,7 @@ from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.manifest import MANIFEST, Manifest
+from jfi.data.prepared.manifest import MANIFEST, DatasetManifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import CONTEXT, check_kind, column_name, id_type, known_items
@@ -174,7 +174,7 @@ def write_files(
     opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, schema)
     write_sums(folder, fingerprint_of(opened), FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
-    Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
+    DatasetManifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
     write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
 
@@ -224,7 +224,8 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
         statistics = Statistics(index, *made, *config.event_values())
         statistics = dense_statistics(statistics, schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
-    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, load_policy(config))
+    policy = None if config.policy is None else load_policy(config.policy)
+    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, policy)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
     dataset.folder, dataset.verification = folder, verification
@@ -242,7 +243,7 @@ def verify_dataset(folder: Path) -> None:
 
 def _check_sizes(folder: Path) -> dict[str, int]:
     """Checks the sizes of all files, and returns them with that of the manifest."""
-    sizes = Manifest.load(folder).sizes
+    sizes = DatasetManifest.load(folder).sizes
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:

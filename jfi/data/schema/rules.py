@@ -27,7 +27,7 @@ import pyparsing as pp
 
 from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.errors import DataError
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
@@ -45,21 +45,21 @@ class _Test(NamedTuple):
     values: tuple[str, ...]
     kind: str  # number, date, text
 
-    def holds(self, table: Table) -> pa.BooleanArray:
+    def holds(self, table: SourceRows) -> pa.BooleanArray:
         column, values = self._read(table)
         if self.compare in _COMPARE:
             return _COMPARE[self.compare](column, values[0])
         hit = pc.is_in(column, value_set=values)
         return pc.if_else(column.is_null(), None, pc.invert(hit) if self.compare == "not in" else hit)
 
-    def absent(self, table: Table) -> list[str]:
+    def absent(self, table: SourceRows) -> list[str]:
         if self.compare in _ORDER:
             return []
         column, values = self._read(table)
         found = pc.is_in(values, value_set=column).to_pylist()
         return [value for value, known in zip(self.values, found, strict=True) if not known]
 
-    def _read(self, table: Table) -> tuple[pa.Array, pa.Array]:
+    def _read(self, table: SourceRows) -> tuple[pa.Array, pa.Array]:
         """Returns the column, null where it is empty, and the values."""
         if self.kind == "text":
             column = table.strings(self.column)
@@ -73,7 +73,7 @@ class _Joined(NamedTuple):
     word: str  # and, or, not
     parts: tuple["_Test | _Joined", ...]
 
-    def holds(self, table: Table) -> pa.BooleanArray:
+    def holds(self, table: SourceRows) -> pa.BooleanArray:
         results = (part.holds(table) for part in self.parts)
         if self.word == "not":
             return pc.invert(next(results))
@@ -103,7 +103,7 @@ class Rule:
         """The columns that it reads, in the order in which the rule names them."""
         return list(dict.fromkeys(test.column for test in _tests(self.root)))
 
-    def holds(self, table: Table) -> np.ndarray:
+    def holds(self, table: SourceRows) -> np.ndarray:
         """`[N]` float32: 1 where the rule holds, 0 where not, NaN where an empty field leaves it open.
 
         An empty field leaves `and` open unless another test fails, and `or` unless another test holds.
@@ -114,7 +114,7 @@ class Rule:
         # By way of integers, since Arrow is slow from booleans to floats.
         return self.root.holds(table).cast(pa.uint8()).cast(pa.float32()).to_numpy(zero_copy_only=False)
 
-    def absent_values(self, table: Table) -> list[tuple[str, str]]:
+    def absent_values(self, table: SourceRows) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
         return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
@@ -161,7 +161,7 @@ def label_columns(label: str) -> list[str]:
     return parse_rule(label).columns if column is None else [column]
 
 
-def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str:
+def describe_values(tables: Iterable[SourceRows], column: str, most: int = 10) -> str:
     """The most frequent values of a column of tables, with counts, for messages.
 
     >>> describe_values([], "action")
@@ -176,7 +176,7 @@ def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str
     return f"values of '{column}': {shown or 'none'}{more}"
 
 
-def _moments(table: Table, name: str) -> np.ndarray:
+def _moments(table: SourceRows, name: str) -> np.ndarray:
     """`[N]` float64: the seconds since 1970 of a column of dates; NaN where it is empty."""
     encoded = table.strings(name).dictionary_encode()
     texts = encoded.dictionary.to_pylist()
@@ -250,7 +250,7 @@ _RULE, _COLUMN = _grammar()
 
 
 def check_held(
-    name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[Table]]
+    name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[SourceRows]]
 ) -> None:
     """Raises DataError for a rule that holds in no row, and for one of a label that holds in every row.
 
@@ -279,7 +279,7 @@ WEIGHT = "weight"
 LABEL = "label_"
 
 
-def read_labels(table: Table, one: LabelConfig) -> np.ndarray:
+def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
@@ -316,7 +316,7 @@ def target_names(config: DataConfig) -> list[str]:
     return [*([] if config.weight is None else [WEIGHT]), *_further_labels(config)]
 
 
-def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
+def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
     """The columns `target_names`, each `[N]` float32.
 
     Args:

@@ -299,6 +299,6 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
     best = BestEpoch.of(path, setting)
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
-    policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
-    model = model.to(device).eval()
+    named = own_policy(RunFolder(Path(path)), best.config).data.policy
+    policy, model = None if named is None else load_policy(named), model.to(device).eval()
     return SavedRun(Path(path), best.config, best.schema, model, policy, best.calibration, best.unknown)

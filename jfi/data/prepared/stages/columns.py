@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jfi.data.batches.choose_events import ONLY_SURFACE, Engagement
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import DROP
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.column_files import new_map, read_columns
 from jfi.data.prepared.stages.read import RawColumn, SourceTables, read_values
 from jfi.data.prepared.stages.sort import read_ids
@@ -179,7 +179,7 @@ class Columns:
         return CodedColumn(dictionary.flush(), crossed)
 
 
-def _positions(table: Table, key: str, ids: pa.Array, given: SourceTables) -> np.ndarray:
+def _positions(table: SourceRows, key: str, ids: pa.Array, given: SourceTables) -> np.ndarray:
     """`[N]` int64, the row of each id in a table of users or items, -1 for one that it lacks."""
     positions = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
     if given.are_complete and positions.null_count == len(ids):

@@ -18,7 +18,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
 from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
 from jfi.data.io.paths import File
-from jfi.data.io.table import Table, of_other_kind
+from jfi.data.io.table import SourceRows, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
@@ -50,8 +50,8 @@ class SourceTables:
 
     config: DataConfig
     files: list[File]
-    users: Table | None = None
-    items: Table | None = None
+    users: SourceRows | None = None
+    items: SourceRows | None = None
     sids: SemanticIDs | None = None
     are_complete: bool = True
 
@@ -60,13 +60,13 @@ class SourceTables:
         """How messages name the interactions."""
         return name_files(self.files)
 
-    def interactions(self) -> Iterator[tuple[int, Table]]:
+    def interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The interactions in blocks of rows, each after the number of its split with `split: files`, else 0."""
         splits = list(dict.fromkeys(file.setting for file in self.files))
         for file, table in read_files(self.files, self.config.columns(of_interactions=True), self.config):
             yield splits.index(file.setting), table
 
-    def blocks(self) -> Iterable[Table]:
+    def blocks(self) -> Iterable[SourceRows]:
         """The interactions in blocks of rows."""
         return (table for _, table in self.interactions())
 
@@ -132,7 +132,7 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
 
 
 def read_rows(
-    tables: Iterable[tuple[int, Table]],
+    tables: Iterable[tuple[int, SourceRows]],
     config: DataConfig,
     folder: Path,
     advance: Callable[[int], None],
@@ -163,7 +163,7 @@ def read_rows(
     return reader
 
 
-def check_rows(reader: "RowReader", name: str | None, tables: Callable[[], Iterable[Table]]) -> None:
+def check_rows(reader: "RowReader", name: str | None, tables: Callable[[], Iterable[SourceRows]]) -> None:
     """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
 
     Args:
@@ -197,7 +197,7 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class RowReader:
     """Writes blocks of rows as numbers into column files."""
 
-    def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
+    def __init__(self, config: DataConfig, first: SourceRows, folder: Path, lists: set[str] | None) -> None:
         self.config, self.folder, self.rows = config, folder, 0
         #: Rows without an id that are not among `rows`.
         self.left_out = 0
@@ -227,7 +227,7 @@ class RowReader:
         coded = ["user", "item", *(column.file for column in categories)]
         self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
 
-    def append(self, table: Table, split: int) -> None:
+    def append(self, table: SourceRows, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
         if made := next((name for name in config.statistics_columns() if name in table.known), None):
@@ -265,7 +265,7 @@ class RowReader:
                 self._append_categories(column, table)
         self.rows += len(table)
 
-    def _append_categories(self, column: RawColumn, table: Table) -> None:
+    def _append_categories(self, column: RawColumn, table: SourceRows) -> None:
         values, name = table.categories(column.name, self.config.separators()), column.name
         is_missing = values.null_count == len(values)
         if name not in self._lists and (is_list(values.type) or not is_missing):
@@ -296,7 +296,7 @@ class RowReader:
     def _put(self, name: str, values: np.ndarray) -> None:
         self._writer.append(name, values)
 
-    def _groups(self, table: Table) -> np.ndarray:
+    def _groups(self, table: SourceRows) -> np.ndarray:
         """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
         encoded = table.strings(self.config.request_id).dictionary_encode()
         # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
@@ -327,7 +327,7 @@ def _rules(config: DataConfig) -> list[tuple[str, str]]:
     return rules if config.history is None else [*rules, ("history", config.history)]
 
 
-def _given_splits(table: Table, name: str) -> np.ndarray:
+def _given_splits(table: SourceRows, name: str) -> np.ndarray:
     """`[N]` int8, the index in `splits.SPLITS` that the column `name` says."""
     column = table.ids(name)
     split = named_splits(column)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages import splits
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.prepared.stages.read import raw_columns, read_values
@@ -209,7 +209,7 @@ def order_and_split(
     memory: str | None,
     scratch: Path,
     advance: Advance,
-    tables: Callable[[], Iterable[Table]],
+    tables: Callable[[], Iterable[SourceRows]],
 ) -> None:
     """Writes the columns `order`, the rows of `sort_rows` by (timestamp, user, item), and `split`.
 
@@ -274,7 +274,7 @@ def _users(columns: dict[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarra
 
 
 def _check_groups(
-    columns: dict[str, np.ndarray], split: np.ndarray, name: str, tables: Callable[[], Iterable[Table]]
+    columns: dict[str, np.ndarray], split: np.ndarray, name: str, tables: Callable[[], Iterable[SourceRows]]
 ) -> None:
     """Raises DataError for the first row of the table whose group the given split cuts."""
     cut = []
