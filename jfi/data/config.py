@@ -247,7 +247,8 @@ class DataConfig:
 
     def interaction_settings(self) -> list[str]:
         """The settings that name the interactions, by split with `split: files`."""
-        return ["interactions", "validation", "test"] if self.split == "files" else ["interactions"]
+        names = ["interactions", "validation", "test"] if self.split == "files" else ["interactions"]
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def is_implicit(self) -> bool:

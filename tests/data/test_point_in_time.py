@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from statistics_columns import with_statistics
 
-from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
+from jfi.data import DataConfig, DataError, FeatureConfig, LabelConfig, load_dataset
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -321,6 +321,17 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
         if name.startswith("pairs") and name.endswith(": products"):  # equal pairs of a moment may have another order
             continue
         np.testing.assert_array_equal(values, other[name], err_msg=name, strict=True)
+
+
+def test_the_log_of_a_run_with_several_labels_counts_the_first():
+    several = [LabelConfig("good", "rating >= 3"), LabelConfig("visited", "visit")]
+    found, none = [], np.arange(3)
+    for labels in ({"label": "rating >= 3"}, {"labels": several}):
+        config = DataConfig(interactions=log(1), statistics=["item", "user"], **labels)
+        with read_log(config, load_dataset(config).schema) as (made, _):
+            found.append(made.compute(Queries(none, np.full(3, 1e12), none)))
+    for name, values in found[0].items():
+        np.testing.assert_array_equal(values, found[1][name], err_msg=name, strict=True)
 
 
 def test_similar_compares_as_many_events_as_in_training(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import count_rounded, has_values, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
-from jfi.data.io.paths import File, FileLayout, find_files, identify_file, is_configured, is_url, open_file
+from jfi.data.io.paths import File, FileLayout, find_files, identify_file, is_url, open_file
 from jfi.data.io.table import (
     BLOCK,
     SourceReading,
@@ -155,7 +155,6 @@ def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
 
 
 def _with_settings(layout: FileLayout, config: DataConfig, setting: str) -> FileLayout:
-    layout = replace(layout, is_configured=is_configured(setting))
     if codecs.lookup(config.encoding).name != "utf-8":
         layout = replace(layout, encodings=(config.encoding,))
     if not config.quoting:
@@ -171,7 +170,7 @@ def _with_settings(layout: FileLayout, config: DataConfig, setting: str) -> File
 
 def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, SourceRows]]:
     """Yields the tables of `read_blocks`, each after its file, of files that `find_table` has found."""
-    reading, lists = SourceReading(tuple(config.missing_values), files[0].layout.is_configured), {}
+    reading, lists = SourceReading(tuple(config.missing_values), files[0].is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
     rounded: Counter[str] = Counter()

@@ -37,7 +37,6 @@ class FileLayout:
         separators: by multi-valued column the separator of its values.
         flags: columns of 0 and 1 that together make the multi-valued column `genres`.
         encodings: tried in this order, unless the config names another one.
-        is_configured: whether a config names the file, so that its settings can say how to read it.
     """
 
     format: Literal["text", "json", "parquet", "arrow"]
@@ -48,11 +47,6 @@ class FileLayout:
     separators: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     encodings: tuple[str, ...] = ("utf-8",)
-    is_configured: bool = True
-
-    def advice(self, text: str) -> str:
-        """Returns the end of a message that advises on a setting of a config; "" where none names the file."""
-        return f"; {text}" if self.is_configured else ""
 
 
 def _movielens(delimiter: str, columns: str, **other: Any) -> FileLayout:
@@ -126,7 +120,7 @@ class File:
         layout: its format.
         partitions: values of columns that the names of its folders give, as in `parts/day=2020-01-01/0.parquet`.
         table: its rows, if it is a table in memory.
-        setting: the config's field that names it.
+        setting: the config's field that names it, or an option or an argument.
     """
 
     path: str
@@ -134,6 +128,15 @@ class File:
     partitions: dict[str, str | None] = field(default_factory=dict)
     table: pa.Table | None = None
     setting: str = "data.interactions"
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether a config names the file, so that its settings can say how to read it."""
+        return self.setting.startswith("data.")
+
+    def advice(self, text: str) -> str:
+        """Returns the end of a message that advises on a setting of a config; "" where none names the file."""
+        return f"; {text}" if self.is_configured else ""
 
 
 class UnnamedURL(str):
@@ -159,11 +162,6 @@ def unnamed_urls(paths: Any, named: Collection[str] = ()) -> Any:
 def is_url(path: str) -> bool:
     """True for a path that fsspec opens, such as `s3://bucket/rows.parquet`."""
     return "://" in path
-
-
-def is_configured(setting: str) -> bool:
-    """True for a setting of a config, not for an option or an argument, whose file no other setting describes."""
-    return setting.startswith("data.")
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -233,7 +231,11 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
-            file = File(path, _layout(path, delimiter, setting), _partitions(path, folder), setting=setting)
+            layout = find_layout(path, delimiter)
+            file = File(path, layout or FileLayout("text"), _partitions(path, folder), setting=setting)
+            if layout is None:
+                advice = file.advice("for other text files set data.delimiter")
+                raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
             other = file if folder is None else first.setdefault(folder, file)
             if file.layout != other.layout:
                 names = " and ".join(os.path.relpath(one.path, folder) for one in (other, file))
@@ -292,14 +294,6 @@ def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
         raise DataError(f"{url}: {'no file matches' if is_glob else 'no such file or directory'}")
     folder = None if is_glob else system.unstrip_protocol(path)
     return [(folder, system.unstrip_protocol(one)) for one in sorted(found, key=by_number)]
-
-
-def _layout(path: str, delimiter: str | None, setting: str) -> FileLayout:
-    layout = find_layout(path, delimiter)
-    if layout is None:
-        advice = "; for other text files set data.delimiter" if is_configured(setting) else ""
-        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
-    return layout
 
 
 def _files_below(folder: str) -> list[str]:

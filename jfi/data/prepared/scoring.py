@@ -16,11 +16,13 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import (
+    count_rows,
     describe_left_out,
     existing_interactions,
+    find_interactions,
     find_table,
     name_files,
-    read_blocks,
+    read_files,
     read_table,
 )
 from jfi.data.io.paths import File
@@ -149,8 +151,8 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        files = [*(sources.history or []), *sources.interactions]
-        self._tables = SourceTables(config, files, users, items, self._read_sids(sources), are_complete=False)
+        files, sids = find_interactions(config), self._read_sids(sources)
+        self._tables = SourceTables(config, files, users, items, sids, are_complete=False)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
@@ -161,8 +163,8 @@ class ScoringRows:
         #: `[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item.
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
         stages = Stages(folder, durable=False, memory=memory)
-        with stages.run("read", None) as advance:
-            reader = read_rows(self._interactions(sources), config, folder / "read", advance, lists)
+        with stages.run("read", count_rows(files)) as advance:
+            reader = read_rows(self._interactions(), config, folder / "read", advance, lists)
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
@@ -249,11 +251,11 @@ class ScoringRows:
         sids.check_codec(self._schema.codec, "the run", "semantic_ids")
         return sids
 
-    def _interactions(self, sources: Sources) -> Iterator[tuple[int, SourceRows]]:
+    def _interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The rows of the history, then those to score, whose keys are written; each after the number of its file."""
-        for number, files in enumerate((sources.history, sources.interactions)):
+        for number, files in enumerate((self._config.interactions, self._config.test)):
             left_out, rows, by = 0, 0, self._by if number != HISTORY else []
-            for table in () if files is None else read_blocks(files, self._wanted.union(by), self._config):
+            for _, table in () if files is None else read_files(files, self._wanted.union(by), self._config):
                 left_out, rows = left_out + table.left_out, rows + len(table)
                 if number != HISTORY:
                     self._write_keys(table)
@@ -311,9 +313,10 @@ class ScoringRows:
 
 
 def _config_of(config: DataConfig, sources: Sources, has_policy: bool, trains: bool) -> DataConfig:
-    """The resolved config of a run with the tables to score, and without the columns that scoring does not read."""
-    changes: dict[str, object] = {"users": sources.users, "items": sources.items}
-    changes |= {"split": "files", "split_column": None, "request_id": None, "title": None}
+    """The config of the dataset of history and rows, without the columns of a run that scoring does not read."""
+    changes: dict[str, object] = {"interactions": sources.history, "validation": None, "test": sources.interactions}
+    changes |= {"users": sources.users, "items": sources.items, "split": "files", "split_column": None}
+    changes |= {"request_id": None, "title": None}
     if not trains:
         changes |= {"weight": None, "labels": config.targets() if config.labels else []}
     if not has_policy:  # nothing else reads these columns

@@ -20,7 +20,6 @@ import torch
 from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.blocks import find_table
-from jfi.data.io.paths import is_configured
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.summary import count_lengths, describe_lengths
@@ -227,7 +226,7 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
             # With a delimiter files of any name are listed: which are read, the config of the run says.
             files = find_table(source, option, DataConfig(delimiter=","))
             for file in [one for one in files if one.table is None]:
-                names[os.path.realpath(file.path)] = file.setting if is_configured(file.setting) else option
+                names[os.path.realpath(file.path)] = file.setting if file.is_configured else option
     for option, path in written.items():
         if path is None:
             continue
